@@ -1,0 +1,14 @@
+"""Pipeline parallelism for PyTorch Lightning: GPipe as a strategy."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_gpipe.core.balance import balance_by_parameters
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.strategy import GPipeStrategy
+
+__version__ = "0.1.0"
+
+__all__ = ["GPipe", "GPipeStrategy", "balance_by_parameters"]
+
+if "gpipe" not in StrategyRegistry:  # importlib.reload comes here twice
+    StrategyRegistry.register("gpipe", GPipeStrategy, description=GPipeStrategy.__doc__)

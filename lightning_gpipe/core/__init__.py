@@ -1,0 +1,1 @@
+"""The pipeline itself: PyTorch only, no Lightning."""

@@ -1,0 +1,37 @@
+"""What each layer costs.
+
+A cost is a number for each layer that adds up over a stage; its unit does not matter to the solver.
+Parameters are the cost that is known before anything has run: they are counted, not measured, so
+every process of a job and every run of it finds the same balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+
+def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
+    """Count the elements of each layer's parameters.
+
+    A parameter that several layers share is counted once, in the first of them: that stage owns it,
+    and counting it again would make the costs add up to more than the model.
+
+    Raises:
+        ValueError: if a parameter is lazy, so that its size is not known yet.
+    """
+    seen: set[nn.Parameter] = set()
+    costs = []
+    for k, layer in enumerate(layers):
+        new = [p for p in layer.parameters() if p not in seen]
+        if any(is_lazy(p) for p in new):
+            raise ValueError(
+                f"layers must know the sizes of their parameters: layer {k} "
+                f"({type(layer).__qualname__}) has lazy ones. Run the module once on a small "
+                f"batch, or give the balance as a list of ints."
+            )
+        costs.append(sum(p.numel() for p in new))
+        seen.update(new)
+    return costs

@@ -1,0 +1,130 @@
+"""The caller's thread-local state, captured once and re-entered in a worker.
+
+PyTorch keeps much of what decides a computation in thread-local state: autocast, grad mode,
+inference mode, hooks on saved tensors, the default device. A new thread has none of it. A pipeline
+that hands a layer to a thread and forgets this computes something else without an error: under
+``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
+
+So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
+it around each row of actions; recomputation, which runs during backward, enters the state of the
+forward it repeats. What the thread already has is left alone, so that running on the caller's own
+thread costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+# Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
+# branch); these are PyTorch's own.
+_set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
+_inference_mode = torch.autograd.grad_mode.inference_mode
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast for one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> Autocast:
+        """What the calling thread has."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def entered(self) -> torch.autocast:
+        """A context manager that gives the calling thread this state."""
+        return torch.autocast(
+            self.device_type,
+            dtype=self.dtype,
+            enabled=self.enabled,
+            cache_enabled=self.cache_enabled,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a thread knows that another one does not.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: One entry per device type.
+        default_device: Where factory functions such as ``torch.zeros`` put their tensors.
+        saved_tensors_hooks: The innermost pack and unpack hooks, or None.
+        variables: Python's own context variables.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Autocast, ...]
+    default_device: torch.device
+    saved_tensors_hooks: Hooks | None
+    variables: contextvars.Context
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device]) -> Context:
+        """Take down the state of the calling thread, as far as it matters on ``devices``."""
+        device_types = sorted({"cpu", *(device.type for device in devices)})
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(Autocast.of(device_type) for device_type in device_types),
+            torch.get_default_device(),
+            torch._C._autograd._top_saved_tensors_default_hooks(True),
+            contextvars.copy_context(),
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Give the calling thread this state for the duration of a ``with`` block."""
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled() != self.inference:
+                stack.enter_context(_inference_mode(self.inference))
+            for autocast in self.autocast:
+                if Autocast.of(autocast.device_type) != autocast:
+                    stack.enter_context(autocast.entered())
+            if torch.get_default_device() != self.default_device:
+                stack.enter_context(self.default_device)
+            stack.enter_context(_set_grad_enabled(self.grad))
+            yield
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
+        hooks = self.saved_tensors_hooks
+        if hooks is None or hooks == torch._C._autograd._top_saved_tensors_default_hooks(True):
+            yield
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(*hooks):
+                yield
+
+
+def modes_bind_to_thread() -> bool:
+    """Whether a mode is active that cannot follow the computation to another thread.
+
+    Dispatch modes (``FlopCounterMode``) and function modes are objects with state, made for one
+    thread. Only the default device, itself a function mode, is captured above instead.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    depth = torch._C._len_torch_function_stack()
+    modes = (torch._C._get_function_stack_at(k) for k in range(depth))
+    return any(not isinstance(mode, DeviceContext) for mode in modes)

@@ -1,0 +1,168 @@
+"""One mini-batch on its way through the pipeline.
+
+A pipeline lives long and is shared; what belongs to one mini-batch lives here: its schedule, its
+pass through each stage, the workers that drive it and the record of what they did. It hangs on the
+autograd node of the mini-batch's output and nowhere else, so a forward that is never followed by a
+backward frees everything when its output goes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.context import Context, modes_bind_to_thread
+from lightning_gpipe.core.pytree import Flat
+from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
+from lightning_gpipe.core.schedule import Action, Kind, Schedule
+from lightning_gpipe.core.stage import Stage, StagePass
+from lightning_gpipe.core.timeline import Timeline
+from lightning_gpipe.core.transport import Exchange, Transport
+from lightning_gpipe.core.worker import Worker
+
+Gradients = list[Tensor | None]
+
+
+class MiniBatch:
+    """Runs the two halves of a schedule for one mini-batch.
+
+    Args:
+        stages: The stages, in order.
+        devices: The device of each worker.
+        schedule: What to run.
+        recomputed: The first so many micro-batches are recomputed.
+        transport: What connects the workers.
+        threads: Whether workers may run on threads of their own.
+
+    Attributes:
+        timeline: What ran when.
+        spent: Whether backward has begun.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        devices: Sequence[torch.device],
+        schedule: Schedule,
+        *,
+        recomputed: int,
+        transport: Transport,
+        threads: bool,
+    ) -> None:
+        self._stages = stages
+        self._devices = devices
+        self._schedule = schedule
+        self._kept = range(recomputed, schedule.m)
+        self._transport = transport
+        self._threads = threads and len(devices) > 1
+        self._context = Context.capture(devices)
+        self._passes: list[StagePass] = []
+        self._workers: list[Worker] = []
+        self._output_gradients: list[Gradients] = []
+        self.timeline = Timeline(schedule)
+        self.spent = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that will have a gradient, each once."""
+        return list(dict.fromkeys(p for each in self._passes for p in each.shadows.parameters))
+
+    def forward(self, microbatches: Sequence[Flat]) -> list[Flat]:
+        """Run the forward half, and return each micro-batch's output on the last device."""
+        shared = SharedGenerators(self._shared_devices)
+        outputs = self._forward(microbatches, shared)
+        if shared.moved():  # Note [Drawing from a private stream]
+            shared.rewind()
+            for stage in self._stages:
+                stage.found_loud()
+            outputs = self._forward(microbatches, shared)
+        self._output_gradients = [[None] * len(output.leaves) for output in outputs]
+        self._note_draws(shared)
+        for each in self._passes:
+            if each.statistics is not None:
+                each.statistics.commit()
+        return outputs
+
+    def note_gradient(self, i: int, k: int, gradient: Tensor | None) -> None:
+        """Take the gradient of leaf ``k`` of the output of micro-batch ``i``."""
+        self._output_gradients[i][k] = gradient
+
+    def backward(self) -> list[Gradients]:
+        """Run the backward half, and return the gradients of each micro-batch's input.
+
+        Those of the parameters are taken with :meth:`take_gradient`.
+        """
+        self.spent = True
+        m, n = self._schedule.m, self._schedule.n
+        exchange = self._transport.open()
+        try:
+            for i, gradients in enumerate(self._output_gradients):
+                exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
+            self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
+        finally:
+            self._output_gradients = []
+            for each in self._passes:
+                each.release()
+        return [exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves for i in range(m)]
+
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of ``parameter`` over all micro-batches and stages, given away."""
+        found = [each.shadows.take_gradient(parameter) for each in self._passes]
+        defined = [gradient for gradient in found if gradient is not None]
+        if not defined:
+            return None
+        return defined[0] if len(defined) == 1 else torch.stack(defined).sum(0)
+
+    def _forward(self, microbatches: Sequence[Flat], shared: SharedGenerators) -> list[Flat]:
+        self.timeline = Timeline(self._schedule)
+        self._passes = [self._begin(stage, shared) for stage in self._stages]
+        self._workers = [
+            Worker(w, device, dict(enumerate(self._passes)), self.timeline)
+            for w, device in enumerate(self._devices)
+        ]
+        exchange = self._transport.open()
+        for i, microbatch in enumerate(microbatches):
+            exchange.send(Action(Kind.FORWARD, i, 0), microbatch)
+        self._run(self._schedule.forward_half, exchange, self._context)
+        n = self._schedule.n
+        return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]
+
+    def _begin(self, stage: Stage, shared: SharedGenerators) -> StagePass:
+        own = {torch.device("cpu"), stage.device} - self._shared_devices
+        j = stage.partition.index
+        streams = shared.streams(j) if self._shared_devices and stage.draws else None
+        return stage.begin(self._context, self._kept, Randomness(OwnGenerators(own), streams))
+
+    def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:
+        if self._threads and not modes_bind_to_thread():
+            jobs = [
+                partial(context.variables.copy().run, worker.run, row, exchange, context)
+                for worker, row in zip(self._workers, half.rows, strict=True)
+            ]
+            self._transport.run(exchange, jobs)
+        else:
+            for w, row in groupby(half.interleaved, half.worker_of):
+                self._workers[w].run(list(row), exchange, context)
+        for worker in self._workers:
+            worker.rejoin()
+
+    @property
+    def _shared_devices(self) -> frozenset[torch.device]:
+        """The devices whose generator several workers may draw from."""
+        if len(self._devices) == 1:
+            return frozenset()
+        crowded = {device for device, workers in Counter(self._devices).items() if workers > 1}
+        return frozenset({torch.device("cpu"), *crowded})
+
+    def _note_draws(self, shared: SharedGenerators) -> None:
+        watched = [(each.stage, each.randomness.streams) for each in self._passes]
+        for stage, streams in watched:
+            if streams is not None and not streams.drew:
+                stage.found_quiet()
+        if any(streams is not None and streams.drew for _, streams in watched):
+            shared.advance()

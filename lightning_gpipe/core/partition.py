@@ -1,0 +1,146 @@
+"""Cuts an nn.Sequential into partitions by a balance, and checks that it can be cut.
+
+A partition is a run of consecutive layers. Cutting is sound only while the plain module is nothing
+but its layers in order: whatever a subclass adds in ``forward`` would be lost without a word, and a
+layer that appears twice would lie on two stages at once. So everything that cannot be cut is
+refused here, before any device is touched, together with every balance that does not fit.
+
+The layers are taken as they are: nothing is copied, moved, wrapped or renamed, which is why the
+keys of the state dict do not depend on the balance::
+
+    module    Embedding  Block  Block  Block  Block  Norm  Linear
+    balance   [       3              |    2        |      2     ]
+              layers 0..2              layers 3..4   layers 5..6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A run of consecutive layers: the part of the module that stage ``index`` runs."""
+
+    index: int
+    first: int
+    layers: tuple[nn.Module, ...]
+
+    @property
+    def last(self) -> int:
+        """The index of the last layer, counted in the whole module."""
+        return self.first + len(self.layers) - 1
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The distinct parameters of the layers, in order; a shared one appears once."""
+        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+
+    def __str__(self) -> str:
+        if self.first == self.last:
+            return f"layer {self.first}"
+        return f"layers {self.first}..{self.last}"
+
+
+def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> list[Partition]:
+    """Cut the module into one partition for each number of layers in the balance.
+
+    Args:
+        module: the layers to cut.
+        balance: how many layers each partition gets, first to last.
+        name: what the user calls the module, for the messages.
+
+    Raises:
+        TypeError, ValueError: if the module cannot be cut, or not by this balance.
+    """
+    check_sequential(module, name)
+    check_balance(balance, len(module), name)
+    layers = tuple(module)
+    bounds = pairwise(accumulate(balance, initial=0))
+    return [Partition(j, first, layers[first:end]) for j, (first, end) in enumerate(bounds)]
+
+
+def check_sequential(module: nn.Module, name: str = "module") -> None:
+    """Refuse a module that is more, or less, than distinct layers run in order."""
+    kind = type(module).__qualname__
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"{name} must be an nn.Sequential, because a pipeline runs its layers one after "
+            f"another: got {kind}. Put the layers to pipeline into an nn.Sequential, and call that "
+            f"in forward."
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"{name} must have the forward of nn.Sequential: got {kind}, which overrides it, and "
+            f"stages run the layers without it. Move what it adds into a layer, or call a plain "
+            f"nn.Sequential from it and pipeline that one."
+        )
+    if not len(module):
+        raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
+    if repeated := _repeated(module):
+        raise ValueError(
+            f"{name} must have a layer object in one place only, because a layer lies on one "
+            f"stage: got {'; '.join(repeated)}. Make one object for each place; to share weights, "
+            f"assign the same nn.Parameter to both."
+        )
+
+
+def check_balance(balance: Sequence[int], layers: int | None = None, name: str = "module") -> None:
+    """Refuse a balance that does not hand out exactly ``layers`` layers, one or more to each stage.
+
+    Args:
+        balance: how many layers each stage gets, first to last.
+        layers: how many layers there are, or None while that is not known.
+        name: what the user calls the module, for the messages.
+    """
+    if not isinstance(balance, Sequence) or isinstance(balance, str):
+        raise TypeError(
+            f"balance must be a list of ints, the number of layers of each stage: "
+            f"got balance={balance!r}. {_way_out()}"
+        )
+    if not all(type(size) is int for size in balance):
+        kinds = ", ".join(type(size).__name__ for size in balance)
+        raise TypeError(
+            f"balance must hold ints only, the number of layers of each stage: "
+            f"got balance={balance!r} (types {kinds}). Write each as a plain int."
+        )
+    owner = "" if layers is None else f" for the {layers} layers of {name}"
+    if not balance or min(balance) < 1:
+        raise ValueError(
+            f"balance must give every stage at least one layer, and have at least one stage: "
+            f"got balance={list(balance)}{owner}. {_way_out()}"
+        )
+    if layers is None:
+        return
+    if len(balance) > layers:
+        raise ValueError(
+            f"balance must have at most as many stages as there are layers: got "
+            f"balance={list(balance)} ({len(balance)} stages){owner}. "
+            f"Use fewer stages, or cut the layers smaller."
+        )
+    if sum(balance) != layers:
+        raise ValueError(
+            f"balance must add up to the number of layers: got balance={list(balance)} "
+            f"(sum {sum(balance)}){owner}. {_way_out(len(balance))}"
+        )
+
+
+def _repeated(module: nn.Sequential) -> list[str]:
+    """Name the places of each layer object that has more than one: ``ReLU at 1 and 3``."""
+    places: dict[nn.Module, list[str]] = {}
+    for k, layer in enumerate(module):
+        places.setdefault(layer, []).append(str(k))
+    return [
+        f"{type(layer).__qualname__} at {' and '.join(indices)}"
+        for layer, indices in places.items()
+        if len(indices) > 1
+    ]
+
+
+def _way_out(stages: int | None = None) -> str:
+    call = f"balance_by_parameters(module, stages={stages or 'n'})"
+    return f"GPipeStrategy(balance='parameters'), or {call}, finds one that fits."

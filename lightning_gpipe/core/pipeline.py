@@ -1,0 +1,200 @@
+"""GPipe, the module in the place of the user's nn.Sequential.
+
+This is where the parts meet. A forward cuts its input into micro-batches, lets them run through the
+stages by the schedule, ties their outputs into the caller's graph and merges them; everything that
+must outlive it is either the user's (the layers) or belongs to one mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from lightning_gpipe.core.autograd import attach
+from lightning_gpipe.core.balance.listing import listing
+from lightning_gpipe.core.batchnorm import check_batch_norms
+from lightning_gpipe.core.microbatch import merge, split
+from lightning_gpipe.core.minibatch import MiniBatch
+from lightning_gpipe.core.partition import cut
+from lightning_gpipe.core.placement import place
+from lightning_gpipe.core.pytree import flatten, unflatten
+from lightning_gpipe.core.recompute import Mode, check_mode, count_recomputed
+from lightning_gpipe.core.schedule import fill_drain
+from lightning_gpipe.core.sharing import check_sharing
+from lightning_gpipe.core.stage import Stage
+from lightning_gpipe.core.timeline import Timeline
+from lightning_gpipe.core.transport.local import LocalTransport
+
+
+class GPipe(nn.Module):
+    """Runs an nn.Sequential as a pipeline over several devices; used like the nn.Sequential.
+
+    Example::
+
+        layers = nn.Sequential(a, b, c, d)
+        model = GPipe(layers, balance=[2, 2], devices=["cuda:0", "cuda:1"], chunks=8)
+        loss = F.mse_loss(model(x), y.to(model.devices[-1]))
+        loss.backward()
+
+    The layers stay the same objects under the same names, so the state dict is that of ``module``.
+    They are moved to their devices at once, and must stay there. The input is cut into
+    micro-batches along dim 0 (see :func:`~lightning_gpipe.core.microbatch.split`); the output is
+    whole again, on the last device.
+
+    Args:
+        module: The layers.
+        balance: The number of layers in each stage.
+        devices: One device per worker, as strings or ``torch.device``. There may be fewer than
+            stages: stage j is on device j mod d. None takes as many GPUs as there are stages, or
+            without a GPU one CPU thread for each stage.
+        chunks: The number of micro-batches; a batch with fewer rows makes fewer.
+        activation_checkpointing: Which micro-batches drop their activations in forward and run it
+            again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
+            none, a number the first so many.
+        deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
+            instead of once per micro-batch.
+        threads: Whether workers run on threads of their own. False runs everything on the calling
+            thread in the schedule's order, for a debugger. With one device it is always so.
+
+    Attributes:
+        balance: As given.
+        devices: One ``torch.device`` per worker.
+        chunks: As given.
+        activation_checkpointing: As given.
+        timeline: What ran when in the latest mini-batch, or None before the first.
+
+    Raises:
+        TypeError: If ``module`` is no nn.Sequential, or an argument has the wrong type.
+        ValueError: If the balance does not fit the module, or the devices do not fit the balance.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        chunks: int = 1,
+        activation_checkpointing: Mode = "except_last",
+        deferred_batch_norm: bool = True,
+        threads: bool = True,
+    ) -> None:
+        super().__init__()
+        check_chunks(chunks)
+        check_mode(activation_checkpointing)
+        partitions = cut(module, balance)
+        if deferred_batch_norm:
+            check_batch_norms(module)
+        self.balance = list(balance)
+        self.devices = choose_devices(devices, len(partitions))
+        self.chunks = chunks
+        self.activation_checkpointing = activation_checkpointing
+        self.timeline: Timeline | None = None
+
+        placed = [self.devices[j % len(self.devices)] for j in range(len(partitions))]
+        check_sharing(partitions, placed)
+        self._threads = threads
+        self._stages = [
+            Stage(partition, device, deferred_batch_norm=deferred_batch_norm)
+            for partition, device in zip(partitions, placed, strict=True)
+        ]
+        self._transport = LocalTransport(len(partitions), self.devices)
+        for stage in self._stages:
+            for layer in stage.partition.layers:
+                place(layer, stage.device)
+        # The same layers under the same names; nn.Sequential has no empty places.
+        self._modules = cast(dict[str, nn.Module | None], module._modules)
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages, in order."""
+        return tuple(self._stages)
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers on ``input`` in micro-batches, and return what they return for all of it.
+
+        Args:
+            input: What the first layer takes; any pytree with tensors of shape ``(rows, ...)``.
+
+        Raises:
+            ValueError: If the tensors of ``input`` disagree on their number of rows.
+            RuntimeError: If a parameter was moved from its stage's device.
+            BaseException: Whatever a layer raises, with a note of where it happened.
+        """
+        microbatches = [flatten(microbatch) for microbatch in split(input, self.chunks)]
+        m = len(microbatches)
+        recomputed = 0
+        if torch.is_grad_enabled():
+            recomputed = count_recomputed(self.activation_checkpointing, m)
+        schedule = fill_drain(
+            m, len(self._stages), workers=len(self.devices), recomputed=recomputed
+        )
+        minibatch = MiniBatch(
+            self._stages,
+            self.devices,
+            schedule,
+            recomputed=recomputed,
+            transport=self._transport,
+            threads=self._threads,
+        )
+        outputs = minibatch.forward([microbatch.detached() for microbatch in microbatches])
+        self.timeline = minibatch.timeline
+        return merge([unflatten(flat) for flat in attach(minibatch, microbatches, outputs)])
+
+    def listing(self) -> Table:
+        """A table of the stages: their devices, layers and parameters."""
+        return listing(
+            [stage.partition for stage in self._stages], [s.device for s in self._stages]
+        )
+
+    def close(self) -> None:
+        """End the worker threads; the next forward starts new ones."""
+        self._transport.close()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(layer for stage in self._stages for layer in stage.partition.layers)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self)[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "timeline": None}
+
+
+def check_chunks(chunks: int) -> None:
+    """Raise if ``chunks`` is no number of micro-batches."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise TypeError(f"chunks must be an integer, the number of micro-batches: got {chunks!r}.")
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, the number of micro-batches: got {chunks}.")
+
+
+def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) -> list[torch.device]:
+    """One device per worker for a pipeline of so many stages.
+
+    Raises:
+        ValueError: If the number of devices does not divide the number of stages.
+    """
+    if devices is None:
+        found = torch.cuda.device_count()
+        chosen = [torch.device("cuda", k) for k in range(min(found, stages))]
+        chosen = chosen or [torch.device("cpu")] * stages
+    else:
+        chosen = [torch.device(device) for device in devices]
+    if not chosen or stages % len(chosen):
+        raise ValueError(
+            "the number of stages must be a multiple of the number of devices, so that each has as "
+            f"many: got {stages} stages for {len(chosen)} devices {[str(d) for d in chosen]}. Give "
+            f"{stages} devices, or a balance with another number of stages."
+        )
+    return [
+        torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+        for device in chosen
+    ]

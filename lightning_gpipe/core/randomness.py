@@ -1,0 +1,228 @@
+"""Random numbers that are the same on recomputation and under any timing of threads.
+
+A recomputed forward must draw the numbers of the first one. The usual answer is to save the state
+of the generator before the forward and put it back for the recomputation. That is enough while a
+generator belongs to one worker, as on CUDA, where each device has its own.
+
+On CPU all threads of a process share one generator. Workers that draw from it take their numbers in
+the order in which the operating system runs them, and one that puts its state back does so under
+the feet of the others. So there, what a layer draws does not come from the shared generator: each
+(micro-batch, stage) has a stream of its own, seeded from the shared generator's state.
+
+# Note [Drawing from a private stream]
+PyTorch has no default generator per thread, so draws are redirected as operators, by a dispatch
+mode that hands them the stream's generator. A dispatch mode costs microseconds for every operator,
+while most stages draw nothing. A stage is therefore watched when it runs for the first time (and
+for the first time in another training mode), and left alone from then on if it drew nothing. A
+stage that was left alone and draws all the same has moved the shared generator, which is looked at
+once per mini-batch; the pipeline then puts the generator back and runs the forward again, watched.
+
+The shared generator moves on by one draw for a mini-batch in which something was drawn, and not at
+all for one in which nothing was: a model without dropout sees the shuffled batches of a plain run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def default_generator(device: torch.device) -> Generator:
+    """The generator from which operators on ``device`` draw unless told otherwise."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class OwnGenerators:
+    """The generators that one worker has to itself: their states are saved and put back."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._generators = [default_generator(device) for device in devices]
+        self._states: dict[int, list[Tensor]] = {}
+
+    @contextmanager
+    def drawing(self, i: int) -> Iterator[None]:
+        """Note the state before micro-batch ``i``, then draw as usual."""
+        self._states[i] = self._snapshot()
+        yield
+
+    @contextmanager
+    def replaying(self, i: int) -> Iterator[None]:
+        """Draw from the state that was noted, and leave the generators as they were."""
+        now = self._snapshot()
+        self._restore(self._states.pop(i))
+        try:
+            yield
+        finally:
+            self._restore(now)
+
+    def _snapshot(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+
+class PrivateStreams:
+    """A stream of numbers for each micro-batch of one stage, whatever other threads draw.
+
+    Attributes:
+        drew: Whether anything was drawn so far.
+    """
+
+    def __init__(self, seed: bytes, j: int, devices: Iterable[torch.device]) -> None:
+        self._seed = seed
+        self._j = j
+        self._devices = frozenset(devices)
+        self.drew = False
+
+    @contextmanager
+    def drawing(self, i: int) -> Iterator[None]:
+        """Redirect what is drawn to the stream of micro-batch ``i``, from its beginning."""
+        digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
+        with _PrivateStream(int.from_bytes(digest), self._devices) as stream:
+            yield
+        self.drew |= stream.drew
+
+
+class Randomness:
+    """Where a stage's random numbers come from while it runs one mini-batch.
+
+    Args:
+        own: The generators of the stage's worker.
+        streams: What stands in for the generators that it shares, or None if the stage is known to
+            draw nothing from them.
+    """
+
+    def __init__(self, own: OwnGenerators, streams: PrivateStreams | None) -> None:
+        self._own = own
+        self.streams = streams
+
+    @contextmanager
+    def drawing(self, i: int) -> Iterator[None]:
+        """Around the first forward of micro-batch ``i``."""
+        with self._own.drawing(i), self._streams(i):
+            yield
+
+    @contextmanager
+    def replaying(self, i: int) -> Iterator[None]:
+        """Around its recomputation, which draws the same numbers once more."""
+        with self._own.replaying(i), self._streams(i):
+            yield
+
+    def _streams(self, i: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.streams is None else self.streams.drawing(i)
+
+
+class SharedGenerators:
+    """The generators that several workers share, looked at before and after a mini-batch."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = frozenset(devices)
+        self._generators = [default_generator(device) for device in self._devices]
+        self._before = [generator.get_state() for generator in self._generators]
+        self._seed = blake2b(b"".join(bytes(s.numpy()) for s in self._before)).digest()
+
+    def streams(self, j: int) -> PrivateStreams:
+        """The streams of stage ``j``."""
+        return PrivateStreams(self._seed, j, self._devices)
+
+    def moved(self) -> bool:
+        """Whether anything was drawn from the generators themselves."""
+        return not all(map(torch.equal, self._before, (g.get_state() for g in self._generators)))
+
+    def rewind(self) -> None:
+        """Put the generators back to where they were."""
+        for generator, state in zip(self._generators, self._before, strict=True):
+            generator.set_state(state)
+
+    def advance(self) -> None:
+        """Move the generators on by one draw, so that the next mini-batch has other numbers."""
+        for device, generator in zip(self._devices, self._generators, strict=True):
+            torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
+
+
+class _PrivateStream(TorchDispatchMode):
+    """Makes operators on ``devices`` draw from generators of its own."""
+
+    # Guards the default generator of a device for the length of one draw.
+    _lock = threading.Lock()
+
+    def __init__(self, seed: int, devices: frozenset[torch.device]) -> None:
+        super().__init__()
+        self._seed = seed
+        self._devices = devices
+        self._generators: dict[torch.device, Generator] = {}
+        self.drew = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _may_draw(func) or not _draws_now(func, args, kwargs):
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        default = default_generator(device)
+        if device not in self._devices or kwargs.get("generator") not in (None, default):
+            return func(*args, **kwargs)
+
+        stream = self._stream(device)
+        if _takes_generator(func):
+            self.drew = True
+            return func(*args, **{**kwargs, "generator": stream})
+        with self._lock:
+            before, own = default.get_state(), stream.get_state()
+            default.set_state(own)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                stream.set_state(default.get_state())
+                default.set_state(before)
+                self.drew |= not torch.equal(own, stream.get_state())
+
+    def _stream(self, device: torch.device) -> Generator:
+        if device not in self._generators:
+            self._generators[device] = Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+@cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@cache
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """False for attention kernels, tagged as drawing, that were given no dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(given > 0)
+    return True
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Where the operator draws: its device argument, or its first tensor's device."""
+    device = kwargs.get("device")
+    if device is None:
+        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+    return torch.device(device)

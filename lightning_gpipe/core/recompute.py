@@ -1,0 +1,48 @@
+"""Which micro-batches drop their activations in forward and run it again before backward.
+
+Activation checkpointing (recomputation) trades a second forward for memory: of a micro-batch that
+is recomputed, a stage keeps nothing but its inputs, so that however many micro-batches there are,
+the activations of only one of them are alive. The *last* micro-batch is the first in backward, its
+activations live shortest, and keeping them costs little: hence the default, ``"except_last"``.
+
+The activations are dropped by letting go of the graph after the forward, not by running it without
+gradients. Both forwards then take the same kernels and give the same numbers, it is known which
+outputs need a gradient, and the peak is what the recomputation needs anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Mode = Literal["always", "except_last", "never"] | int
+
+_NAMES = ("always", "except_last", "never")
+
+
+def check_mode(mode: Mode) -> None:
+    """Raise if ``mode`` is neither a known name nor a number of micro-batches.
+
+    Raises:
+        TypeError: If it is neither a string nor an integer.
+        ValueError: If the name is unknown or the number negative.
+    """
+    choices = f"one of {', '.join(map(repr, _NAMES))}, or a number of micro-batches to recompute"
+    if isinstance(mode, bool) or not isinstance(mode, str | int):
+        raise TypeError(f"activation_checkpointing must be {choices}: got {mode!r}.")
+    if isinstance(mode, str) and mode not in _NAMES:
+        raise ValueError(f"activation_checkpointing must be {choices}: got {mode!r}.")
+    if isinstance(mode, int) and mode < 0:
+        raise ValueError(f"activation_checkpointing must be {choices}, 0 or more: got {mode}.")
+
+
+def count_recomputed(mode: Mode, m: int) -> int:
+    """How many of ``m`` micro-batches are recomputed; they are the first ones."""
+    match mode:
+        case "always":
+            return m
+        case "except_last":
+            return m - 1
+        case "never":
+            return 0
+        case number:
+            return min(number, m)

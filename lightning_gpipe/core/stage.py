@@ -1,0 +1,227 @@
+"""One partition at work: forward, recompute and backward of one micro-batch.
+
+A stage knows nothing of other stages. What comes in are leaves of a small graph of its own, one per
+micro-batch, and what goes out is detached from it; the gradient of the output comes from outside,
+the gradient of the input goes outside. So the graphs of different stages are never joined, each
+worker runs backward on its own thread, and dropping a micro-batch's activations is letting go of
+its graph.
+
+A :class:`Stage` lives as long as the pipeline. A :class:`StagePass` is one mini-batch's pass
+through it and holds everything that is alive between its forward and its backward; several may be
+under way at once, when a user runs the pipeline twice before one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.batchnorm import DeferredStatistics
+from lightning_gpipe.core.context import Context
+from lightning_gpipe.core.partition import Partition
+from lightning_gpipe.core.pytree import Flat, flatten, unflatten
+from lightning_gpipe.core.randomness import Randomness
+from lightning_gpipe.core.shadow import Slots
+
+
+class Stage:
+    """A partition and the device on which it works.
+
+    Attributes:
+        partition: The layers.
+        device: Where their parameters are.
+        slots: Where their parameters are kept.
+        modules: The layers and all modules within them.
+    """
+
+    def __init__(self, partition: Partition, device: torch.device, *, deferred_batch_norm: bool):
+        self.partition = partition
+        self.device = device
+        self.slots = Slots(partition.layers)
+        self.modules = tuple(
+            dict.fromkeys(module for layer in partition.layers for module in layer.modules())
+        )
+        self._deferred_batch_norm = deferred_batch_norm
+        self._quiet: set[tuple[bool, ...]] = set()
+        self._edited: set[int] | None = None  # None until the stage has run once
+
+    def __str__(self) -> str:
+        return f"stage {self.partition.index} ({self.partition}, {self.device})"
+
+    def begin(self, context: Context, kept: range, randomness: Randomness) -> StagePass:
+        """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed."""
+        self._check_placement()
+        return StagePass(self, context, kept, randomness)
+
+    def statistics(self) -> DeferredStatistics | None:
+        """Where batch norms put what they see of one mini-batch, if they defer it."""
+        return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
+
+    # Whether the stage draws random numbers: see Note [Drawing from a private stream].
+
+    @property
+    def draws(self) -> bool:
+        """Whether the stage must be watched: it may draw random numbers in its present mode."""
+        return self._training_flags not in self._quiet
+
+    def found_quiet(self) -> None:
+        """Note that the stage drew nothing in its present mode."""
+        self._quiet.add(self._training_flags)
+
+    def found_loud(self) -> None:
+        """Note that the stage may always draw."""
+        self._quiet.clear()
+
+    @property
+    def _training_flags(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self.modules)
+
+    # Layers that edit their input in place get a copy of it.
+
+    def guard_inputs(self, leaves: list[Any]) -> tuple[list[Any], list[int]]:
+        """Leaves for the layers to work on, and the version that each tensor has now.
+
+        The first time, each tensor is copied; from then on only those that were found edited are.
+        """
+        edited = self._edited
+        own = [
+            leaf.clone() if isinstance(leaf, Tensor) and (edited is None or k in edited) else leaf
+            for k, leaf in enumerate(leaves)
+        ]
+        return own, [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in own]
+
+    def note_edits(self, own: list[Any], versions: list[int]) -> None:
+        """Find out which inputs the layers edited.
+
+        Raises:
+            RuntimeError: If they edited one that was not copied.
+        """
+        edits = {
+            k
+            for k, leaf in enumerate(own)
+            if isinstance(leaf, Tensor) and leaf._version != versions[k]
+        }
+        if self._edited is None:
+            self._edited = edits
+        elif not edits <= self._edited:
+            raise RuntimeError(
+                f"the layers of {self} must edit their input in place always or never: they edited "
+                f"input {min(edits - self._edited)} for the first time after an earlier run that "
+                "did not. Use the out-of-place form, such as nn.ReLU(inplace=False)."
+            )
+
+    def _check_placement(self) -> None:
+        for module, name in self.slots.places:
+            parameter = module._parameters[name]
+            if parameter is not None and parameter.device != self.device:
+                raise RuntimeError(
+                    f"the parameters of {self} must stay on {self.device}: found {name!r} of "
+                    f"{type(module).__name__} on {parameter.device}. Something moved it after the "
+                    "pipeline was set up; the pipeline places its layers itself, so remove calls "
+                    "such as .to() or .cuda() on them."
+                )
+
+
+class _Kept(NamedTuple):
+    """What a stage keeps of a micro-batch until its backward."""
+
+    inputs: Flat
+    outputs: list[Any] | None  # with their graph; None when dropped
+
+
+class StagePass:
+    """One mini-batch's pass through a stage; used by one worker at a time.
+
+    Attributes:
+        stage: The stage.
+        randomness: Where its random numbers come from.
+        shadows: What collects the gradients of its parameters.
+        statistics: What its batch norms saw, if they defer it.
+    """
+
+    def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
+        self.stage = stage
+        self.shadows = stage.slots.shadows()
+        self.statistics = stage.statistics()
+        self._context = context
+        self._kept = kept
+        self.randomness = randomness
+        self._microbatches: dict[int, _Kept] = {}
+
+    def forward(self, i: int, inputs: Flat) -> Flat:
+        """Run the layers on micro-batch ``i``; the result is detached from this stage's graph."""
+        if not self._context.grad:
+            outputs = self._run(inputs, self.randomness.drawing(i), first=True)
+            return flatten(outputs)
+
+        if i in self._kept:
+            with self._context.saving():
+                outputs = self._run(inputs, self.randomness.drawing(i), first=True)
+        else:
+            outputs = self._run(inputs, self.randomness.drawing(i), first=True)
+        flat = flatten(outputs)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):
+            self._microbatches[i] = _Kept(inputs, flat.leaves if i in self._kept else None)
+        return flat.detached()
+
+    def recompute(self, i: int) -> None:
+        """Run the forward of micro-batch ``i`` again, for its graph."""
+        if i not in self._microbatches:
+            return  # nothing in it needs a gradient
+        inputs, _ = self._microbatches[i]
+        with self._context.entered(), self._context.saving():
+            outputs = self._run(inputs, self.randomness.replaying(i), first=False)
+        self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
+
+    def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
+
+        The gradients of the parameters stay in :attr:`shadows`.
+        """
+        if i not in self._microbatches:
+            return []  # nothing in it needs a gradient
+        (leaves, _), outputs = self._microbatches.pop(i)
+        assert outputs is not None, "recompute comes before backward in every schedule"
+        roots = {
+            k: gradient
+            for k, gradient in enumerate(gradients)
+            if gradient is not None and outputs[k].requires_grad
+        }
+        if roots:
+            torch.autograd.backward([outputs[k] for k in roots], list(roots.values()))
+        return [_take_gradient(leaf) for leaf in leaves]
+
+    def release(self) -> None:
+        """Let go of everything that was kept for backward."""
+        self._microbatches.clear()
+
+    def _run(self, inputs: Flat, numbers: Any, *, first: bool) -> Any:
+        leaves, versions = inputs.leaves, None
+        with numbers, self.shadows.cast():
+            if self._context.grad:
+                leaves, versions = self.stage.guard_inputs(leaves)
+            x = unflatten(Flat(leaves, inputs.spec))
+            if self.statistics is None:
+                outputs = _through(self.stage.partition.layers, x)
+            else:
+                with self.statistics.collecting(first):
+                    outputs = _through(self.stage.partition.layers, x)
+        if versions is not None:
+            self.stage.note_edits(leaves, versions)
+        return outputs
+
+
+def _through(layers: Sequence[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def _take_gradient(leaf: Any) -> Tensor | None:
+    if not isinstance(leaf, Tensor):
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient

@@ -1,0 +1,41 @@
+"""Lets an nn.Sequential run as a pipeline without ceasing to be that nn.Sequential.
+
+To wrap the module in another one would change the names in its state dict, to replace it would lose
+its class, its hooks and its other methods, and to hang the pipeline's threads on it would end
+``copy.deepcopy(model)`` and ``torch.save(model)``. So the object stays, and only what it runs
+changes: an instance attribute ``forward``, which a copy does not take along.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from lightning_gpipe.core.pipeline import GPipe
+
+
+def install(sequential: nn.Sequential, pipeline: GPipe) -> None:
+    """Let ``sequential`` run as ``pipeline`` until :func:`remove`."""
+    sequential.forward = _Piped(sequential, pipeline)  # type: ignore[method-assign]  # that is it
+
+
+def remove(sequential: nn.Sequential) -> None:
+    """Let ``sequential`` run its layers by itself again."""
+    sequential.__dict__.pop("forward", None)
+
+
+class _Piped:
+    """The forward of a module that runs as a pipeline."""
+
+    def __init__(self, sequential: nn.Sequential, pipeline: GPipe) -> None:
+        self._sequential = sequential
+        self._pipeline = pipeline
+
+    def __call__(self, input: Any) -> Any:
+        return self._pipeline(input)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module, pickled or deep, runs as the plain module that it is a copy of.
+        return MethodType, (nn.Sequential.forward, self._sequential)

@@ -1,0 +1,129 @@
+"""What ran when: the record that workers write of each action of a mini-batch.
+
+A schedule promises a bubble; only a record of the real run can tell whether it is kept. On CPU an
+action is over when its Python call returns. On CUDA that call only queues kernels, so the worker
+queues an event before and after, and the times are read off the events when somebody asks: nothing
+waits for the device during a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from lightning_gpipe.core.schedule import Action, Kind, Schedule
+
+
+class Span(NamedTuple):
+    """One action as it ran; times in seconds of ``time.perf_counter``."""
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+
+
+class _Stamp(Protocol):
+    def seconds(self) -> float: ...
+
+
+class Timeline:
+    """The record of one mini-batch.
+
+    Attributes:
+        schedule: What was to run.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._records: list[tuple[int, Action, _Stamp, _Stamp]] = []
+
+    def add(self, worker: int, action: Action, start: _Stamp, end: _Stamp) -> None:
+        """Take down an action; called by workers, from their threads."""
+        self._records.append((worker, action, start, end))
+
+    @property
+    def spans(self) -> list[Span]:
+        """All actions so far, by start; on CUDA, waits for the device."""
+        spans = [Span(w, action, a.seconds(), b.seconds()) for w, action, a, b in self._records]
+        return sorted(spans, key=lambda span: span.start)
+
+    @property
+    def bubble(self) -> float:
+        """The share of time in which a worker was idle, between the first action and the last.
+
+        Counted over the forward half and, once it ran, the backward half; what the caller does
+        between them (the loss) is not the pipeline's time.
+        """
+        halves: list[list[Span]] = [[], []]
+        for span in self.spans:
+            halves[span.action.kind is not Kind.FORWARD].append(span)
+        busy = sum(span.end - span.start for half in halves for span in half)
+        available = len(self.schedule.rows) * sum(map(_length, halves))
+        return 1.0 - busy / available if available else 0.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"worker {span.worker}: {span.action} on stage {span.action.j} "
+            f"{1e3 * span.start:.3f}..{1e3 * span.end:.3f} ms"
+            for span in self.spans
+        ]
+        return "\n".join(lines)
+
+
+class HostClock:
+    """Time as the host sees it."""
+
+    class _Now(float):
+        __slots__ = ()
+
+        def seconds(self) -> float:
+            return float(self)
+
+    def now(self) -> _Stamp:
+        """This moment."""
+        return HostClock._Now(time.perf_counter())
+
+
+class CudaClock:
+    """Time as a CUDA stream sees it, counted from when the clock was made.
+
+    Clocks of different devices agree as well as their streams were idle together at that moment.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._zero = self._event()
+        self._host_zero = time.perf_counter()
+
+    def now(self) -> _Stamp:
+        """The moment at which the stream gets here."""
+        return _CudaStamp(self, self._event())
+
+    def seconds_until(self, event: torch.cuda.Event) -> float:
+        """Waits for ``event`` and tells when it was, in seconds of ``time.perf_counter``."""
+        event.synchronize()
+        return self._host_zero + 1e-3 * self._zero.elapsed_time(event)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+class _CudaStamp(NamedTuple):
+    clock: CudaClock
+    event: torch.cuda.Event
+
+    def seconds(self) -> float:
+        return self.clock.seconds_until(self.event)
+
+
+def _length(spans: Iterable[Span]) -> float:
+    spans = list(spans)
+    if not spans:
+        return 0.0
+    return max(span.end for span in spans) - min(span.start for span in spans)

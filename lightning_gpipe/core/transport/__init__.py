@@ -1,0 +1,63 @@
+"""What carries tensors between workers.
+
+Workers run their rows without knowing where the others are. All they know is the action that needs
+what they made: the output of stage j for micro-batch i goes to ``F(i, j+1)``, its input's gradient
+to ``B(i, j-1)``. The caller stands at both ends, as the stage before the first and the one after
+the last. How it gets there, through a queue in one process or over a network, is the transport's
+business.
+
+What travels is a value taken apart, or the gradients of its leaves. Its tensors belong to no graph;
+whether they require a gradient is part of the value and travels with them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from lightning_gpipe.core.pytree import Flat
+from lightning_gpipe.core.schedule import Action
+
+
+class Cancelled(BaseException):
+    """Raised in a worker when the run it is part of has failed elsewhere."""
+
+
+class Exchange(ABC):
+    """The mail of one half of one mini-batch."""
+
+    @abstractmethod
+    def send(self, to: Action, value: Flat) -> None:
+        """Hand over what ``to`` needs."""
+
+    @abstractmethod
+    def receive(self, at: Action) -> Flat:
+        """Wait for what ``at`` needs, on the device of its stage.
+
+        Raises:
+            Cancelled: If the run was given up.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise :class:`Cancelled` if the run was given up."""
+
+
+class Transport(ABC):
+    """A way to connect workers, and to run those that live in this process."""
+
+    @abstractmethod
+    def open(self) -> Exchange:
+        """A new, empty exchange."""
+
+    @abstractmethod
+    def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run this process's workers to their end, at the same time.
+
+        Raises:
+            BaseException: What the first of them to fail raised; the others are stopped.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what the transport started; it starts anew when used again."""

@@ -1,0 +1,67 @@
+"""Copies between devices that do not wait for computation, nor make it wait.
+
+A copy that is queued on the stream that computes delays what is computed next. Each CUDA device
+therefore has two side streams, one for copies that leave it and one for copies that arrive, so that
+the micro-batch that leaves does not hold up the one that arrives either.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _SideStreams(NamedTuple):
+    leaving: torch.cuda.Stream
+    arriving: torch.cuda.Stream
+
+
+class Copies:
+    """Carries tensors from device to device; used from several threads."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._side = {
+            device: _SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+            for device in dict.fromkeys(devices)
+            if device.type == "cuda"
+        }
+
+    def send(self, leaves: list[Any], target: torch.device) -> tuple[list[Any], Any]:
+        """Queue copies of the tensors among ``leaves`` to ``target``.
+
+        Call it with the stream that computed them current.
+
+        Returns:
+            The leaves on ``target``, and an event after which they may be read, or None.
+        """
+        if all(not isinstance(leaf, Tensor) or leaf.device == target for leaf in leaves):
+            return leaves, None
+        moved = [
+            self._copy(leaf, target) if isinstance(leaf, Tensor) and leaf.device != target else leaf
+            for leaf in leaves
+        ]
+        if target not in self._side:
+            return moved, None
+        return moved, self._side[target].arriving.record_event()
+
+    def accept(self, leaves: list[Any], ready: torch.cuda.Event, target: torch.device) -> None:
+        """Let the current stream of ``target`` read ``leaves`` once they have arrived."""
+        stream = torch.cuda.current_stream(target)
+        stream.wait_event(ready)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.device == target:
+                leaf.record_stream(stream)
+
+    def _copy(self, tensor: Tensor, target: torch.device) -> Tensor:
+        source = tensor.device
+        leaving = self._side[source].leaving if source in self._side else None
+        arriving = self._side[target].arriving if target in self._side else None
+        if leaving is not None:
+            leaving.wait_stream(torch.cuda.current_stream(source))
+            tensor.record_stream(leaving)
+        with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
+            # A copy to the host is waited for: nobody there could wait for an event later.
+            moved = tensor.detach().to(target, non_blocking=arriving is not None)
+        return moved.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,225 @@
+"""Workers as threads of one process, one for each device.
+
+Threads see the same tensors, so on one device a value is handed over as it is. Each worker has one
+inbox, a queue; whatever must reach it goes through that queue, bad news included, so a worker that
+waits is woken at once when the run fails elsewhere, and no wait is without an end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+
+from lightning_gpipe.core.pytree import Flat
+from lightning_gpipe.core.schedule import Action
+from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
+from lightning_gpipe.core.transport.copies import Copies
+from lightning_gpipe.core.transport.threads import WorkerThread
+
+# Seconds. A thread that died tells nobody, so whoever waits looks up now and then.
+_LOOK_UP = 0.2
+# How long a failed run waits for workers in the middle of an action before it tells the caller.
+_GRACE = 0.5
+_JOIN = 5.0
+
+
+class _Mail(NamedTuple):
+    to: Action
+    value: Flat
+    ready: torch.cuda.Event | None
+
+
+class LocalExchange(Exchange):
+    """One inbox for each worker, and one for the caller."""
+
+    def __init__(self, n: int, devices: Sequence[torch.device], copies: Copies) -> None:
+        self._n = n
+        self._devices = devices
+        self._copies = copies
+        places = len(devices) + 1
+        self._inboxes: list[SimpleQueue[_Mail | None]] = [SimpleQueue() for _ in range(places)]
+        self._arrived: list[dict[Action, _Mail]] = [{} for _ in range(places)]
+        self._cancelled = threading.Event()
+
+    def send(self, to: Action, value: Flat) -> None:
+        leaves, ready = self._copies.send(value.leaves, self._device_at(to))
+        self._inboxes[self._place_of(to)].put(_Mail(to, Flat(leaves, value.spec), ready))
+
+    def receive(self, at: Action) -> Flat:
+        place = self._place_of(at)
+        arrived = self._arrived[place]
+        while at not in arrived:
+            self.check()
+            try:
+                mail = self._inboxes[place].get(timeout=_LOOK_UP)
+            except Empty:
+                continue
+            if mail is not None:
+                arrived[mail.to] = mail
+        _, value, ready = arrived.pop(at)
+        if ready is not None:
+            self._copies.accept(value.leaves, ready, self._device_at(at))
+        return value
+
+    def check(self) -> None:
+        if self._cancelled.is_set():
+            raise Cancelled
+
+    def cancel(self) -> None:
+        """Give the run up, and wake whoever waits."""
+        self._cancelled.set()
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def _place_of(self, action: Action) -> int:
+        inside = 0 <= action.j < self._n
+        return action.j % len(self._devices) if inside else len(self._devices)
+
+    def _device_at(self, action: Action) -> torch.device:
+        """Where an action's stage is; the caller takes things where they were made."""
+        j = min(max(action.j, 0), self._n - 1)
+        return self._devices[j % len(self._devices)]
+
+
+class LocalTransport(Transport):
+    """One thread per worker, started when first needed.
+
+    Args:
+        n: The number of stages.
+        devices: The device of each worker; stage j is on the device of worker j mod d.
+    """
+
+    def __init__(self, n: int, devices: Sequence[torch.device]) -> None:
+        self._n = n
+        self._devices = tuple(devices)
+        self._copies: Copies | None = None
+        self._threads: list[WorkerThread] = []
+        # Two runs at once, from two threads of the user, would wait for one another's workers.
+        self._running = threading.Lock()
+
+    def open(self) -> LocalExchange:
+        if self._copies is None:
+            self._copies = Copies(list(self._devices))
+        return LocalExchange(self._n, self._devices, self._copies)
+
+    def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
+        assert isinstance(exchange, LocalExchange)
+        with self._running:
+            self._ensure_threads()
+            outcomes = _Outcomes()
+            for thread, job in zip(self._threads, jobs, strict=True):
+                outcomes.expect(thread, job)
+            try:
+                while outcomes.pending:
+                    outcomes.take(_LOOK_UP)
+                    self._check_threads()
+            except BaseException:
+                exchange.cancel()
+                outcomes.settle(_GRACE)
+                raise
+
+    def __reduce__(self) -> tuple[type, tuple[int, tuple[torch.device, ...]]]:
+        return type(self), (self._n, self._devices)  # a copy starts threads of its own
+
+    def close(self) -> None:
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(_JOIN)
+
+    def _check_threads(self) -> None:
+        for w, thread in enumerate(self._threads):
+            if not thread.alive:
+                raise RuntimeError(
+                    f"the thread of worker {w} ({self._devices[w]}) must live as long as the "
+                    "pipeline: it ended without a result. The next step starts a new one."
+                )
+
+    def _ensure_threads(self) -> None:
+        """Start the threads that are missing, each with its share of the cores."""
+        for w, device in enumerate(self._devices):
+            if w < len(self._threads) and self._threads[w].alive:
+                continue
+            thread = WorkerThread(f"gpipe-worker-{w} ({device})")
+            weakref.finalize(self, thread.join, _JOIN)  # if nobody calls close()
+            self._threads[w : w + 1] = [thread]
+        on_cpu = [
+            thread
+            for thread, device in zip(self._threads, self._devices, strict=True)
+            if device.type == "cpu"
+        ]
+        _share_cores(on_cpu)
+
+
+def _share_cores(threads: Sequence[WorkerThread]) -> None:
+    """Give each thread an equal share of the intra-op threads that the caller has.
+
+    How many threads an operator may use belongs to the thread that calls it, but to set it also
+    sets the number for threads yet to come. So the workers take their share, and the caller then
+    says again what it had.
+    """
+    mine = torch.get_num_threads()
+    share = max(1, mine // max(1, len(threads)))
+    untold = [thread for thread in threads if thread.intra_op != share]
+    if not untold:
+        return
+    outcomes = _Outcomes()
+    for thread in untold:
+        outcomes.expect(thread, partial(torch.set_num_threads, share))
+        thread.intra_op = share
+    outcomes.settle(_JOIN)
+    torch.set_num_threads(mine)
+
+
+class _Outcomes:
+    """How the jobs given to several threads ended.
+
+    Attributes:
+        pending: How many have not ended yet.
+    """
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def expect(self, thread: WorkerThread, job: Callable[[], None]) -> None:
+        """Let ``thread`` run ``job``."""
+        self.pending += 1
+        thread.put(partial(_report, job, self._ended))
+
+    def take(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for one job to end, and raise what it raised."""
+        error = None
+        try:
+            error = self._ended.get(timeout=timeout)
+            self.pending -= 1
+            if error is not None:
+                raise error
+        except Empty:
+            pass
+        finally:
+            del error  # its traceback refers to this frame
+
+    def settle(self, timeout: float) -> None:
+        """Wait for the jobs that have not ended, however they end, ``timeout`` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while self.pending and (left := deadline - time.monotonic()) > 0:
+            with suppress(BaseException):
+                self.take(left)
+
+
+def _report(job: Callable[[], None], ended: SimpleQueue[BaseException | None]) -> None:
+    """Run ``job`` and tell how it ended, whatever it raised."""
+    try:
+        job()
+    except BaseException as error:
+        ended.put(error)
+    else:
+        ended.put(None)

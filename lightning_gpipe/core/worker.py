@@ -1,0 +1,94 @@
+"""Runs one worker's row of the schedule over its stages through a transport.
+
+This is the loop with the effects. It makes no decision of its own: the row says what to do next,
+what an action needs follows from the action, and where its result is needed follows from stages
+being in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lightning_gpipe.core.context import Context
+from lightning_gpipe.core.pytree import Flat
+from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.stage import StagePass
+from lightning_gpipe.core.timeline import CudaClock, HostClock, Timeline
+from lightning_gpipe.core.transport import Cancelled, Exchange
+
+_VERBS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+
+
+class Worker:
+    """One device's worker for one mini-batch.
+
+    Args:
+        index: Its place among the workers.
+        device: Its device.
+        passes: The mini-batch's pass through each of its stages, by stage.
+        timeline: Where to write what ran when.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        passes: Mapping[int, StagePass],
+        timeline: Timeline,
+    ) -> None:
+        self._index = index
+        self._device = device
+        self._passes = passes
+        self._timeline = timeline
+        on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if on_cuda else None
+        self._clock = CudaClock(self._stream) if self._stream is not None else HostClock()
+
+    def run(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
+        """Run ``row`` in the caller's context, on the stream that the caller was using."""
+        with torch.cuda.stream(self._stream), context.entered():
+            for action in row:
+                exchange.check()
+                try:
+                    self._perform(action, exchange)
+                except Cancelled:
+                    raise
+                except BaseException as error:
+                    error.add_note(f"raised in {self._describe(action)}")
+                    raise
+
+    def rejoin(self) -> None:
+        """Let what the caller does next on the device come after what was done here."""
+        if self._stream is not None:
+            for stream in (torch.cuda.current_stream, torch.cuda.default_stream):
+                stream(self._device).wait_stream(self._stream)
+
+    def _perform(self, action: Action, exchange: Exchange) -> None:
+        stage_pass, i, j = self._passes[action.j], action.i, action.j
+        match action.kind:
+            case Kind.FORWARD:
+                inputs = exchange.receive(action)
+                with self._timed(action):
+                    outputs = stage_pass.forward(i, inputs)
+                exchange.send(Action(Kind.FORWARD, i, j + 1), outputs)
+            case Kind.RECOMPUTE:
+                with self._timed(action):
+                    stage_pass.recompute(i)
+            case Kind.BACKWARD:
+                gradients = exchange.receive(action)
+                with self._timed(action):
+                    gradients = Flat(stage_pass.backward(i, gradients.leaves))
+                exchange.send(Action(Kind.BACKWARD, i, j - 1), gradients)
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        start = self._clock.now()
+        yield
+        self._timeline.add(self._index, action, start, self._clock.now())
+
+    def _describe(self, action: Action) -> str:
+        microbatch = f"micro-batch {action.i} of {self._timeline.schedule.m}"
+        return f"{_VERBS[action.kind]} of {microbatch} on {self._passes[action.j].stage}"
