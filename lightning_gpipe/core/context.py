@@ -88,7 +88,7 @@ class Context:
             torch.is_inference_mode_enabled(),
             tuple(Autocast.of(device_type) for device_type in device_types),
             torch.get_default_device(),
-            torch._C._autograd._top_saved_tensors_default_hooks(True),
+            _saved_tensors_hooks(),
             contextvars.copy_context(),
         )
 
@@ -110,11 +110,23 @@ class Context:
     def saving(self) -> Iterator[None]:
         """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
         hooks = self.saved_tensors_hooks
-        if hooks is None or hooks == torch._C._autograd._top_saved_tensors_default_hooks(True):
+        if hooks is None or hooks == _saved_tensors_hooks():
             yield
         else:
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
+
+
+def _saved_tensors_hooks() -> Hooks | None:
+    """The innermost hooks of the calling thread that are the user's.
+
+    Those of ``torch.utils.checkpoint`` are not: they would run the pipeline within the pipeline to
+    get back what the stages saved, and the stages do without.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return None
+    return hooks
 
 
 def modes_bind_to_thread() -> bool:

@@ -151,6 +151,13 @@ class GPipe(nn.Module):
             [stage.partition for stage in self._stages], [s.device for s in self._stages]
         )
 
+    def extra_repr(self) -> str:
+        devices = [str(device) for device in self.devices]
+        return (
+            f"balance={self.balance}, devices={devices}, chunks={self.chunks}, "
+            f"activation_checkpointing={self.activation_checkpointing!r}"
+        )
+
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
         self._transport.close()

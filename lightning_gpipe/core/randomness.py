@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -132,11 +132,14 @@ class SharedGenerators:
         self._devices = frozenset(devices)
         self._generators = [default_generator(device) for device in self._devices]
         self._before = [generator.get_state() for generator in self._generators]
-        self._seed = blake2b(b"".join(bytes(s.numpy()) for s in self._before)).digest()
 
     def streams(self, j: int) -> PrivateStreams:
         """The streams of stage ``j``."""
         return PrivateStreams(self._seed, j, self._devices)
+
+    @cached_property
+    def _seed(self) -> bytes:
+        return blake2b(b"".join(bytes(state.numpy()) for state in self._before)).digest()
 
     def moved(self) -> bool:
         """Whether anything was drawn from the generators themselves."""

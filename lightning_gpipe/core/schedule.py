@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -33,12 +34,10 @@ class Kind(Enum):
     RECOMPUTE = "R"
     BACKWARD = "B"
 
-    # Members are singletons, and actions are dictionary keys on the hot path.
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # as fast as can be: actions are keys on the hot path
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One unit of work: ``kind`` of micro-batch ``i`` on stage ``j``."""
 
     kind: Kind

@@ -8,7 +8,8 @@ being in a line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Worker:
 
     def run(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
         """Run ``row`` in the caller's context, on the stream that the caller was using."""
-        with torch.cuda.stream(self._stream), context.entered():
+        with self._streaming(), context.entered():
             for action in row:
                 exchange.check()
                 try:
@@ -62,9 +63,17 @@ class Worker:
 
     def rejoin(self) -> None:
         """Let what the caller does next on the device come after what was done here."""
-        if self._stream is not None:
-            for stream in (torch.cuda.current_stream, torch.cuda.default_stream):
-                stream(self._device).wait_stream(self._stream)
+        if self._stream is None:
+            return
+        for stream in (
+            torch.cuda.current_stream(self._device),  # of the caller of backward
+            torch.cuda.default_stream(self._device),  # where parameters accumulate gradients
+        ):
+            if stream != self._stream:
+                stream.wait_stream(self._stream)
+
+    def _streaming(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _perform(self, action: Action, exchange: Exchange) -> None:
         stage_pass, i, j = self._passes[action.j], action.i, action.j

@@ -7,6 +7,7 @@ the micro-batch that leaves does not hold up the one that arrives either.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -56,12 +57,14 @@ class Copies:
 
     def _copy(self, tensor: Tensor, target: torch.device) -> Tensor:
         source = tensor.device
-        leaving = self._side[source].leaving if source in self._side else None
-        arriving = self._side[target].arriving if target in self._side else None
-        if leaving is not None:
-            leaving.wait_stream(torch.cuda.current_stream(source))
-            tensor.record_stream(leaving)
-        with torch.cuda.stream(leaving), torch.cuda.stream(arriving):
+        with ExitStack() as streams:
+            if source in self._side:
+                leaving = self._side[source].leaving
+                leaving.wait_stream(torch.cuda.current_stream(source))
+                tensor.record_stream(leaving)
+                streams.enter_context(torch.cuda.stream(leaving))
+            if target in self._side:
+                streams.enter_context(torch.cuda.stream(self._side[target].arriving))
             # A copy to the host is waited for: nobody there could wait for an event later.
-            moved = tensor.detach().to(target, non_blocking=arriving is not None)
+            moved = tensor.detach().to(target, non_blocking=target in self._side)
         return moved.requires_grad_(tensor.requires_grad)
