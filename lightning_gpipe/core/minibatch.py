@@ -79,10 +79,13 @@ class MiniBatch:
         if shared.moved():  # Note [Drawing from a private stream]
             shared.rewind()
             for stage in self._stages:
-                stage.found_loud()
+                stage.draws = True
             outputs = self._forward(microbatches, shared)
+            for each in self._passes:
+                each.stage.draws = each.randomness.drew
+        if any(each.randomness.drew for each in self._passes):
+            shared.advance()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
-        self._note_draws(shared)
         for each in self._passes:
             if each.statistics is not None:
                 each.statistics.commit()
@@ -112,11 +115,12 @@ class MiniBatch:
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of ``parameter`` over all micro-batches and stages, given away."""
-        found = [each.shadows.take_gradient(parameter) for each in self._passes]
-        defined = [gradient for gradient in found if gradient is not None]
-        if not defined:
-            return None
-        return defined[0] if len(defined) == 1 else torch.stack(defined).sum(0)
+        total: Tensor | None = None
+        for each in self._passes:
+            gradient = each.shadows.take_gradient(parameter)
+            if gradient is not None:
+                total = gradient if total is None else total.add_(gradient)
+        return total
 
     def _forward(self, microbatches: Sequence[Flat], shared: SharedGenerators) -> list[Flat]:
         self.timeline = Timeline(self._schedule)
@@ -158,11 +162,3 @@ class MiniBatch:
             return frozenset()
         crowded = {device for device, workers in Counter(self._devices).items() if workers > 1}
         return frozenset({torch.device("cpu"), *crowded})
-
-    def _note_draws(self, shared: SharedGenerators) -> None:
-        watched = [(each.stage, each.randomness.streams) for each in self._passes]
-        for stage, streams in watched:
-            if streams is not None and not streams.drew:
-                stage.found_quiet()
-        if any(streams is not None and streams.drew for _, streams in watched):
-            shared.advance()

@@ -11,11 +11,12 @@ the feet of the others. So there, what a layer draws does not come from the shar
 
 # Note [Drawing from a private stream]
 PyTorch has no default generator per thread, so draws are redirected as operators, by a dispatch
-mode that hands them the stream's generator. A dispatch mode costs microseconds for every operator,
-while most stages draw nothing. A stage is therefore watched when it runs for the first time (and
-for the first time in another training mode), and left alone from then on if it drew nothing. A
-stage that was left alone and draws all the same has moved the shared generator, which is looked at
-once per mini-batch; the pipeline then puts the generator back and runs the forward again, watched.
+mode that hands them the stream's generator. A dispatch mode costs microseconds for every operator
+and keeps `torch.compile` from compiling, while most stages draw nothing. So a stage is left alone
+until something was drawn: that has moved the shared generator, which is looked at once per
+mini-batch. The pipeline then puts the generator back and runs the forward again with the mode
+around every stage; from then on it is around those that drew, in the training mode in which they
+did. A model with dropout runs its first forward twice, any other never.
 
 The shared generator moves on by one draw for a mini-batch in which something was drawn, and not at
 all for one in which nothing was: a model without dropout sees the shuffled batches of a plain run.
@@ -101,13 +102,18 @@ class Randomness:
 
     Args:
         own: The generators of the stage's worker.
-        streams: What stands in for the generators that it shares, or None if the stage is known to
-            draw nothing from them.
+        streams: What stands in for the generators that it shares, or None for a stage that is
+            taken to draw nothing.
     """
 
     def __init__(self, own: OwnGenerators, streams: PrivateStreams | None) -> None:
         self._own = own
-        self.streams = streams
+        self._private = streams
+
+    @property
+    def drew(self) -> bool:
+        """Whether the stage drew from streams of its own."""
+        return self._private is not None and self._private.drew
 
     @contextmanager
     def drawing(self, i: int) -> Iterator[None]:
@@ -122,7 +128,7 @@ class Randomness:
             yield
 
     def _streams(self, i: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.streams is None else self.streams.drawing(i)
+        return nullcontext() if self._private is None else self._private.drawing(i)
 
 
 class SharedGenerators:

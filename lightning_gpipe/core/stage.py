@@ -45,7 +45,7 @@ class Stage:
             dict.fromkeys(module for layer in partition.layers for module in layer.modules())
         )
         self._deferred_batch_norm = deferred_batch_norm
-        self._quiet: set[tuple[bool, ...]] = set()
+        self._drawing: set[tuple[bool, ...]] = set()
         self._edited: set[int] | None = None  # None until the stage has run once
 
     def __str__(self) -> str:
@@ -64,19 +64,15 @@ class Stage:
 
     @property
     def draws(self) -> bool:
-        """Whether the stage must be watched: it may draw random numbers in its present mode."""
-        return self._training_flags not in self._quiet
+        """Whether the stage may draw random numbers in its present training mode."""
+        return bool(self._drawing) and self._mode in self._drawing
 
-    def found_quiet(self) -> None:
-        """Note that the stage drew nothing in its present mode."""
-        self._quiet.add(self._training_flags)
-
-    def found_loud(self) -> None:
-        """Note that the stage may always draw."""
-        self._quiet.clear()
+    @draws.setter
+    def draws(self, draws: bool) -> None:
+        (self._drawing.add if draws else self._drawing.discard)(self._mode)
 
     @property
-    def _training_flags(self) -> tuple[bool, ...]:
+    def _mode(self) -> tuple[bool, ...]:
         return tuple(module.training for module in self.modules)
 
     # Layers that edit their input in place get a copy of it.

@@ -112,6 +112,11 @@ class LocalTransport(Transport):
 
     def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
         assert isinstance(exchange, LocalExchange)
+        if any(thread.current for thread in self._threads):
+            raise RuntimeError(
+                "a layer must not run the pipeline that it is part of: it would wait for itself. "
+                "Call the layers that are needed one by one instead."
+            )
         with self._running:
             self._ensure_threads()
             outcomes = _Outcomes()

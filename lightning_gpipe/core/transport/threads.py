@@ -30,6 +30,11 @@ class WorkerThread:
         """Whether the thread can still run jobs."""
         return self._thread.is_alive()
 
+    @property
+    def current(self) -> bool:
+        """Whether it is this thread that asks."""
+        return self._thread is threading.current_thread()
+
     def put(self, job: Job) -> None:
         """Run ``job`` after those before it."""
         self._jobs.put(job)
@@ -37,7 +42,7 @@ class WorkerThread:
     def join(self, timeout: float) -> None:
         """End the thread after the jobs before, and wait for it, ``timeout`` seconds at most."""
         self._jobs.put(None)
-        if self._thread is not threading.current_thread():
+        if not self.current:
             self._thread.join(timeout)
 
 
