@@ -1,0 +1,217 @@
+"""The character language model of examples/: its text, its model, its run and its configuration."""
+
+import csv
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import char_lm
+from examples.char_lm import (
+    ALPHABET,
+    SIZES,
+    TEXT,
+    CharLM,
+    TopicsData,
+    encode,
+    learning_rate_factor,
+    split,
+    unigram_loss,
+)
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.cli import main as cli
+
+CONFIG = Path(__file__).parents[2] / "examples/configs/char_lm.yaml"
+
+
+@pytest.fixture(scope="module")
+def data() -> TopicsData:
+    topics = TopicsData(context=32, batch_size=16)
+    topics.setup("fit")
+    return topics
+
+
+@pytest.fixture
+def model() -> CharLM:
+    torch.manual_seed(0)
+    return CharLM(context=16, blocks=2, width=32, heads=2).eval()
+
+
+# The text
+
+
+def test_validation_text_is_the_last_tenth():
+    _, validation = split(TEXT)
+
+    assert TEXT.endswith(validation)
+    assert len(validation) == pytest.approx(len(TEXT) / 10, abs=1)
+
+
+def test_training_text_has_no_paragraph_of_the_validation_text():
+    training, validation = split("a\n\nb\n\nc\n\nb\n\nd\n\ne\n\nb", share=0.3)
+
+    assert (training, validation) == ("a\n\nc\n\nd", "\n\ne\n\nb")
+
+    training, validation = split(TEXT)
+
+    assert not set(training.split("\n\n")) & set(validation.split("\n\n"))
+    assert len(training) > 0.8 * len(TEXT)
+
+
+def test_unigram_loss_of_a_fair_coin():
+    coin = encode("ab" * 50_000)
+
+    assert unigram_loss(coin, coin) == pytest.approx(math.log(2), abs=0.01)
+
+
+def test_unigram_loss_of_the_text(data: TopicsData):
+    assert unigram_loss(data.training, data.validation) == pytest.approx(3.24, abs=0.05)
+
+
+def test_windows_pair_each_character_with_its_successor(data: TopicsData):
+    for loader in data.train_dataloader(), data.val_dataloader():
+        x, y = next(iter(loader))
+
+        assert x.shape == y.shape == (16, 32)
+        assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_validation_windows_cover_the_text_once(data: TopicsData):
+    targets = torch.cat([y.flatten() for _, y in data.val_dataloader()])
+
+    assert torch.equal(targets, data.validation[1:])
+
+
+def test_training_windows_follow_the_seed(data: TopicsData):
+    batches = []
+    for seed in 1, 1, 2:
+        torch.manual_seed(seed)
+        batches.append(next(iter(data.train_dataloader()))[0])
+
+    assert torch.equal(batches[0], batches[1])
+    assert not torch.equal(batches[0], batches[2])
+
+
+# The model
+
+
+def test_later_character_changes_no_earlier_score(model: CharLM):
+    x = torch.randint(len(ALPHABET), (2, 16))
+    changed = x.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % len(ALPHABET)
+
+    scores, others = model(x), model(changed)
+
+    torch.testing.assert_close(scores[:, :9], others[:, :9])
+    assert not torch.isclose(scores[:, 9:], others[:, 9:]).all(dim=-1).any()
+
+
+def test_generate_beyond_the_context(model: CharLM):
+    text = model.generate("The ", characters=30)
+
+    assert text.startswith("The ")
+    assert len(text) == 34
+    assert set(text) <= set(ALPHABET)
+
+
+def test_learning_rate_rises_then_falls():
+    factors = [learning_rate_factor(step, steps=10, warm_up=2) for step in range(11)]
+
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert factors[6] == pytest.approx(0.5)
+    assert factors[10] == pytest.approx(0.0)
+    assert factors[2:] == sorted(factors[2:], reverse=True)
+
+
+def test_gpt2_small_has_85_million_parameters():
+    size = SIZES["gpt2-small"]
+
+    with torch.device("meta"):
+        model = CharLM("abc", size.context, size.blocks, size.width, size.heads)
+
+    width = 768
+    block = (4 + 8) * width**2 + (4 + 5) * width + 4 * width  # matrices, biases, two norms
+    ends = (3 + 256) * width + 2 * width + 3 * width + 3  # embeddings, last norm, scores
+    assert sum(parameter.numel() for parameter in model.parameters()) == 12 * block + ends
+    assert 12 * block == 85_054_464
+
+
+# The run
+
+
+def run(output: Path, *arguments: str) -> float:
+    """Train for a few steps and return the validation loss that was logged last."""
+    char_lm.main(["--size", "tiny", "--steps", "6", "--output", str(output), *arguments])
+    [metrics] = output.glob("version_0/metrics.csv")
+    rows = csv.DictReader(metrics.read_text().splitlines())
+    return [float(row["val_loss"]) for row in rows if row["val_loss"]][-1]
+
+
+def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    loss = run(tmp_path, "--devices", "2", "--balance", "1,3", "--chunks", "4")
+
+    report = capsys.readouterr().out
+    assert "Embedding" in report
+    assert "Block x2, Head" in report
+    for line in (
+        f"validation loss, nats per character      │    {loss:.4f} ",
+        "validation loss of a unigram model",
+        "validation perplexity",
+        "tokens (characters) per second",
+        "bubble, measured",
+        "bubble, by the schedule                  │     20.0% ",  # 1 / (4 + 2 - 1)
+        "the same, loaded into a plain Trainer",
+        "Sample",
+        "The ",
+    ):
+        assert line in report
+    assert list(tmp_path.glob("version_0/events.out.tfevents.*"))
+    assert (tmp_path / "version_0/checkpoints/best.ckpt").exists()
+
+
+def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
+    plain = run(tmp_path / "plain", "--plain")
+    pipelined = run(tmp_path / "pipelined", "--devices", "2")
+
+    assert pipelined == pytest.approx(plain, rel=1e-4)
+
+
+def test_checkpoint_with_another_loss_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(char_lm, "validate_plainly", lambda *_: (1.0, 2.7))
+
+    with pytest.raises(SystemExit, match="another validation loss in a plain Trainer: 1.0 there"):
+        run(tmp_path, "--plain")
+
+
+def test_steps_that_are_none(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        char_lm.main(["--steps", "0"])
+
+    assert "argument --steps: invalid positive value: '0'" in capsys.readouterr().err
+
+
+# The configuration
+
+
+# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
+def test_configuration_trains_through_lightning_cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {
+        "--config": CONFIG,
+        "--trainer.max_steps": 6,
+        "--trainer.val_check_interval": 3,
+        "--trainer.logger.init_args.save_dir": tmp_path,
+    }
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
+
+    trainer = cli().trainer
+
+    assert isinstance(trainer.strategy, GPipeStrategy)
+    assert trainer.num_devices == 2
+    assert trainer.global_step == 6
+    assert trainer.callback_metrics["val_loss"] < 4.5
