@@ -17,19 +17,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.balance import balance_by_parameters
 from lightning_gpipe.core.locate import locate
 from lightning_gpipe.core.partition import check_balance
 from lightning_gpipe.core.pipeline import GPipe, check_chunks
 from lightning_gpipe.core.placement import on_meta, place_around
-from lightning_gpipe.core.pytree import map_tensors
 from lightning_gpipe.core.recompute import check_mode
+from lightning_gpipe.core.sharing import check_outside
 from lightning_gpipe.core.swap import install, remove
+from lightning_gpipe.refusals import (
+    metrics_on_meta,
+    refuse_devices,
+    refuse_layer_sync,
+    refuse_metrics_on_meta,
+    refuse_several_nodes,
+    refuse_several_processes,
+    refuse_too_few_layers,
+    refuse_uneven_devices,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -129,11 +138,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise ValueError(
-                "GPipeStrategy drives the devices of one machine from one process: got "
-                f"Trainer(num_nodes={num_nodes}). Write num_nodes=1."
-            )
+        refuse_several_nodes(num_nodes)
 
     @property
     @override
@@ -170,7 +175,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        _check_environment(self)
+        refuse_devices(self._devices)
+        refuse_several_processes(self.cluster_environment)
+        refuse_layer_sync(self._layer_sync)
         super().setup_environment()
 
     @contextmanager
@@ -191,7 +198,7 @@ class GPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         for optimizer in self.optimizers:
-            _follow_parameters(optimizer)
+            follow_parameters(optimizer)
 
     @override
     def model_to_device(self) -> None:
@@ -206,14 +213,10 @@ class GPipeStrategy(ParallelStrategy):
             self._pipeline.close()
         self._sequential = self._pipeline = None
         module = self._lightning_module
-        if module is not None and on_meta(module):
-            self._lightning_module = None  # setup failed: there is nothing to move to the CPU
+        if module is not None and (on_meta(module) or metrics_on_meta(module)):
+            self._lightning_module = None  # setup failed: this cannot be moved to the CPU
         super().teardown()
         self._lightning_module = module
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A pickled or deep-copied model refers to its trainer, and so to its strategy.
-        return {**self.__dict__, "_pipeline": None, "_sequential": None}
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -221,13 +224,11 @@ class GPipeStrategy(ParallelStrategy):
         return self.parallel_devices
 
     def _set_up_pipeline(self) -> None:
-        assert self.lightning_module is not None
-        path, sequential = locate(self.lightning_module, self._module)
-        balance = self._balance
-        if balance == "parameters":
-            balance = balance_by_parameters(sequential, len(self._devices))
-        check_balance(balance, len(sequential), f"{type(self.lightning_module).__name__}.{path}")
-        _check_devices(len(balance), len(self._devices))
+        module = self.lightning_module
+        assert module is not None
+        refuse_metrics_on_meta(module)
+        path, sequential = locate(module, self._module)
+        balance = self._balance_for(sequential, f"{type(module).__name__}.{path}")
         self._pipeline = GPipe(
             sequential,
             balance,
@@ -237,8 +238,20 @@ class GPipeStrategy(ParallelStrategy):
             deferred_batch_norm=self._deferred_batch_norm,
             threads=self._threads,
         )
+        stages = self._pipeline.stages
+        partitions, devices = [s.partition for s in stages], [s.device for s in stages]
+        check_outside(module, sequential, partitions, devices, self.root_device)
         self._sequential = sequential
         install(sequential, self._pipeline)
+
+    def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
+        balance, devices = self._balance, len(self._devices)
+        if balance == "parameters":
+            refuse_too_few_layers(len(sequential), devices, name)
+            balance = balance_by_parameters(sequential, devices)
+        check_balance(balance, len(sequential), name)
+        refuse_uneven_devices(len(balance), devices)
+        return balance
 
     # Plain checkpoints.
 
@@ -246,74 +259,14 @@ class GPipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        super().save_checkpoint(_on_cpu(checkpoint), filepath, storage_options)
+        super().save_checkpoint(on_cpu(checkpoint), filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        # What has no memory yet cannot be copied into; it takes the loaded tensors instead.
-        options = {"assign": True} if on_meta(self.lightning_module) else {}
-        self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict, **options)
+        load_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
-
-
-def _follow_parameters(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer that was used before to where its parameters are now."""
-    if optimizer.state:
-        optimizer.load_state_dict(optimizer.state_dict())
-
-
-def _on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint with all tensors on the CPU, so that it loads on any machine."""
-    moved: dict[str, Any] = map_tensors(lambda tensor: tensor.cpu(), checkpoint)
-    metadata = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    if metadata is not None:
-        moved["state_dict"]._metadata = metadata
-    return moved
-
-
-def _check_environment(strategy: GPipeStrategy) -> None:
-    """Refuse what the Trainer was given and the pipeline cannot honour."""
-    kinds = {device.type for device in strategy._devices}
-    if not kinds <= {"cpu", "cuda"}:
-        raise ValueError(
-            "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
-            f"CUDA devices: got {sorted(kinds)}."
-        )
-    environment = strategy.cluster_environment
-    if environment is not None and environment.creates_processes_externally:
-        processes = environment.world_size()
-        if processes > 1:
-            raise RuntimeError(
-                "GPipeStrategy drives all its devices from one process: "
-                f"{type(environment).__name__} started {processes}, and each would run a pipeline "
-                "of its own. Start the script with python, without torchrun or several tasks."
-            )
-    if strategy._layer_sync is not None:
-        raise ValueError(
-            "Trainer(sync_batchnorm=True) makes batch norms agree between processes, and a "
-            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
-            "their running statistics those of the whole batch."
-        )
-
-
-def _check_devices(stages: int, devices: int) -> None:
-    """Refuse a number of devices that does not fit the number of stages."""
-    auto = (
-        "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere: "
-        f"write devices={stages} for a device per stage."
-    )
-    if stages % devices:
-        raise ValueError(
-            "the balance must have as many stages as Trainer(devices=...) has devices, or a "
-            f"multiple of that: got {stages} stages for {devices} devices. {auto}"
-        )
-    if devices == 1 < stages:
-        rank_zero_warn(
-            f"All {stages} stages of the pipeline share one device, so nothing runs at the same "
-            f"time. {auto}"
-        )

@@ -98,6 +98,7 @@ class _Attach(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        _refuse_another_pass(ctx.minibatch)
         for (i, k), gradient in zip(ctx.exits, gradients, strict=True):
             ctx.minibatch.note_gradient(i, k, gradient)
         return (None, None, None, torch.zeros((), device="cpu"))

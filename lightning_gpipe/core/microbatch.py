@@ -75,12 +75,21 @@ def merge(outputs: Sequence[Any]) -> Any:
 def _merge_leaf(k: int, values: Sequence[Any]) -> Any:
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack(list(values)) if values[0].dim() == 0 else torch.cat(list(values))
-    if any(isinstance(value, Tensor) or value != values[0] for value in values):
+    if not all(_same(value, values[0]) for value in values):
         raise ValueError(
             "an output that is not a tensor must be the same for all micro-batches: "
             f"got {list(values)} for leaf {k}. Return it as a tensor with a row per sample."
         )
     return values[0]
+
+
+def _same(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
+    if isinstance(value, Tensor) or type(value) is not type(other):
+        return False
+    equal = value == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare by element
 
 
 def _even(rows: int, chunks: int) -> list[int]:

@@ -20,6 +20,7 @@ from lightning_gpipe.core.context import Context, modes_bind_to_thread
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
+from lightning_gpipe.core.snapshot import Snapshot
 from lightning_gpipe.core.stage import Stage, StagePass
 from lightning_gpipe.core.timeline import Timeline
 from lightning_gpipe.core.transport import Exchange, Transport
@@ -74,17 +75,7 @@ class MiniBatch:
 
     def forward(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run the forward half, and return each micro-batch's output on the last device."""
-        shared = SharedGenerators(self._shared_devices)
-        outputs = self._forward(microbatches, shared)
-        if shared.moved():  # Note [Drawing from a private stream]
-            shared.rewind()
-            for stage in self._stages:
-                stage.draws = True
-            outputs = self._forward(microbatches, shared)
-            for each in self._passes:
-                each.stage.draws = each.randomness.drew
-        if any(each.randomness.drew for each in self._passes):
-            shared.advance()
+        outputs = self._reproducibly(microbatches)
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
         for each in self._passes:
             if each.statistics is not None:
@@ -104,6 +95,8 @@ class MiniBatch:
         m, n = self._schedule.m, self._schedule.n
         exchange = self._transport.open()
         try:
+            for each in self._passes:
+                each.check_unedited()
             for i, gradients in enumerate(self._output_gradients):
                 exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
             self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
@@ -122,25 +115,61 @@ class MiniBatch:
                 total = gradient if total is None else total.add_(gradient)
         return total
 
-    def _forward(self, microbatches: Sequence[Flat], shared: SharedGenerators) -> list[Flat]:
+    def _reproducibly(self, microbatches: Sequence[Flat]) -> list[Flat]:
+        """Run forward so that what is drawn depends on no timing.
+
+        See Note [Drawing from a private stream].
+        """
+        if not self._shared_devices:
+            return self._forward(microbatches, None)
+        shared = SharedGenerators(self._shared_devices)
+        unknown = [stage for stage in self._stages if stage.draws is None]
+        snapshot = None
+        if unknown:
+            modules = (module for stage in self._stages for module in stage.modules)
+            snapshot = Snapshot(modules, microbatches)
+
+        outputs = self._forward(microbatches, shared)
+        if not shared.moved():
+            for stage in unknown:
+                stage.draws = False
+        elif snapshot is not None or self._context.grad:
+            shared.rewind()
+            for stage in self._stages:
+                stage.draws = True
+            again = microbatches if snapshot is None else snapshot.restore()
+            outputs = self._forward(again, shared)
+            for each in self._passes:
+                each.stage.draws = each.randomness.drew
+        else:  # nothing is recomputed: what was drawn is good, if not the same on another run
+            shared.rewind()
+            shared.advance()
+            for stage in self._stages:
+                stage.draws = None
+        if any(each.randomness.drew for each in self._passes):
+            shared.advance()
+        return outputs
+
+    def _forward(self, microbatches: Sequence[Flat], shared: SharedGenerators | None) -> list[Flat]:
+        exchange = self._transport.open()
         self.timeline = Timeline(self._schedule)
         self._passes = [self._begin(stage, shared) for stage in self._stages]
         self._workers = [
             Worker(w, device, dict(enumerate(self._passes)), self.timeline)
             for w, device in enumerate(self._devices)
         ]
-        exchange = self._transport.open()
         for i, microbatch in enumerate(microbatches):
             exchange.send(Action(Kind.FORWARD, i, 0), microbatch)
         self._run(self._schedule.forward_half, exchange, self._context)
         n = self._schedule.n
         return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]
 
-    def _begin(self, stage: Stage, shared: SharedGenerators) -> StagePass:
-        own = {torch.device("cpu"), stage.device} - self._shared_devices
-        j = stage.partition.index
-        streams = shared.streams(j) if self._shared_devices and stage.draws else None
-        return stage.begin(self._context, self._kept, Randomness(OwnGenerators(own), streams))
+    def _begin(self, stage: Stage, shared: SharedGenerators | None) -> StagePass:
+        own = OwnGenerators({torch.device("cpu"), stage.device} - self._shared_devices)
+        streams = None
+        if shared is not None and stage.draws:
+            streams = shared.streams(stage.partition.index)
+        return stage.begin(self._context, self._kept, Randomness(own, streams))
 
     def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:
         if self._threads and not modes_bind_to_thread():

@@ -15,11 +15,12 @@ keys of the state dict do not depend on the balance::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
         )
     if not len(module):
         raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
+    if lazy := [k for k, p in _parameters(module) if is_lazy(p)]:
+        raise ValueError(
+            f"the layers of {name} must know the sizes of their parameters: got lazy ones in "
+            f"layers {sorted(set(lazy))}. Run the module once on a small batch before."
+        )
     if repeated := _repeated(module):
         raise ValueError(
             f"{name} must have a layer object in one place only, because a layer lies on one "
@@ -127,6 +133,12 @@ def check_balance(balance: Sequence[int], layers: int | None = None, name: str =
             f"balance must add up to the number of layers: got balance={list(balance)} "
             f"(sum {sum(balance)}){owner}. {_way_out(len(balance))}"
         )
+
+
+def _parameters(module: nn.Sequential) -> Iterator[tuple[int, nn.Parameter]]:
+    for k, layer in enumerate(module):
+        for parameter in layer.parameters():
+            yield k, parameter
 
 
 def _repeated(module: nn.Sequential) -> list[str]:

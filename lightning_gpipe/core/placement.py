@@ -1,7 +1,8 @@
 """Puts modules on devices without ever having all of a large model on one of them.
 
-Parameters stay the same objects, so an optimizer that holds them keeps working. A module that was
-built on the ``meta`` device gets its memory here, directly on the device where it belongs.
+Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
+tied. A module that was built on the ``meta`` device gets its memory here, directly on the device
+where it belongs; what of it already has values, from a checkpoint, keeps them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,7 @@ def place(module: nn.Module, device: torch.device) -> None:
         TypeError: If a module with parameters on meta has no ``reset_parameters()``.
     """
     for each in module.modules():
-        if _direct_on_meta(each):
-            if not callable(getattr(each, "reset_parameters", None)):
-                raise TypeError(
-                    "a module built on the meta device must have reset_parameters() to initialise "
-                    f"it: got {type(each).__name__} without. Write one, or build it on the CPU."
-                )
-            each.to_empty(device=device, recurse=False)
-            each.reset_parameters()  # type: ignore[operator]  # callable: checked above
+        _materialise(each, device)
     module.to(device)
 
 
@@ -40,15 +34,45 @@ def place_around(root: nn.Module, inner: nn.Module, device: torch.device) -> Non
         return
     for child in root.children():
         place_around(child, inner, device)
-    move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
-    root._apply(move, recurse=False)
+    _materialise(root, device)
+    root._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
 def on_meta(module: nn.Module) -> bool:
     """Whether any parameter or buffer of ``module`` has no memory yet."""
-    return any(_direct_on_meta(each) for each in module.modules())
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def _direct_on_meta(module: nn.Module) -> bool:
-    own = chain(module._parameters.values(), module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Create on ``device`` what of ``module`` itself is on meta, not of the modules within it."""
+    own = [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+    if not any(tensor.is_meta for tensor in own):
+        return
+    initialise = _initialiser(module)
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)
+    kept = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_meta]
+    for tensor in own:
+        if tensor.is_meta:
+            torch.utils.swap_tensors(tensor, _created(tensor, device))
+    initialise()
+    with torch.no_grad():
+        for tensor, value in kept:
+            tensor.copy_(value)
+
+
+def _initialiser(module: nn.Module) -> Callable[[], None]:
+    for name in ("reset_parameters", "_reset_parameters"):  # PyTorch has both spellings
+        initialise = getattr(module, name, None)
+        if callable(initialise):
+            return initialise
+    raise TypeError(
+        "a module with parameters or buffers on the meta device must have reset_parameters() to "
+        f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU."
+    )
+
+
+def _created(tensor: Tensor, device: torch.device) -> Tensor:
+    created = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(created, tensor.requires_grad)
+    return created

@@ -16,7 +16,8 @@ and keeps `torch.compile` from compiling, while most stages draw nothing. So a s
 until something was drawn: that has moved the shared generator, which is looked at once per
 mini-batch. The pipeline then puts the generator back and runs the forward again with the mode
 around every stage; from then on it is around those that drew, in the training mode in which they
-did. A model with dropout runs its first forward twice, any other never.
+did. So a model with dropout runs its first forward twice, any other never. What the first of the
+two changed is undone (buffers, inputs edited in place), save what it did in Python.
 
 The shared generator moves on by one draw for a mini-batch in which something was drawn, and not at
 all for one in which nothing was: a model without dropout sees the shuffled batches of a plain run.
@@ -187,7 +188,7 @@ class _PrivateStream(TorchDispatchMode):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
         default = default_generator(device)
-        if device not in self._devices or kwargs.get("generator") not in (None, default):
+        if device not in self._devices or not _is(kwargs.get("generator"), default):
             return func(*args, **kwargs)
 
         stream = self._stream(device)
@@ -208,6 +209,11 @@ class _PrivateStream(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _is(generator: Generator | None, default: Generator) -> bool:
+    # The dispatcher wraps generators anew, so the objects differ where what they wrap does not.
+    return generator is None or generator._cdata == default._cdata  # type: ignore[attr-defined]
 
 
 @cache

@@ -192,7 +192,11 @@ def simulate(
                 clock[worker] = end[action] = start[action] + cost(action)
                 progress = True
     if any(waiting):
-        stuck = [f"worker {w} at {queue[-1]}" for w, queue in enumerate(waiting) if queue]
+        stuck = [
+            f"worker {w} at {queue[-1]} on stage {queue[-1].j}"
+            for w, queue in enumerate(waiting)
+            if queue
+        ]
         raise RuntimeError(f"the schedule must end, but its workers deadlock: {', '.join(stuck)}")
 
     makespan = max(clock, default=0.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import ne
 
 from torch import Tensor, nn
 
@@ -47,7 +48,8 @@ class Shadows:
             if parameter is not None and parameter.requires_grad:
                 if parameter not in self._of:
                     self._of[parameter] = nn.Parameter(parameter.detach())
-                self._swaps.append((module._parameters, name, parameter))
+                self._swaps.append((module._parameters, name, self._of[parameter]))
+        self._versions = [shadow._version for shadow in self._of.values()]
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -57,13 +59,20 @@ class Shadows:
     @contextmanager
     def cast(self) -> Iterator[None]:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        for slots, name, parameter in self._swaps:
-            slots[name] = self._of[parameter]
+        found = [slots[name] for slots, name, _ in self._swaps]
+        for slots, name, shadow in self._swaps:
+            slots[name] = shadow
         try:
             yield
         finally:
-            for slots, name, parameter in self._swaps:
+            for (slots, name, _), parameter in zip(self._swaps, found, strict=True):
                 slots[name] = parameter
+
+    @property
+    def edited(self) -> bool:
+        """Whether a parameter was edited in place since the shadows were made."""
+        now = (shadow._version for shadow in self._of.values())
+        return any(map(ne, self._versions, now))
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum of the parameter's gradients, given away: the shadow forgets it."""

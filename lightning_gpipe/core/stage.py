@@ -13,7 +13,8 @@ under way at once, when a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
 from lightning_gpipe.core.shadow import Slots
+
+TrainingMode = tuple[bool, ...]
 
 
 class Stage:
@@ -45,7 +48,7 @@ class Stage:
             dict.fromkeys(module for layer in partition.layers for module in layer.modules())
         )
         self._deferred_batch_norm = deferred_batch_norm
-        self._drawing: set[tuple[bool, ...]] = set()
+        self._draws: dict[TrainingMode, bool | None] = {}
         self._edited: set[int] | None = None  # None until the stage has run once
 
     def __str__(self) -> str:
@@ -63,17 +66,37 @@ class Stage:
     # Whether the stage draws random numbers: see Note [Drawing from a private stream].
 
     @property
-    def draws(self) -> bool:
-        """Whether the stage may draw random numbers in its present training mode."""
-        return bool(self._drawing) and self._mode in self._drawing
+    def draws(self) -> bool | None:
+        """Whether the stage draws random numbers in its present training mode, where known."""
+        return self._draws.get(self.mode)
 
     @draws.setter
-    def draws(self, draws: bool) -> None:
-        (self._drawing.add if draws else self._drawing.discard)(self._mode)
+    def draws(self, draws: bool | None) -> None:
+        self._draws[self.mode] = draws
+
+    # A recomputation runs as the forward did, whatever .train() or .eval() was called since.
 
     @property
-    def _mode(self) -> tuple[bool, ...]:
+    def mode(self) -> TrainingMode:
+        """Which of the modules are in training mode."""
         return tuple(module.training for module in self.modules)
+
+    @contextmanager
+    def in_mode(self, mode: TrainingMode) -> Iterator[None]:
+        """Put the modules into ``mode`` for the duration of a ``with`` block."""
+        now = self.mode
+        if now == mode:
+            yield
+            return
+        self._set_mode(mode)
+        try:
+            yield
+        finally:
+            self._set_mode(now)
+
+    def _set_mode(self, mode: TrainingMode) -> None:
+        for module, training in zip(self.modules, mode, strict=True):
+            module.training = training
 
     # Layers that edit their input in place get a copy of it.
 
@@ -87,7 +110,7 @@ class Stage:
             leaf.clone() if isinstance(leaf, Tensor) and (edited is None or k in edited) else leaf
             for k, leaf in enumerate(leaves)
         ]
-        return own, [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in own]
+        return own, [_version(leaf) for leaf in own]
 
     def note_edits(self, own: list[Any], versions: list[int]) -> None:
         """Find out which inputs the layers edited.
@@ -95,11 +118,7 @@ class Stage:
         Raises:
             RuntimeError: If they edited one that was not copied.
         """
-        edits = {
-            k
-            for k, leaf in enumerate(own)
-            if isinstance(leaf, Tensor) and leaf._version != versions[k]
-        }
+        edits = {k for k, leaf in enumerate(own) if _version(leaf) != versions[k]}
         if self._edited is None:
             self._edited = edits
         elif not edits <= self._edited:
@@ -143,6 +162,7 @@ class StagePass:
         self.shadows = stage.slots.shadows()
         self.statistics = stage.statistics()
         self._context = context
+        self._mode = stage.mode
         self._kept = kept
         self.randomness = randomness
         self._microbatches: dict[int, _Kept] = {}
@@ -168,7 +188,11 @@ class StagePass:
         if i not in self._microbatches:
             return  # nothing in it needs a gradient
         inputs, _ = self._microbatches[i]
-        with self._context.entered(), self._context.saving():
+        with (
+            self._context.entered(),
+            self._context.saving(),
+            self.stage.in_mode(self._mode),
+        ):
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
         self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
 
@@ -189,6 +213,17 @@ class StagePass:
         if roots:
             torch.autograd.backward([outputs[k] for k in roots], list(roots.values()))
         return [_take_gradient(leaf) for leaf in leaves]
+
+    def check_unedited(self) -> None:
+        """Raise if a recomputation would not run with the parameters that forward had."""
+        if self.shadows.edited and any(
+            kept.outputs is None for kept in self._microbatches.values()
+        ):
+            raise RuntimeError(
+                "parameters must not be edited between a forward and its backward: got an edit in "
+                f"{self.stage}, such as an optimizer step, and its forward is yet to be "
+                "recomputed. Step the optimizer after backward."
+            )
 
     def release(self) -> None:
         """Let go of everything that was kept for backward."""
@@ -214,6 +249,11 @@ def _through(layers: Sequence[nn.Module], x: Any) -> Any:
     for layer in layers:
         x = layer(x)
     return x
+
+
+def _version(leaf: Any) -> int:
+    """How often a tensor was edited; not counted for those made in inference mode."""
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
 
 
 def _take_gradient(leaf: Any) -> Tensor | None:

@@ -8,7 +8,6 @@ changes: an instance attribute ``forward``, which a copy does not take along.
 
 from __future__ import annotations
 
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -37,5 +36,6 @@ class _Piped:
         return self._pipeline(input)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module, pickled or deep, runs as the plain module that it is a copy of.
-        return MethodType, (nn.Sequential.forward, self._sequential)
+        # A copy of the module, pickled or deep, runs as the plain module that it is a copy of. When
+        # this is called, the copy has no attributes yet, so it is its class that has a forward.
+        return getattr, (self._sequential, "forward")

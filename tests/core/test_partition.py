@@ -161,3 +161,9 @@ def test_balance_that_is_not_a_list(balance: list[int]) -> None:
         check_balance(balance, layers=6)
 
     assert repr(balance) in str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got lazy ones in layers \[1\]"):
+        check_sequential(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))

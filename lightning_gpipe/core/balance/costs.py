@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
@@ -18,20 +17,11 @@ def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
 
     A parameter that several layers share is counted once, in the first of them: that stage owns it,
     and counting it again would make the costs add up to more than the model.
-
-    Raises:
-        ValueError: if a parameter is lazy, so that its size is not known yet.
     """
     seen: set[nn.Parameter] = set()
     costs = []
-    for k, layer in enumerate(layers):
+    for layer in layers:
         new = [p for p in layer.parameters() if p not in seen]
-        if any(is_lazy(p) for p in new):
-            raise ValueError(
-                f"layers must know the sizes of their parameters: layer {k} "
-                f"({type(layer).__qualname__}) has lazy ones. Run the module once on a small "
-                f"batch, or give the balance as a list of ints."
-            )
         costs.append(sum(p.numel() for p in new))
         seen.update(new)
     return costs

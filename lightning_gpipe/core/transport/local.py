@@ -102,27 +102,32 @@ class LocalTransport(Transport):
         self._devices = tuple(devices)
         self._copies: Copies | None = None
         self._threads: list[WorkerThread] = []
+        self._outcomes = _Outcomes()
         # Two runs at once, from two threads of the user, would wait for one another's workers.
         self._running = threading.Lock()
 
     def open(self) -> LocalExchange:
+        if any(thread.current for thread in self._threads):
+            raise RuntimeError(
+                "a layer must not run the pipeline that it is part of: it would wait for itself. "
+                "Call the layers that are needed one by one instead."
+            )
+        # A worker may still be in the middle of an action of a run that failed, with its layers in
+        # a state of that run's making.
+        while self._outcomes.pending and self._all_alive:
+            self._outcomes.settle(_LOOK_UP)
         if self._copies is None:
             self._copies = Copies(list(self._devices))
         return LocalExchange(self._n, self._devices, self._copies)
 
     def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
         assert isinstance(exchange, LocalExchange)
-        if any(thread.current for thread in self._threads):
-            raise RuntimeError(
-                "a layer must not run the pipeline that it is part of: it would wait for itself. "
-                "Call the layers that are needed one by one instead."
-            )
         with self._running:
             self._ensure_threads()
-            outcomes = _Outcomes()
-            for thread, job in zip(self._threads, jobs, strict=True):
-                outcomes.expect(thread, job)
+            self._outcomes = outcomes = _Outcomes()
             try:
+                for thread, job in zip(self._threads, jobs, strict=True):
+                    outcomes.expect(thread, job)
                 while outcomes.pending:
                     outcomes.take(_LOOK_UP)
                     self._check_threads()
@@ -138,6 +143,10 @@ class LocalTransport(Transport):
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.join(_JOIN)
+
+    @property
+    def _all_alive(self) -> bool:
+        return all(thread.alive for thread in self._threads)
 
     def _check_threads(self) -> None:
         for w, thread in enumerate(self._threads):
@@ -177,10 +186,15 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
         return
     outcomes = _Outcomes()
     for thread in untold:
-        outcomes.expect(thread, partial(torch.set_num_threads, share))
+        outcomes.expect(thread, partial(_use_threads, share))
         thread.intra_op = share
     outcomes.settle(_JOIN)
     torch.set_num_threads(mine)
+
+
+def _use_threads(number: int) -> None:
+    torch.get_num_threads()  # a new thread takes the default when first asked: not after the next
+    torch.set_num_threads(number)
 
 
 class _Outcomes:
@@ -216,8 +230,9 @@ class _Outcomes:
         """Wait for the jobs that have not ended, however they end, ``timeout`` seconds at most."""
         deadline = time.monotonic() + timeout
         while self.pending and (left := deadline - time.monotonic()) > 0:
-            with suppress(BaseException):
-                self.take(left)
+            with suppress(Empty):
+                self._ended.get(timeout=left)
+                self.pending -= 1
 
 
 def _report(job: Callable[[], None], ended: SimpleQueue[BaseException | None]) -> None:

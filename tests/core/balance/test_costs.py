@@ -42,12 +42,6 @@ def test_meta_tensors_are_counted_without_memory() -> None:
     assert balance_by_parameters(module, stages=2) == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
-def test_lazy_parameters_have_no_size_yet() -> None:
-    with pytest.raises(ValueError, match=r"layer 1 \(LazyLinear\) has lazy ones"):
-        parameter_costs([nn.Linear(2, 2), nn.LazyLinear(3)])
-
-
 def test_balance_by_parameters() -> None:
     big, small = nn.Linear(40, 40), [nn.Linear(20, 20) for _ in range(4)]
 

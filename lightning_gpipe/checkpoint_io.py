@@ -1,0 +1,45 @@
+"""Checkpoints that know nothing of the pipeline, though the tensors in them came from it.
+
+A checkpoint is loaded before the pipeline is set up, into a module that is plain and on the CPU or
+has no memory yet, and saved from one that is spread over devices. In the file all tensors are on
+the CPU, or a machine with fewer devices could not load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.core.placement import on_meta
+from lightning_gpipe.core.pytree import map_tensors
+
+
+def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The same checkpoint with all tensors on the CPU."""
+    moved: dict[str, Any] = map_tensors(lambda tensor: tensor.cpu(), checkpoint)
+    metadata = getattr(checkpoint.get("state_dict"), "_metadata", None)
+    if metadata is not None:
+        moved["state_dict"]._metadata = metadata
+    return moved
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a state dict into ``module``, also where it was built on the meta device.
+
+    What has no memory yet cannot be copied into: it takes the loaded tensors instead, in its dtype.
+    """
+    if not on_meta(module):
+        module.load_state_dict(state, strict=strict)
+        return
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    cast = {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()}
+    module.load_state_dict(cast, strict=strict, assign=True)
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer that was used before to where its parameters are now."""
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())

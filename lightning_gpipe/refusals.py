@@ -1,0 +1,106 @@
+"""What a Trainer can be given and a pipeline cannot honour, refused by the name the user typed.
+
+Nothing here is a limit of the engine. These are arguments and environments that mean something to
+Lightning, and that a pipeline in one process would have to ignore in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+
+def refuse_devices(devices: Sequence[torch.device]) -> None:
+    """Refuse devices other than CPUs and CUDA GPUs."""
+    kinds = sorted({device.type for device in devices})
+    if not {"cpu", "cuda"}.issuperset(kinds):
+        raise ValueError(
+            "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
+            f"CUDA devices: got {kinds}."
+        )
+
+
+def refuse_several_nodes(num_nodes: int) -> None:
+    """Refuse more than one machine."""
+    if num_nodes != 1:
+        raise ValueError(
+            "GPipeStrategy drives the devices of one machine from one process: got "
+            f"Trainer(num_nodes={num_nodes}). Write num_nodes=1."
+        )
+
+
+def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
+    """Refuse to be one of several processes that somebody else started."""
+    if environment is None or not environment.creates_processes_externally:
+        return
+    processes = environment.world_size()
+    if processes > 1:
+        raise RuntimeError(
+            "GPipeStrategy drives all its devices from one process: "
+            f"{type(environment).__name__} started {processes}, and each would run a pipeline of "
+            "its own. Start the script with python, without torchrun or several tasks."
+        )
+
+
+def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
+    """Refuse batch norms that are synchronised between processes."""
+    if layer_sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) makes batch norms agree between processes, and a "
+            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
+            "their running statistics those of the whole batch."
+        )
+
+
+def refuse_too_few_layers(layers: int, devices: int, name: str) -> None:
+    """Refuse to make a stage for each device of fewer layers than that."""
+    if layers < devices:
+        raise ValueError(
+            "balance='parameters' makes one stage per device, each of at least one layer: got "
+            f"{devices} devices for the {layers} layers of {name}. Write "
+            f"Trainer(devices={layers}) or less, or cut the layers smaller."
+        )
+
+
+def refuse_uneven_devices(stages: int, devices: int) -> None:
+    """Refuse a number of devices that does not divide the stages; warn when they share one."""
+    auto = (
+        "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere: "
+        f"write devices={stages} for a device per stage."
+    )
+    if stages % devices:
+        raise ValueError(
+            "the balance must have as many stages as Trainer(devices=...) has devices, or a "
+            f"multiple of that: got {stages} stages for {devices} devices. {auto}"
+        )
+    if devices == 1 < stages:
+        rank_zero_warn(
+            f"All {stages} stages of the pipeline share one device, so nothing runs at the same "
+            f"time. {auto}"
+        )
+
+
+def refuse_metrics_on_meta(module: nn.Module) -> None:
+    """Refuse metrics that were created on the meta device: their values are lost."""
+    if lost := metrics_on_meta(module):
+        raise ValueError(
+            "a metric keeps its state outside of parameters and buffers, so it cannot be built on "
+            f"the meta device: got {', '.join(lost)}. Create it in setup(), or outside of "
+            "Trainer.init_module(empty_init=True)."
+        )
+
+
+def metrics_on_meta(module: nn.Module) -> list[str]:
+    """The names of the metrics within ``module`` whose state was created on the meta device."""
+    return [
+        name
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+        and any(isinstance(v, Tensor) and v.is_meta for v in metric.metric_state.values())
+    ]

@@ -1,0 +1,357 @@
+import copy
+import io
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_gpipe.core.pipeline import GPipe, choose_devices
+from lightning_gpipe.core.recompute import Mode
+from lightning_gpipe.core.schedule import Kind
+from tests.core.models import Call, assert_same, perceptron, rows, step
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def module() -> nn.Sequential:
+    return perceptron(4)
+
+
+@pytest.fixture
+def pipeline(module: nn.Sequential) -> Iterator[GPipe]:
+    pipeline = GPipe(module, [2, 2], devices=["cpu", "cpu"], chunks=3)
+    yield pipeline
+    pipeline.close()
+
+
+class Where(nn.Module):
+    """Remembers the threads that ran it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[threading.Thread] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.add(threading.current_thread())
+        return x * 1
+
+
+# Bad input: the messages themselves belong to the modules that check.
+
+
+@pytest.mark.parametrize(
+    "arguments, error, found",
+    [
+        ({"balance": [2, 1]}, ValueError, "balance=[2, 1] (sum 3) for the 4 layers"),
+        ({"balance": [4, 0]}, ValueError, "balance=[4, 0]"),
+        ({"balance": [5, -1]}, ValueError, "balance=[5, -1]"),
+        ({"balance": []}, ValueError, "balance=[]"),
+        ({"balance": [2.0, 2]}, TypeError, "balance=[2.0, 2] (types float, int)"),
+        ({"balance": [1] * 5}, ValueError, "(5 stages) for the 4 layers"),
+        (
+            {"chunks": 0},
+            ValueError,
+            "chunks must be at least 1, the number of micro-batches: got 0",
+        ),
+        ({"chunks": -3}, ValueError, "got -3"),
+        ({"chunks": 2.0}, TypeError, "chunks must be an integer"),
+        ({"chunks": True}, TypeError, "got True"),
+        ({"activation_checkpointing": "sometimes"}, ValueError, "got 'sometimes'"),
+        ({"activation_checkpointing": -1}, ValueError, "got -1"),
+        ({"activation_checkpointing": 0.5}, TypeError, "got 0.5"),
+        ({"devices": ["cpu"] * 3}, ValueError, "got 2 stages for 3 devices ['cpu', 'cpu', 'cpu']"),
+        ({"devices": ["cpu"] * 4}, ValueError, "got 2 stages for 4 devices"),
+        ({"devices": []}, ValueError, "got 2 stages for 0 devices []"),
+    ],
+    ids=str,
+)
+def test_bad_argument(
+    module: nn.Sequential, arguments: dict[str, Any], error: type[Exception], found: str
+) -> None:
+    with pytest.raises(error) as caught:
+        GPipe(module, **{"balance": [2, 2], "devices": ["cpu"] * 2, **arguments})
+
+    assert found in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])])
+def test_module_that_is_not_a_sequential(module: Any) -> None:
+    with pytest.raises(TypeError, match=f"must be an nn.Sequential.*got {type(module).__name__}"):
+        GPipe(module, [1])
+
+
+def test_same_layer_twice() -> None:
+    layer = nn.Linear(2, 2)
+
+    with pytest.raises(ValueError, match="Linear at 0 and 1"):
+        GPipe(nn.Sequential(layer, layer), [1, 1])
+
+
+def test_weight_shared_across_devices() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+
+    with pytest.raises(ValueError, match="layer 0.weight .cpu. is layer 1.weight .meta."):
+        GPipe(module, [1, 1], devices=["cpu", "meta"])
+
+
+class Ghost(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input)
+
+
+def test_batch_norm_that_cannot_be_deferred() -> None:
+    module = nn.Sequential(Ghost(2))
+
+    with pytest.raises(ValueError, match="got Ghost in layer 0"):
+        GPipe(module, [1])
+    GPipe(module, [1], deferred_batch_norm=False)
+
+
+def test_batch_whose_tensors_disagree(pipeline: GPipe) -> None:
+    with pytest.raises(ValueError, match=r"input\[0\] of shape \(4, 3\), input\[1\] of shape \(2,"):
+        pipeline((rows(4), rows(2)))
+
+
+def test_batch_without_a_tensor(pipeline: GPipe) -> None:
+    with pytest.raises(ValueError, match="got no tensor in list"):
+        pipeline(["text"])
+
+
+def test_parameter_that_was_moved_after_setup(pipeline: GPipe) -> None:
+    pipeline[2].to("meta")
+
+    with pytest.raises(RuntimeError, match=r"of stage 1 \(layers 2..3, cpu\) must stay on cpu"):
+        pipeline(rows(4))
+
+
+# Devices.
+
+
+def test_devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    assert GPipe(perceptron(4), [1, 1, 2]).devices == [CPU] * 3
+
+
+@pytest.mark.parametrize("found, chosen", [(2, 2), (4, 4), (8, 4)])
+def test_gpus_by_default(found: int, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+
+    assert choose_devices(None, 4) == [torch.device("cuda", k) for k in range(chosen)]
+
+
+def test_gpus_that_do_not_divide_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    with pytest.raises(ValueError, match=r"got 4 stages for 3 devices \['cuda:0', 'cuda:1',"):
+        choose_devices(None, 4)
+
+
+def test_fewer_devices_than_stages() -> None:
+    layers = [Where() for _ in range(4)]
+    pipeline = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu", "cpu"], chunks=2)
+
+    pipeline(rows(4))
+    pipeline.close()
+
+    assert [len(layer.threads) for layer in layers] == [1, 1, 1, 1]
+    assert layers[0].threads == layers[2].threads
+    assert layers[1].threads == layers[3].threads
+    assert layers[0].threads != layers[1].threads
+
+
+@pytest.mark.parametrize("arguments", [{"devices": ["cpu"]}, {"threads": False}], ids=str)
+def test_runs_on_the_calling_thread(arguments: dict[str, Any]) -> None:
+    where = Where()
+    module = nn.Sequential(nn.Linear(3, 3).double(), where)
+    pipeline = GPipe(module, [1, 1], **{"devices": ["cpu", "cpu"], "chunks": 3, **arguments})
+    before = threading.active_count()
+
+    step(pipeline, rows(7))
+
+    assert where.threads == {threading.current_thread()}
+    assert threading.active_count() == before
+
+
+# The module.
+
+
+def test_state_dict_has_the_plain_modules_keys(pipeline: GPipe) -> None:
+    assert list(pipeline.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_state_dict_loads_both_ways(pipeline: GPipe) -> None:
+    plain = perceptron(4)
+
+    plain.load_state_dict(pipeline.state_dict())
+    assert_same(plain(rows(4)), pipeline(rows(4)))
+
+    plain.get_parameter("0.weight").data.mul_(2)
+    pipeline.load_state_dict(plain.state_dict())
+    assert_same(plain(rows(4)), pipeline(rows(4)))
+
+
+def test_layers_stay_the_users(module: nn.Sequential, pipeline: GPipe) -> None:
+    assert list(pipeline) == list(module)
+    assert len(pipeline) == 4
+    assert pipeline[1] is module[1]
+    assert pipeline[-1] is module[-1]
+    assert [name for name, _ in pipeline.named_children()] == ["0", "1", "2", "3"]
+
+
+def test_names_of_layers_stay() -> None:
+    module = nn.Sequential()
+    module.add_module("encode", nn.Linear(2, 2))
+    module.add_module("decode", nn.Linear(2, 2))
+
+    keys = GPipe(module, [1, 1], devices=["cpu"]).state_dict().keys()
+
+    assert keys == {"encode.weight", "encode.bias", "decode.weight", "decode.bias"}
+
+
+def test_training_mode_reaches_the_layers(pipeline: GPipe) -> None:
+    assert not any(layer.training for layer in pipeline.eval())
+    assert all(layer.training for layer in pipeline.train())
+
+
+def test_repr_tells_how_it_was_made(pipeline: GPipe) -> None:
+    assert repr(pipeline).startswith(
+        "GPipe(\n  balance=[2, 2], devices=['cpu', 'cpu'], chunks=3, "
+        "activation_checkpointing='except_last'\n  (0): Linear("
+    )
+
+
+def test_listing(pipeline: GPipe) -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(pipeline.listing())
+
+    text = console.file.getvalue()  # type: ignore[attr-defined]  # a StringIO
+    assert "0..1" in text
+    assert "2..3" in text
+    assert text.count("Linear, Tanh") == 2
+    assert text.count("50.0%") == 2
+
+
+def deep(pipeline: GPipe) -> GPipe:
+    return copy.deepcopy(pipeline)
+
+
+def saved(pipeline: GPipe) -> GPipe:
+    file = io.BytesIO()
+    torch.save(pipeline, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [deep, saved])
+def test_copy_of_a_pipeline_in_use(pipeline: GPipe, copied: Any) -> None:
+    before = step(pipeline, rows(7))
+
+    twin = copied(pipeline)
+    assert twin.timeline is None
+    twin.zero_grad()
+    pipeline.zero_grad()
+
+    assert_same(step(twin, rows(7))._asdict(), before._asdict())
+    assert not {id(p) for p in twin.parameters()} & {id(p) for p in pipeline.parameters()}
+    assert all(parameter.grad is None for parameter in pipeline.parameters())
+    twin.close()
+
+
+# What ran when.
+
+
+def test_no_timeline_before_the_first_mini_batch(pipeline: GPipe) -> None:
+    assert pipeline.timeline is None
+
+
+@pytest.mark.parametrize("mode, again", [("always", 3), ("except_last", 2), ("never", 0), (1, 1)])
+def test_timeline_after_forward_and_after_backward(mode: Mode, again: int) -> None:
+    pipeline = GPipe(
+        perceptron(4), [2, 2], devices=["cpu", "cpu"], chunks=3, activation_checkpointing=mode
+    )
+
+    loss = pipeline(rows(7)).sum()
+    timeline = pipeline.timeline
+    assert timeline is not None
+    assert [span.action.kind for span in timeline.spans] == [Kind.FORWARD] * 6
+    loss.backward()
+    pipeline.close()
+
+    assert {span.action for span in timeline.spans} == {
+        action for row in timeline.schedule.rows for action in row
+    }
+    assert len(timeline.spans) == 2 * (3 + again + 3)
+    assert 0 <= timeline.bubble < 1
+
+
+def test_timeline_follows_the_schedule(pipeline: GPipe) -> None:
+    pipeline(rows(7)).sum().backward()
+
+    timeline = pipeline.timeline
+    assert timeline is not None
+    for w, row in enumerate(timeline.schedule.rows):
+        assert [span.action for span in timeline.spans if span.worker == w] == list(row)
+
+
+def test_small_batch_makes_fewer_micro_batches(pipeline: GPipe) -> None:
+    pipeline(rows(2))
+
+    assert pipeline.timeline is not None
+    assert pipeline.timeline.schedule.m == 2
+
+
+# What belongs to the caller's thread.
+
+
+def test_context_variables_reach_the_layers() -> None:
+    request: ContextVar[str] = ContextVar("request", default="none")
+    seen: list[str] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(request.get())
+        return x
+
+    pipeline = GPipe(nn.Sequential(Call(look), Call(look)), [1, 1], devices=["cpu", "cpu"])
+    token = request.set("of the caller")
+    pipeline(rows(4))
+    request.reset(token)
+    pipeline.close()
+
+    assert seen == ["of the caller"] * 2
+
+
+def test_flop_counter_counts_what_the_plain_module_takes(
+    module: nn.Sequential, pipeline: GPipe
+) -> None:
+    pipeline.activation_checkpointing = "never"
+    plain = copy.deepcopy(module)
+    counts = []
+
+    for each in (plain, pipeline):
+        with FlopCounterMode(display=False) as forward:
+            loss = each(rows(7)).sum()
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+        counts.append((forward.get_total_flops(), backward.get_total_flops()))
+
+    assert counts[1] == counts[0]
+    assert min(counts[0]) > 0
+
+
+def test_layer_that_runs_the_pipeline_it_is_part_of() -> None:
+    pipelines: list[GPipe] = []
+    again = Call(lambda x: pipelines[0](x))
+    pipelines.append(GPipe(nn.Sequential(nn.Identity(), again), [1, 1], devices=["cpu", "cpu"]))
+
+    with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
+        pipelines[0](rows(4))
+    pipelines[0].close()

@@ -1,0 +1,322 @@
+import copy
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_gpipe.core.pytree import flatten
+from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.transport import Cancelled, local
+from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
+
+CPU = torch.device("cpu")
+SECOND = 1.0  # no error may take longer to reach the caller
+
+
+Workers = Callable[[], list[threading.Thread]]
+
+
+@pytest.fixture
+def workers() -> Workers:
+    """Lists the workers' threads that came since the test began."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("gpipe-worker") and thread not in before
+    ]
+
+
+@pytest.fixture
+def transport() -> Iterator[LocalTransport]:
+    transport = LocalTransport(2, [CPU, CPU])
+    yield transport
+    transport.close()
+
+
+def nothing() -> None:
+    pass
+
+
+def forward(i: int, j: int) -> Action:
+    return Action(Kind.FORWARD, i, j)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def note(place: list[threading.Thread]) -> None:
+    place.append(threading.current_thread())
+
+
+# The mail.
+
+
+def test_mail_comes_by_what_needs_it_not_by_when_it_was_sent(transport: LocalTransport) -> None:
+    exchange = transport.open()
+    for i in (2, 0, 1):
+        exchange.send(forward(i, 1), flatten(f"output {i}"))
+
+    received = [exchange.receive(forward(i, 1)).leaves for i in range(3)]
+
+    assert received == [["output 0"], ["output 1"], ["output 2"]]
+
+
+def test_mail_goes_to_the_caller_at_both_ends(transport: LocalTransport) -> None:
+    exchange = transport.open()
+
+    exchange.send(forward(0, 2), flatten("output"))
+    exchange.send(Action(Kind.BACKWARD, 0, -1), flatten("gradient"))
+
+    assert exchange.receive(Action(Kind.BACKWARD, 0, -1)).leaves == ["gradient"]
+    assert exchange.receive(forward(0, 2)).leaves == ["output"]
+
+
+def test_tensor_on_its_device_is_handed_over_as_it_is(transport: LocalTransport) -> None:
+    exchange, x = transport.open(), torch.ones(2, requires_grad=True)
+
+    exchange.send(forward(0, 1), flatten((x, "name")))
+
+    received = exchange.receive(forward(0, 1)).leaves
+    assert received[0] is x
+
+
+def test_tensor_arrives_on_the_device_of_the_stage_and_requires_what_it_did() -> None:
+    exchange = LocalTransport(2, [CPU, torch.device("meta")]).open()
+
+    exchange.send(forward(0, 1), flatten((torch.ones(2, requires_grad=True), torch.ones(1), 3)))
+
+    x, y, three = exchange.receive(forward(0, 1)).leaves
+    assert x.is_meta and y.is_meta and three == 3
+    assert (x.requires_grad, y.requires_grad) == (True, False)
+
+
+def test_given_up_exchange_wakes_whoever_waits(
+    transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_LOOK_UP", 30)
+    exchange = transport.open()
+    timer = threading.Timer(0.05, exchange.cancel)
+    timer.start()
+
+    start = time.monotonic()
+    with pytest.raises(Cancelled):
+        exchange.receive(forward(0, 0))
+    assert time.monotonic() - start < SECOND
+    with pytest.raises(Cancelled):
+        exchange.check()
+    timer.join()
+
+
+# The workers.
+
+
+def test_workers_pass_on_what_they_made(transport: LocalTransport) -> None:
+    exchange = transport.open()
+
+    def work(j: int) -> None:
+        for i in range(3):
+            (value,) = exchange.receive(forward(i, j)).leaves
+            exchange.send(forward(i, j + 1), flatten(f"{value}, stage {j}"))
+
+    for i in range(3):
+        exchange.send(forward(i, 0), flatten(f"batch {i}"))
+    transport.run(exchange, [partial(work, 0), partial(work, 1)])
+
+    results = [exchange.receive(forward(i, 2)).leaves[0] for i in range(3)]
+    assert results == [f"batch {i}, stage 0, stage 1" for i in range(3)]
+
+
+def test_each_worker_has_a_named_thread_that_stays(transport: LocalTransport) -> None:
+    seen: list[list[threading.Thread]] = [[], []]
+
+    for _ in range(3):
+        transport.run(transport.open(), [partial(note, place) for place in seen])
+
+    assert [{thread.name for thread in place} for place in seen] == [
+        {"gpipe-worker-0 (cpu)"},
+        {"gpipe-worker-1 (cpu)"},
+    ]
+    assert len(set(seen[0] + seen[1])) == 2
+
+
+def test_constructing_starts_no_thread() -> None:
+    before = threading.active_count()
+
+    LocalTransport(2, [CPU, CPU]).open()
+
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [KeyError("k"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_error_reaches_the_caller_while_the_other_waits(
+    transport: LocalTransport, error: BaseException, failing: int
+) -> None:
+    exchange = transport.open()
+    ends: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            exchange.receive(forward(0, 1 - failing))
+        except BaseException as end:
+            ends.append(end)
+            raise
+
+    jobs: list[Callable[[], None]] = [wait, wait]
+    jobs[failing] = partial(fail, error)
+    start = time.monotonic()
+    with pytest.raises(type(error)) as caught:
+        transport.run(exchange, jobs)
+
+    assert time.monotonic() - start < SECOND
+    assert caught.value is error
+    assert [type(end) for end in ends] == [Cancelled]
+
+
+def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransport) -> None:
+    finish = threading.Event()
+
+    start = time.monotonic()
+    with pytest.raises(KeyError):
+        transport.run(transport.open(), [partial(fail, KeyError()), lambda: wait_for(finish)])
+    took = time.monotonic() - start
+    finish.set()
+
+    assert took < SECOND
+
+
+def wait_for(finish: threading.Event) -> None:
+    finish.wait(10)
+
+
+def test_run_within_a_run_of_the_same_transport(transport: LocalTransport) -> None:
+    def run() -> None:
+        transport.run(transport.open(), [nothing, nothing])
+
+    with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
+        transport.run(transport.open(), [run, nothing])
+
+
+def test_used_again_after_an_error(transport: LocalTransport) -> None:
+    with pytest.raises(KeyError):
+        transport.run(transport.open(), [partial(fail, KeyError()), nothing])
+    seen: list[threading.Thread] = []
+
+    transport.run(transport.open(), [partial(note, seen), partial(note, seen)])
+
+    assert len(seen) == 2
+
+
+# pytest reports what the thread dies of, here SystemExit.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_died_is_reported_and_replaced(transport: LocalTransport) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+    kill = threading.Event()
+
+    def die() -> None:  # outside any run, so nobody takes down how it ended
+        kill.wait(10)
+        sys.exit()
+
+    transport._threads[0].put(die)
+    with pytest.raises(RuntimeError, match=r"thread of worker 0 \(cpu\) must live as long"):
+        transport.run(transport.open(), [nothing, kill.set])
+    transport.run(transport.open(), [nothing, nothing])
+
+    assert [thread.alive for thread in transport._threads] == [True, True]
+
+
+def test_close_leaves_no_thread(transport: LocalTransport, workers: Workers) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+    assert len(workers()) == 2
+
+    transport.close()
+
+    assert workers() == []
+
+
+def test_used_again_after_close(transport: LocalTransport, workers: Workers) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+    transport.close()
+    transport.close()
+    seen: list[threading.Thread] = []
+
+    transport.run(transport.open(), [partial(note, seen), nothing])
+
+    assert seen[0] in workers()
+
+
+def test_transport_that_nobody_closed_ends_its_threads(workers: Workers) -> None:
+    transport = LocalTransport(2, [CPU, CPU])
+    transport.run(transport.open(), [nothing, nothing])
+    assert len(workers()) == 2
+
+    del transport
+    gc.collect()
+
+    assert workers() == []
+
+
+def test_copy_has_threads_of_its_own(transport: LocalTransport, workers: Workers) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+
+    twin = copy.deepcopy(transport)
+
+    assert len(workers()) == 2
+    twin.run(twin.open(), [nothing, nothing])
+    assert len(workers()) == 4
+    twin.close()
+    assert len(workers()) == 2
+
+
+def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> None:
+    class Payload:
+        pass
+
+    payload = Payload()
+    alive = weakref.ref(payload)
+    exchange: LocalExchange | None = transport.open()
+    assert exchange is not None
+
+    transport.run(exchange, [lambda kept=payload: None, nothing])  # type: ignore[misc]  # a job
+    del payload, exchange
+    # The thread tells how a job ended before it lets go of it.
+    deadline = time.monotonic() + SECOND
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+    assert alive() is None
+
+
+# Intra-op threads.
+
+
+@pytest.fixture
+def _four_intra_op_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def intra_op_of(place: list[int]) -> None:
+    place.append(torch.get_num_threads())
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
+def test_the_callers_intra_op_threads_stay(transport: LocalTransport) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+    found: list[int] = []
+    later = threading.Thread(target=intra_op_of, args=(found,))
+    later.start()
+    later.join()
+
+    assert torch.get_num_threads() == 4
+    assert found == [4]

@@ -1,0 +1,73 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_gpipe.core.transport.threads import WorkerThread
+
+
+@pytest.fixture
+def thread() -> Iterator[WorkerThread]:
+    thread = WorkerThread("worker under test")
+    yield thread
+    thread.join(5)
+
+
+def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
+    done: list[int] = []
+    for k in range(5):
+        thread.put(lambda k=k: done.append(k))  # type: ignore[misc]  # k is bound now
+
+    thread.join(5)
+
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
+    seen: list[tuple[str, bool]] = []
+    thread.put(lambda: seen.append((threading.current_thread().name, thread.current)))
+
+    thread.join(5)
+
+    assert seen == [("worker under test", True)]
+    assert not thread.current
+
+
+def test_joined_thread_has_ended(thread: WorkerThread) -> None:
+    before = thread.alive
+
+    thread.join(5)
+
+    assert before
+    assert not thread.alive
+
+
+def test_thread_that_joins_itself_ends_after_the_job(thread: WorkerThread) -> None:
+    done: list[str] = []
+
+    def job() -> None:
+        thread.join(5)
+        done.append("job")
+
+    thread.put(job)
+    thread._thread.join(5)
+
+    assert done == ["job"]
+    assert not thread.alive
+
+
+def test_joining_does_not_wait_longer_than_it_is_told(thread: WorkerThread) -> None:
+    finish = threading.Event()
+
+    def job() -> None:
+        finish.wait(10)
+
+    thread.put(job)
+    thread.join(0.01)
+
+    assert thread.alive
+    finish.set()
+
+
+def test_thread_does_not_keep_the_interpreter_alive(thread: WorkerThread) -> None:
+    assert thread._thread.daemon

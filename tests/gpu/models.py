@@ -1,0 +1,73 @@
+"""A module in float64 whose numbers are the same on every device, and pipelines of it.
+
+Two workers on one device are two threads that share a stream; a stage on the CPU beside one on the
+GPU makes every hand-over a copy. Both need one GPU only.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe
+
+GPU = "cuda:0"
+WIDTH = 32
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICES = [
+    pytest.param([GPU], id="one-worker"),
+    pytest.param([GPU] * 2, id="two-workers"),
+    pytest.param(["cpu", GPU], id="from-cpu"),
+    pytest.param([GPU, "cpu"], id="to-cpu"),
+    pytest.param([GPU, "cpu", GPU], id="there-and-back"),
+    pytest.param(
+        [GPU, "cuda:1"],
+        id="two-gpus",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ),
+]
+
+
+def pipeline_of(module: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
+    """A pipeline of a copy of ``module``, of a stage per device but two at least."""
+    stages = max(2, len(devices))
+    even, more = divmod(len(module), stages)
+    balance = [even + (j < more) for j in range(stages)]
+    return GPipe(copy.deepcopy(module), balance, devices=devices, **options)
+
+
+def layers(*between: nn.Module) -> nn.Sequential:
+    """Layers in float64 on the CPU, always with the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, WIDTH),
+        nn.Tanh(),
+        *between,
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(WIDTH, 4),
+    ).double()
+
+
+def batch(rows: int = 13, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 8, dtype=torch.float64, generator=generator)
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert len(found) == len(list(module.parameters())), "a parameter has no gradient"
+    return {name: gradient.clone() for name, gradient in found.items()}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    # 1e-9: float64, sums in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, check_device=False)

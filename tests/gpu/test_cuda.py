@@ -1,0 +1,210 @@
+"""What only a CUDA device can get wrong: copies, the autograd engine's threads, streams."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe
+from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
+
+pytestmark = ON_GPU
+
+Build = Callable[..., GPipe]
+
+
+def step(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Everything that one step gives, by name."""
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.square().mean().backward()
+    assert x.grad is not None and x.grad.device == x.device
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return {"output": y.detach(), "input": x.grad, **gradients(module), **buffers}
+
+
+def within(seconds: float, work: Callable[[], Any]) -> Any:
+    """What ``work`` returns; a deadlock is a failure, where it would block pytest for good."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "deadlock"
+    assert result, "raised; see the warning of the thread's exception"
+    return result[0]
+
+
+# Transparency.
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never", 1])
+@pytest.mark.parametrize("chunks", [1, 4, 6])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_transparency(gpipe: Build, devices: list[str], chunks: int, mode: Any) -> None:
+    plain = layers()
+    pipeline = gpipe(plain, devices, chunks=chunks, activation_checkpointing=mode)
+
+    found = step(pipeline, batch().to(devices[0]))
+
+    assert found["output"].device == torch.device(devices[-1])
+    assert_same(found, step(plain, batch()))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_running_statistics(gpipe: Build, devices: list[str]) -> None:
+    # A batch norm normalises by micro-batch; first, its running statistics depend on data alone.
+    plain = nn.Sequential(nn.BatchNorm1d(8, dtype=torch.float64), *layers())
+    pipeline = gpipe(plain, devices, chunks=4)
+
+    for seed in range(3):
+        plain(batch(seed=seed))
+        pipeline(batch(seed=seed).to(devices[0]))
+
+    assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("where", ["cpu", GPU])
+def test_input_on_another_device(gpipe: Build, devices: list[str], where: str) -> None:
+    plain = layers()
+    pipeline = gpipe(plain, devices, chunks=4)
+
+    found = step(pipeline, batch().to(where))
+
+    assert_same(found, step(plain, batch()))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_inference(gpipe: Build, devices: list[str]) -> None:
+    plain = layers().eval()
+    pipeline = gpipe(plain, devices, chunks=4).eval()
+
+    with torch.inference_mode():
+        found = pipeline(batch().to(devices[0]))
+
+    assert found.is_inference()
+    assert_same(found, plain(batch()).detach())
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_hundred_steps(gpipe: Build, devices: list[str], mode: Any) -> None:
+    # Nothing waits for the device between the steps, and freed memory is overwritten with NaN: a
+    # tensor that is reused before its last reader is done, or read before it is there, shows.
+    plain = layers()
+    pipeline = gpipe(plain, devices, chunks=5, activation_checkpointing=mode)
+    batches = [batch(rows=1 + k % 17, seed=k) for k in range(100)]
+
+    found = []
+    for x in batches:
+        pipeline(x.to(devices[0])).square().sum().backward()
+        found.append(gradients(pipeline))
+        pipeline.zero_grad()
+        for size in (64, 512, 4096, 32768):
+            torch.full((size,), float("nan"), device=GPU)
+
+    for k, x in enumerate(batches):
+        plain.zero_grad()
+        plain(x).square().sum().backward()
+        assert_same(found[k], gradients(plain))
+
+
+# Note [The blocking node must be a CPU node].
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("loss_on", ["cpu", GPU])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_backward_does_not_block_its_own_device(
+    gpipe: Build, devices: list[str], loss_on: str, mode: Any
+) -> None:
+    # Before and after the pipeline are nodes that the engine runs on the thread of the device. Were
+    # the node that waits for the workers one of them, their backward would wait for that thread.
+    plain = layers()
+    pipeline = gpipe(plain, devices, chunks=4, activation_checkpointing=mode)
+    scale = torch.ones(8, dtype=torch.float64, device=GPU, requires_grad=True)
+    expected_scale = torch.ones(8, dtype=torch.float64, requires_grad=True)
+
+    def steps() -> Tensor | None:
+        for _ in range(5):
+            scale.grad = None
+            y = pipeline((batch().to(GPU) * scale).to(devices[0]))
+            (3 * y.to(GPU)).to(loss_on).square().mean().backward()
+        return scale.grad
+
+    found = within(60, steps)
+
+    (3 * plain(batch() * expected_scale)).square().mean().backward()
+    assert_same(found, expected_scale.grad)
+
+
+def test_two_pipelines_in_one_graph(gpipe: Build) -> None:
+    # The backward of the second waits for workers while the first's is still to come.
+    plain = layers()
+    first, second = (gpipe(plain, [GPU, GPU], chunks=3) for _ in range(2))
+
+    def both() -> dict[str, Tensor]:
+        y = first(batch().to(GPU))
+        second(torch.cat([y, y.sin()], 1)).square().mean().backward()
+        return gradients(first)
+
+    found = within(60, both)
+
+    one, two = copy.deepcopy(plain), copy.deepcopy(plain)
+    y = one(batch())
+    two(torch.cat([y, y.sin()], 1)).square().mean().backward()
+    assert_same(found, gradients(one))
+
+
+# Streams.
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("backward_on", ["side", "default"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_current_stream_is_a_side_stream(
+    gpipe: Build, devices: list[str], backward_on: str, mode: Any
+) -> None:
+    plain = layers()
+    pipeline = gpipe(plain, devices, chunks=4, activation_checkpointing=mode)
+    step(pipeline, batch().to(devices[0]))  # starts threads and streams
+    pipeline.zero_grad()
+    values, x = batch().to(GPU), torch.full((13, 8), float("nan"), device=GPU, dtype=torch.float64)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream(GPU)
+
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # tens of milliseconds: who does not wait reads NaN
+        x.copy_(values)
+        loss = pipeline(x.to(devices[0])).square().mean()
+        if backward_on == "side":
+            loss.backward()
+    torch.cuda.current_stream().wait_stream(side)
+    if backward_on == "default":
+        loss.backward()
+    found = gradients(pipeline)
+
+    plain(batch()).square().mean().backward()
+    assert_same(found, gradients(plain))
+
+
+def test_default_stream_may_use_the_gradients_at_once(gpipe: Build) -> None:
+    plain = layers()
+    pipeline = gpipe(plain, [GPU, GPU], chunks=4)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, pipeline)]
+
+    for k in range(20):
+        for module, optimizer, device in zip(
+            (plain, pipeline), optimizers, ("cpu", GPU), strict=True
+        ):
+            optimizer.zero_grad()
+            module(batch(seed=k).to(device)).square().mean().backward()
+            optimizer.step()
+
+    assert_same(dict(pipeline.state_dict()), dict(plain.state_dict()))

@@ -1,0 +1,178 @@
+"""Training from a configuration file, where the pipeline is three lines of YAML."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
+from lightning.pytorch.cli import LightningCLI
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.cli import main
+from tests.lightning.models import assert_same_weights, fitted
+
+STRATEGY = {
+    "class_path": "lightning_gpipe.GPipeStrategy",
+    "init_args": {"balance": [2, 4], "chunks": 3, "activation_checkpointing": "always"},
+}
+
+
+def config(root: Path, strategy: Any, **trainer: Any) -> str:
+    """The path of a configuration; what it trains is what ``fitted`` trains."""
+    values = {
+        "seed_everything": 0,
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": strategy,
+            "max_epochs": 3,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": False,
+            "default_root_dir": str(root),
+            **trainer,
+        },
+        "model": {"class_path": "tests.lightning.models.Classifier"},
+        "data": {"class_path": "tests.lightning.models.Data"},
+    }
+    path = root / "train.yaml"  # not config.yaml, which Lightning writes
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def strategy_of(cli: LightningCLI) -> GPipeStrategy:
+    assert isinstance(cli.trainer.strategy, GPipeStrategy)
+    return cli.trainer.strategy
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    # LightningCLI warns when it finds arguments besides those given, here pytest's.
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
+    # seed_everything writes to the environment; this puts it back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments with which the strategy was made last."""
+    arguments: dict[str, Any] = {}
+    original = GPipeStrategy.setup
+
+    def setup(self: GPipeStrategy, trainer: Any) -> None:
+        original(self, trainer)
+        pipeline = self.pipeline
+        assert pipeline is not None
+        arguments.update(
+            balance=pipeline.balance,
+            chunks=pipeline.chunks,
+            mode=pipeline.activation_checkpointing,
+        )
+
+    monkeypatch.setattr(GPipeStrategy, "setup", setup)
+    return arguments
+
+
+def test_class_path(tmp_path: Path, seen: dict[str, Any]) -> None:
+    cli = LightningCLI(
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        args=["fit", "--config", config(tmp_path, STRATEGY)],
+    )
+
+    assert seen == {"balance": [2, 4], "chunks": 3, "mode": "always"}
+    assert_same_weights(cli.trainer, fitted(tmp_path))
+
+
+def test_name(tmp_path: Path, seen: dict[str, Any]) -> None:
+    cli = main(["fit", "--config", config(tmp_path, "gpipe")])
+
+    assert strategy_of(cli).strategy_name == "gpipe"
+    assert (len(seen["balance"]), seen["chunks"], seen["mode"]) == (2, 8, "except_last")
+    assert_same_weights(cli.trainer, fitted(tmp_path))
+
+
+def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:
+    main(
+        [
+            "fit",
+            f"--config={config(tmp_path, STRATEGY, fast_dev_run=True)}",
+            "--trainer.strategy.chunks=5",
+            "--trainer.strategy.activation_checkpointing=2",
+        ]
+    )
+
+    assert seen == {"balance": [2, 4], "chunks": 5, "mode": 2}
+
+
+def test_strategy_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:
+    main(
+        [
+            "fit",
+            f"--config={config(tmp_path, 'auto', fast_dev_run=True)}",
+            "--trainer.strategy=lightning_gpipe.GPipeStrategy",
+            "--trainer.strategy.balance=[1, 5]",
+        ]
+    )
+
+    assert seen["balance"] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    "argument, value",
+    [("chunk", 3), ("balance", "halves"), ("chunks", "many"), ("activation_checkpointing", 1.5)],
+)
+def test_wrong_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argument: str, value: Any
+) -> None:
+    strategy = {"class_path": STRATEGY["class_path"], "init_args": {argument: value}}
+
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config(tmp_path, strategy)])
+
+    message = capsys.readouterr().err
+    assert f"'{argument}'" in message or f'"{argument}"' in message
+
+
+def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) -> None:
+    again = tmp_path / "again"
+    main(["fit", "--config", config(tmp_path, STRATEGY, max_epochs=1, logger=True)])
+    first = dict(seen)
+    (saved,) = tmp_path.glob("lightning_logs/*/config.yaml")
+    seen.clear()
+
+    main(["fit", "--config", str(saved), f"--trainer.default_root_dir={again}"])
+
+    assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["init_args"] == {
+        **STRATEGY["init_args"],  # type: ignore[dict-item]  # the dictionary's values are mixed
+        "module": None,
+        "deferred_batch_norm": True,
+        "threads": True,
+    }
+    assert seen == first
+    (resaved,) = again.glob("lightning_logs/*/config.yaml")
+    one, other = (yaml.safe_load(path.read_text()) for path in (saved, resaved))
+    assert one["trainer"].pop("default_root_dir") != other["trainer"].pop("default_root_dir")
+    assert one == other
+
+
+def test_module_of_the_package_is_a_command(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_gpipe", "fit", "--print_config"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert "strategy: auto" in result.stdout

@@ -1,0 +1,77 @@
+"""Trainer(precision=...) holds inside the stages, whose threads do not know of it by themselves."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from tests.lightning.models import WIDTH, Classifier, fitted, weights
+
+
+class Recorder(nn.Module):
+    """The identity, with the types of what went through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(x.dtype)
+        return x
+
+
+def recorded() -> Classifier:
+    """A model in float32 that records what leaves the linear layer of each half."""
+    half = [nn.Linear(6, WIDTH), Recorder(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Recorder()]
+    return Classifier(layers=nn.Sequential(*half)).float()
+
+
+def seen(model: Any) -> list[set[torch.dtype]]:
+    return [layer.seen for layer in model.layers if isinstance(layer, Recorder)]
+
+
+@pytest.mark.parametrize(
+    "mode, threads", [("always", True), ("except_last", True), ("never", True), ("always", False)]
+)
+@pytest.mark.parametrize(
+    "precision, dtype, tolerance",
+    [
+        ("bf16-mixed", torch.bfloat16, 2e-2),
+        ("bf16-true", torch.bfloat16, 5e-2),
+        ("32-true", torch.float32, 1e-5),
+        ("64-true", torch.float64, 1e-9),
+    ],
+)
+def test_precision_inside_the_stages(
+    tmp_path: Path, precision: Any, dtype: torch.dtype, tolerance: float, mode: Any, threads: bool
+) -> None:
+    run = partial(fitted, tmp_path, build=recorded, precision=precision)
+    strategy = GPipeStrategy([3, 2], 4, activation_checkpointing=mode, threads=threads)
+
+    plain = run()
+    piped = run(strategy, devices=2)
+
+    assert seen(piped.lightning_module) == [{dtype}, {dtype}] == seen(plain.lightning_module)
+    torch.testing.assert_close(weights(piped), weights(plain), rtol=tolerance, atol=tolerance)
+
+
+def test_autocast_of_the_step_itself(tmp_path: Path) -> None:
+    # Autocast that the user enters in training_step, not the Trainer's.
+    class Casting(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layers(x.float())
+            return self.head(x.float())
+
+    def build() -> Casting:
+        return Casting(layers=recorded().layers).float()
+
+    piped = fitted(tmp_path, GPipeStrategy([3, 2], 4), build=build, devices=2)
+
+    assert seen(piped.lightning_module) == [{torch.bfloat16}, {torch.bfloat16}]

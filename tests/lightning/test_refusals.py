@@ -1,0 +1,203 @@
+"""What GPipeStrategy refuses at setup, in whose words, and with what way out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipeStrategy
+from tests.lightning.models import Classifier, Data, fitted, six_layers, trainer
+
+
+def test_several_machines(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"one machine.*got Trainer\(num_nodes=2\)"):
+        trainer(tmp_path, GPipeStrategy(), num_nodes=2)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+}
+SLURM = {"SLURM_JOB_NAME": "train", "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    "environment, name",
+    [
+        (TORCHRUN | {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}, "TorchElastic"),
+        (SLURM | {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, "SLURM"),
+    ],
+    ids=["torchrun", "slurm"],
+)
+def test_several_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], name: str
+) -> None:
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    made = trainer(tmp_path, GPipeStrategy([3, 3]), devices=2)
+
+    with pytest.raises(RuntimeError, match=f"one process: {name}Environment started 2"):
+        made.fit(Classifier(), datamodule=Data())
+
+
+def test_one_process_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(variable, value)
+
+    made = fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_steps=1)
+
+    assert made.global_step == 1
+
+
+def test_sync_batchnorm(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Trainer\(sync_batchnorm=True\).*leave it out"):
+        fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, sync_batchnorm=True)
+
+
+def test_too_few_devices(tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices=3)
+
+    assert str(error.value) == (
+        "the balance must have as many stages as Trainer(devices=...) has devices, or a multiple "
+        "of that: got 4 stages for 3 devices. devices='auto' means one device on the CPU and in a "
+        "notebook, and all GPUs elsewhere: write devices=4 for a device per stage."
+    )
+
+
+def test_all_stages_on_one_device_warn(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="All 4 stages.*share one device.*write devices=4"):
+        fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices="auto", max_steps=1)
+
+
+def test_one_stage_on_one_device_does_not_warn(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(tmp_path, GPipeStrategy([6]), max_steps=1)
+
+    assert not [warning for warning in caught if "share one device" in str(warning.message)]
+
+
+class Holder(Classifier):
+    """Layers under a path of two names, and others beside them."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__(layers=nn.Sequential())
+        del self.layers
+        self.net = nn.ModuleDict({"layers": six_layers()})
+        self.others = nn.ModuleList(others)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net["layers"](x))
+
+
+class Flat(Classifier):
+    """No nn.Sequential at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Linear(6, 8)  # type: ignore[assignment]  # the fault under test
+
+
+@pytest.mark.parametrize(
+    "build, arguments, error, messages",
+    [
+        (Flat, {}, ValueError, ["Flat must hold an nn.Sequential", "got none"]),
+        (
+            lambda: Holder(six_layers()),
+            {},
+            ValueError,
+            [
+                "got 2 in Holder",
+                "module='net.layers': 6 layers, 200 parameters",
+                "module='others.0': 6 layers, 200 parameters",
+            ],
+        ),
+        (
+            Holder,
+            {"module": "net.body"},
+            ValueError,
+            ["path of an nn.Sequential in Holder: got 'net.body'", "It holds 'net.layers'."],
+        ),
+        (
+            Holder,
+            {"module": "head"},
+            TypeError,
+            ["module='head' must be an nn.Sequential", "got Linear"],
+        ),
+        (
+            Holder,
+            {"balance": [3, 4]},
+            ValueError,
+            ["got balance=[3, 4] (sum 7) for the 6 layers of Holder.net.layers"],
+        ),
+        (
+            Classifier,
+            {"balance": [1] * 7},
+            ValueError,
+            ["(7 stages) for the 6 layers of Classifier.layers"],
+        ),
+        (
+            lambda: Classifier(layers=nn.Sequential(*[nn.Linear(6, 8), tanh := nn.Tanh(), tanh])),
+            {"balance": [1, 2]},
+            ValueError,
+            ["Tanh at 1 and 2"],
+        ),
+    ],
+    ids=["none", "two", "no-such-path", "not-a-sequential", "wrong-sum", "more-stages", "twice"],
+)
+def test_module_that_cannot_be_pipelined(
+    tmp_path: Path,
+    build: Callable[[], L.LightningModule],
+    arguments: dict[str, Any],
+    error: type[Exception],
+    messages: list[str],
+) -> None:
+    devices = len(arguments.get("balance", "ab"))
+
+    with pytest.raises(error) as raised:
+        fitted(tmp_path, GPipeStrategy(**arguments), build=build, devices=devices)
+
+    for message in messages:
+        assert message in str(raised.value)
+
+
+def test_more_devices_than_layers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="7 devices for the 6 layers of Classifier.layers"):
+        fitted(tmp_path, GPipeStrategy(), devices=7)
+
+
+def test_named_module_among_several(tmp_path: Path) -> None:
+    class Looks(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            piped.extend("forward" in each.__dict__ for each in (pl_module.net["layers"], other))
+
+    piped: list[bool] = []
+    other = six_layers()
+    strategy = GPipeStrategy([3, 3], module="net.layers")
+
+    fitted(
+        tmp_path, strategy, build=lambda: Holder(other), devices=2, max_steps=1, callbacks=[Looks()]
+    )
+
+    assert piped == [True, False]
+
+
+def test_layer_that_the_module_moves_away(tmp_path: Path) -> None:
+    class Mover(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.layers[4].to("meta")
+
+    message = r"stage 1 \(layers 3..5, cpu\) must stay on cpu: found 'weight' of Linear on meta"
+    with pytest.raises(RuntimeError, match=message):
+        fitted(tmp_path, GPipeStrategy([3, 3]), build=Mover, devices=2)

@@ -1,0 +1,169 @@
+"""GPipeStrategy: its signature, what it refuses, and what it tells the Trainer about itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+
+import lightning_gpipe
+from lightning_gpipe import GPipe, GPipeStrategy
+from tests.lightning.models import fitted, trainer, worker_threads
+
+# What a user can write.
+
+
+def test_public_names() -> None:
+    assert sorted(lightning_gpipe.__all__) == ["GPipe", "GPipeStrategy", "balance_by_parameters"]
+    assert all(hasattr(lightning_gpipe, name) for name in lightning_gpipe.__all__)
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        (
+            GPipeStrategy,
+            "(balance='parameters', chunks=None, *, module=None, "
+            "activation_checkpointing='except_last', deferred_batch_norm=True, threads=True)",
+        ),
+        (
+            GPipe,
+            "(module, balance, *, devices=None, chunks=1, "
+            "activation_checkpointing='except_last', deferred_batch_norm=True, threads=True)",
+        ),
+    ],
+)
+def test_signature(kind: Callable[..., Any], expected: str) -> None:
+    signature = inspect.signature(kind)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+
+    assert str(signature.replace(parameters=bare, return_annotation=signature.empty)) == expected
+
+
+def test_every_argument_is_annotated_and_documented() -> None:
+    # jsonargparse makes the command line of both.
+    for name, parameter in inspect.signature(GPipeStrategy).parameters.items():
+        assert parameter.annotation is not inspect.Parameter.empty
+        assert f"{name}: " in (GPipeStrategy.__doc__ or "")
+
+
+def test_name_is_known_to_the_trainer(tmp_path: Path) -> None:
+    assert "gpipe" in StrategyRegistry
+
+    made = trainer(tmp_path, "gpipe", devices=2)
+
+    assert type(made.strategy) is GPipeStrategy
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"balance": "time"}, ValueError, "balance must be 'parameters' or a list: got 'time'."),
+        ({"balance": 4}, TypeError, "balance must be a list of ints"),
+        ({"balance": []}, ValueError, r"at least one stage: got balance=\[\]"),
+        ({"balance": [2, 0]}, ValueError, r"at least one layer.*got balance=\[2, 0\]"),
+        ({"balance": [2, -1]}, ValueError, r"got balance=\[2, -1\]"),
+        ({"balance": [2, 1.0]}, TypeError, r"ints only.*\(types int, float\)"),
+        ({"balance": [2, True]}, TypeError, r"ints only.*\(types int, bool\)"),
+        ({"chunks": 0}, ValueError, "chunks must be at least 1.*got 0"),
+        ({"chunks": 2.0}, TypeError, "chunks must be an integer.*got 2.0"),
+        ({"chunks": True}, TypeError, "chunks must be an integer.*got True"),
+        ({"activation_checkpointing": "sometimes"}, ValueError, "'always'.*got 'sometimes'"),
+        ({"activation_checkpointing": -1}, ValueError, "0 or more: got -1"),
+        ({"activation_checkpointing": None}, TypeError, "activation_checkpointing.*got None"),
+    ],
+)
+def test_impossible_argument(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        GPipeStrategy(**arguments)
+
+
+# What it is to the Trainer: one process with several devices.
+
+
+def test_one_process_whatever_the_number_of_devices(tmp_path: Path) -> None:
+    strategy = trainer(tmp_path, GPipeStrategy(), devices=3).strategy
+
+    assert isinstance(strategy, GPipeStrategy) and isinstance(strategy, ParallelStrategy)
+    assert strategy.world_size == 1
+    assert strategy.global_rank == strategy.local_rank == strategy.node_rank == 0
+    assert strategy.is_distributed is False
+    assert strategy.launcher is None
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+    tensor = torch.ones(2)
+    assert strategy.reduce(tensor) is strategy.all_gather(tensor) is tensor
+    assert strategy.broadcast(obj := ["x"]) is obj
+    assert not strategy.reduce_boolean_decision(False, all=False)
+
+
+def test_root_device_is_the_last_stages() -> None:
+    strategy = GPipeStrategy([1, 1])
+    strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+    assert strategy.root_device == torch.device("cuda", 1)
+
+
+def test_pipeline_exists_from_setup_to_teardown(tmp_path: Path) -> None:
+    class Looks(L.Callback):
+        def setup(self, *_: Any, **__: Any) -> None:
+            assert strategy.pipeline is None
+
+        def on_fit_start(self, *_: Any) -> None:
+            seen.append(strategy.pipeline)
+
+    seen: list[GPipe | None] = []
+    strategy = GPipeStrategy([2, 4], activation_checkpointing="always")
+
+    fitted(tmp_path, strategy, devices=2, callbacks=[Looks()])
+
+    (pipeline,) = seen
+    assert pipeline is not None
+    assert pipeline.balance == [2, 4]
+    assert pipeline.devices == [torch.device("cpu")] * 2
+    assert pipeline.chunks == 8, "4 per stage"
+    assert pipeline.activation_checkpointing == "always"
+    assert strategy.pipeline is None
+
+
+@pytest.mark.parametrize("threads, expected", [(True, 2), (False, 0)])
+def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> None:
+    class Looks(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            names.update(worker_threads())
+
+    names: set[str] = set()
+
+    fitted(
+        tmp_path,
+        GPipeStrategy([1, 2, 1, 2], threads=threads),
+        devices=2,
+        max_steps=1,
+        callbacks=[Looks()],
+    )
+
+    assert names == {f"gpipe-worker-{w} (cpu)" for w in range(expected)}
+
+
+def test_last_hooks_see_the_plain_module(tmp_path: Path) -> None:
+    class Looks(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            piped.append("forward" in pl_module.layers.__dict__)
+
+        on_fit_end = on_train_end
+
+        def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+            self.on_train_end(trainer, pl_module)
+
+    piped: list[bool] = []
+
+    fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_steps=1, callbacks=[Looks()])
+
+    assert piped == [True, False, False], "at the end of training; of the fit; at teardown"

@@ -1,0 +1,324 @@
+"""Promise: whatever the balance, the chunks, the recomputation and the devices, the same numbers.
+
+A pipeline must give the output, the loss, the gradient of every parameter and of the input that
+the plain nn.Sequential gives; up to the order of floating-point sums, so all is in float64.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.recompute import Mode
+from tests.core.models import (
+    Attention,
+    Call,
+    Fork,
+    Join,
+    Through,
+    Unused,
+    assert_same,
+    gradients,
+    perceptron,
+    rows,
+    step,
+    whole_batch_loss,
+)
+
+W = 3  # the width of all layers
+
+# Runs of layers to draw from, by the shape that they take and return.
+FLAT: dict[str, Callable[[], list[nn.Module]]] = {
+    "linear": lambda: [nn.Linear(W, W)],
+    "tanh": lambda: [nn.Tanh()],
+    "edit in place": lambda: [nn.Linear(W, W), nn.ReLU(inplace=True)],
+    "norm": lambda: [nn.LayerNorm(W)],
+    "unused parameter": lambda: [Unused(W)],
+    "trees": lambda: [Fork(W), Through(nn.Linear(W, W)), Join()],
+}
+SEQUENCE: dict[str, Callable[[], list[nn.Module]]] = {
+    **FLAT,
+    "attention": lambda: [Attention(W)],
+    "convolution": lambda: [nn.Conv1d(4, 4, 3, padding=1)],
+}
+IMAGE: dict[str, Callable[[], list[nn.Module]]] = {
+    "convolution": lambda: [nn.Conv2d(2, 2, 3, padding=1)],
+    "edit in place": lambda: [nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True)],
+    "tanh": lambda: [nn.Tanh()],
+    "norm": lambda: [nn.GroupNorm(1, 2)],
+}
+MODES: list[Mode] = ["always", "except_last", "never", 1, 3]
+
+
+def floating(*shape: int) -> Callable[[int], Tensor]:
+    return lambda count: torch.randn(count, *shape, dtype=torch.float64, requires_grad=True)
+
+
+KINDS: dict[str, tuple[dict[str, Callable[[], list[nn.Module]]], Callable[[int], Tensor]]] = {
+    "flat": (FLAT, floating(W)),
+    "sequence": (SEQUENCE, floating(4, W)),
+    "tokens": (SEQUENCE, lambda count: torch.randint(5, (count, 4))),
+    "image": (IMAGE, floating(2, 3, 4)),
+}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[nn.Sequential, Callable[[int], Tensor]]:
+    """A model of 4 layers or more, some parameters frozen, and what makes it so many rows."""
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    runs, make = KINDS[kind]
+    names = draw(st.lists(st.sampled_from(sorted(runs)), min_size=4, max_size=6))
+    start: list[nn.Module] = [nn.Embedding(5, W)] if kind == "tokens" else []
+    module = nn.Sequential(*start, *(layer for name in names for layer in runs[name]())).double()
+    for parameter in module.parameters():
+        parameter.requires_grad_(draw(st.integers(0, 9)) > 0)
+    return module, make
+
+
+@st.composite
+def arguments(draw: st.DrawFn, layers: int) -> dict[str, Any]:
+    """What else to construct a pipeline of so many layers with."""
+    n = draw(st.integers(1, 4))
+    ends = draw(st.lists(st.integers(1, layers - 1), min_size=n - 1, max_size=n - 1, unique=True))
+    bounds = [0, *sorted(ends), layers]
+    return {
+        "balance": [end - first for first, end in pairwise(bounds)],
+        "devices": ["cpu"] * draw(st.sampled_from([d for d in (1, 2, 3, 4) if n % d == 0])),
+        "chunks": draw(st.integers(1, 9)),
+        "activation_checkpointing": draw(st.sampled_from(MODES)),
+        "threads": draw(st.booleans()),
+    }
+
+
+@settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(data=st.data(), batch_size=st.integers(1, 11), seed=st.integers(0, 99))
+def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    module, make = data.draw(models())
+    plain, batch = deepcopy(module), make(batch_size)
+    assume(whole_batch_loss(deepcopy(module)(batch)).requires_grad)
+    pipeline = GPipe(module, **data.draw(arguments(len(module))))
+
+    try:
+        actual = step(pipeline, batch)
+    finally:
+        pipeline.close()
+
+    assert_same(actual._asdict(), step(plain, batch)._asdict())
+
+
+# Circumstances, each on two stages.
+
+
+@pytest.fixture
+def piped() -> Iterator[Callable[..., GPipe]]:
+    """Makes a pipeline of a copy of a module."""
+    pipelines: list[GPipe] = []
+
+    def pipe(module: nn.Sequential, *, balance: list[int] | None = None, **more: Any) -> GPipe:
+        half = len(module) // 2
+        more = {"devices": ["cpu", "cpu"], "chunks": 3, **more}
+        pipelines.append(GPipe(deepcopy(module), balance or [half, len(module) - half], **more))
+        return pipelines[-1]
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+Pipe = Callable[..., GPipe]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(Fork(W), Through(nn.Tanh()), Through(nn.Linear(W, W)), nn.Identity()),
+        nn.Sequential(nn.Linear(W, W), Call(lambda x: (x, x, x.detach() * 2)), nn.Identity()),
+        nn.Sequential(nn.Linear(W, W), Call(lambda x: {"x": x, "name": "y", "n": None})),
+        nn.Sequential(nn.Linear(W, W), Call(lambda x: x.t()), Call(lambda x: x.t().tanh())),
+    ],
+    ids=["integers pass", "twice and detached", "no tensors", "transposed"],
+)
+def test_outputs_of_every_kind(module: nn.Sequential, mode: Mode, piped: Pipe) -> None:
+    module = deepcopy(module).double()
+    pipeline = piped(module, activation_checkpointing=mode)
+
+    assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+
+
+def test_output_without_a_gradient(piped: Pipe) -> None:
+    module = nn.Sequential(nn.Linear(W, W), nn.Tanh(), Call(lambda x: x.argmax(1))).double()
+
+    classes = piped(module)(rows(7))
+
+    assert torch.equal(classes, module(rows(7)))
+    assert not classes.requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_edit_in_place_of_the_pipelines_input(mode: Mode, piped: Pipe) -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), *perceptron(3))
+    pipeline = piped(module, activation_checkpointing=mode)
+
+    for _ in range(2):
+        x = rows(7).detach()
+        assert_same(step(pipeline, x)._asdict(), step(module, x)._asdict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_first_stage(mode: Mode, piped: Pipe) -> None:
+    module = perceptron(4)
+    module[0].requires_grad_(False)
+    x = rows(7).detach()
+    pipeline = piped(module, activation_checkpointing=mode)
+
+    actual = step(pipeline, x)
+
+    assert_same(actual._asdict(), step(module, x)._asdict())
+    assert set(actual.gradients) == {"2.weight", "2.bias"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_accumulate(mode: Mode, piped: Pipe) -> None:
+    module = perceptron(4)
+    pipeline = piped(module, activation_checkpointing=mode)
+
+    for seed in range(3):
+        batch = rows(5 + seed, seed=seed)
+        assert_same(step(pipeline, batch)._asdict(), step(module, batch)._asdict())
+
+
+def test_parameters_frozen_and_thawed_between_steps(piped: Pipe) -> None:
+    module = perceptron(6)
+    pipeline = piped(module)
+
+    for frozen in ["0.weight", "4.bias", "0.bias"]:
+        for each in (module, pipeline):
+            parameter = each.get_parameter(frozen)
+            parameter.requires_grad_(not parameter.requires_grad)
+        assert_same(step(pipeline, rows(5))._asdict(), step(module, rows(5))._asdict())
+
+
+def test_layers_that_share_a_weight(piped: Pipe) -> None:
+    module = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), nn.Linear(W, W)).double()
+    module[3].weight = module[0].weight
+    pipeline = piped(module)
+
+    assert_same(step(pipeline, rows(5))._asdict(), step(module, rows(5))._asdict())
+
+
+def test_learning(piped: Pipe) -> None:
+    module = perceptron(4)
+    pipeline = piped(module)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, pipeline)]
+
+    for seed in range(5):
+        for each, optimizer in zip((module, pipeline), optimizers, strict=True):
+            optimizer.zero_grad()
+            step(each, rows(5, seed=seed))
+            optimizer.step()
+
+    assert_same(pipeline.state_dict(), module.state_dict())
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_running_statistics_of_batch_norms(mode: Mode, threads: bool, piped: Pipe) -> None:
+    # Only the first normalises what the plain module's does: the second sees micro-batches.
+    module = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()).double()
+    pipeline = piped(module, activation_checkpointing=mode, threads=threads)
+
+    for seed in range(3):
+        batch = rows(10, seed=seed)
+        step(pipeline, batch)
+        module(batch)
+
+    assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+    pipeline.eval()
+    with torch.no_grad():
+        module[0].load_state_dict(pipeline[0].state_dict())
+        assert_same(pipeline(rows(5)), module.eval()(rows(5)))
+
+
+def autocast() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext, autocast])
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_of_the_caller(mode: Callable[[], Any], training: bool, piped: Pipe) -> None:
+    module = perceptron(4).float().train(training)
+    pipeline = piped(module)
+    x = rows(6).detach().float()
+
+    with mode():
+        actual, expected = pipeline(x), module(x)
+
+    assert_same(actual.detach(), expected.detach())
+    assert actual.requires_grad == expected.requires_grad
+    assert actual.is_inference() == expected.is_inference()
+    assert not gradients(pipeline)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_holds_in_backward(mode: Mode, piped: Pipe) -> None:
+    module = perceptron(4).float()
+    pipeline = piped(module, activation_checkpointing=mode)
+    x = rows(6).detach().float()
+
+    for each in (module, pipeline):
+        with autocast():
+            y = each(x)
+        y.float().square().sum().backward()
+
+    # Sums in bfloat16 are taken over micro-batches.
+    torch.testing.assert_close(gradients(pipeline), gradients(module), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_saved_tensors_hooks_hold_in_the_stages(mode: Mode, piped: Pipe) -> None:
+    module = perceptron(4)
+    pipeline = piped(module, activation_checkpointing=mode)
+    packed: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(1)
+        return x / 2
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x * 2):
+        y = pipeline(rows(6))
+
+    assert bool(packed) == (mode in ("except_last", "never", 1))
+    packed.clear()
+    whole_batch_loss(y).backward()
+    assert bool(packed) == (mode != "never")  # what is recomputed is saved once more
+    step(module, rows(6))
+    assert_same(gradients(pipeline), gradients(module))
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(W, W), nn.Dropout()) for _ in range(4)))
+    module.double()
+    steps = []
+
+    for mode in MODES:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            pipeline = piped(module, activation_checkpointing=mode, threads=threads)
+            steps.append([step(pipeline, rows(8))._asdict() for _ in range(2)])
+
+    for other in steps[1:]:
+        assert_same(other, steps[0])
+    assert not torch.equal(steps[0][0]["output"], steps[0][1]["output"])
