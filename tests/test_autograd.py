@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
-from tests.core.models import assert_same, gradients, perceptron, rows
+from tests.core.models import Call, assert_same, gradients, perceptron, rows, step
 
 
 class Watch(nn.Module):
@@ -270,3 +270,55 @@ def test_steps_do_not_add_up_in_memory(pipeline: GPipe) -> None:
         counts.append(tensors())
 
     assert counts[-1] == counts[2]
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_second_backward_is_refused(pipeline: GPipe, retain: bool) -> None:
+    loss = pipeline(rows(7)).sum()
+    loss.backward(retain_graph=retain)
+
+    with pytest.raises(RuntimeError, match="must run once through a pipeline's output"):
+        loss.backward()
+
+
+def test_backwards_of_two_outputs_in_turn_are_refused() -> None:
+    module = nn.Sequential(*perceptron(2), Call(lambda x: (x, x * 2)))
+    one, two = GPipe(module, [1, 2], devices=["cpu"], chunks=3)(rows(7))
+    one.sum().backward()
+
+    with pytest.raises(RuntimeError, match="must run once through a pipeline's output"):
+        two.sum().backward()
+
+
+def test_functional_call_leaves_the_parameters(pipeline: GPipe) -> None:
+    before = list(pipeline.parameters())
+    others = {n: p.detach().clone().requires_grad_() for n, p in pipeline.named_parameters()}
+
+    torch.func.functional_call(pipeline, others, rows(7)).sum().backward()
+
+    assert all(one is two for one, two in zip(pipeline.parameters(), before, strict=True))
+    assert all(other.grad is not None for other in others.values())
+
+
+def test_pipeline_within_a_pipeline() -> None:
+    first, second = perceptron(2), perceptron(2)
+    plain = deepcopy(nn.Sequential(first, second))
+    inner = GPipe(first, [1, 1], devices=["cpu", "cpu"], chunks=3)
+    outer = GPipe(nn.Sequential(inner, second), [1, 1], devices=["cpu", "cpu"], chunks=3)
+
+    actual = step(outer, rows(7))
+
+    assert_same(actual._asdict(), step(plain, rows(7))._asdict())
+    inner.close()
+    outer.close()
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_parameter_edited_between_forward_and_backward(plain: nn.Sequential, mode: Mode) -> None:
+    pipeline = GPipe(plain, [2, 2], devices=["cpu"], activation_checkpointing=mode)
+    loss = pipeline(rows(7)).sum()
+    with torch.no_grad():
+        pipeline.get_parameter("2.weight").mul_(2)
+
+    with pytest.raises(RuntimeError, match="edited between a forward|modified by an inplace"):
+        loss.backward()

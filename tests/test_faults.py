@@ -212,3 +212,19 @@ def test_caller_is_interrupted(
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
     pipeline.close()
     assert workers() == []
+
+
+def test_step_right_after_an_error_while_another_layer_was_busy(plain: nn.Sequential) -> None:
+    """0.1: the next step took the shadows that the busy layer ran with for parameters."""
+    pipeline = GPipe(deepcopy(plain), [2, 2, 2], devices=["cpu"] * 3, chunks=M)
+    parameters = list(pipeline.parameters())
+    light(pipeline, 0, ("forward", 2), lambda: time.sleep(1.5))
+    light(pipeline, 1, FIRST_FORWARD, throw(OwnError()))
+    with pytest.raises(OwnError):
+        step(pipeline, rows(7))
+
+    again = step(pipeline, rows(7))
+
+    assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
+    assert_same(again._asdict(), step(plain, rows(7))._asdict())
+    pipeline.close()

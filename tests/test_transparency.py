@@ -322,3 +322,84 @@ def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
     for other in steps[1:]:
         assert_same(other, steps[0])
     assert not torch.equal(steps[0][0]["output"], steps[0][1]["output"])
+
+
+def test_edit_in_place_without_gradients_in_a_model_that_draws(piped: Pipe) -> None:
+    """0.1: the forward that runs again, because something was drawn, edited the input again."""
+    pipeline = piped(nn.Sequential(Call(lambda x: x.mul_(2)), nn.Dropout(1e-9)))
+
+    for _ in range(2):
+        with torch.no_grad():
+            y = pipeline(torch.ones(6, 2, dtype=torch.float64))
+        torch.testing.assert_close(y, torch.full((6, 2), 2.0, dtype=torch.float64))
+
+
+class Counter(nn.Module):
+    """A layer with state that each forward moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x
+
+
+def test_buffers_of_a_model_that_draws_are_updated_once(piped: Pipe) -> None:
+    pipeline = piped(nn.Sequential(Counter(), nn.Dropout(), nn.Linear(W, W), Counter()).double())
+
+    pipeline(rows(6))
+
+    assert [buffer.item() for buffer in pipeline.buffers()] == [3, 3]
+
+
+def test_dropout_that_sets_in_after_some_steps(piped: Pipe) -> None:
+    module = nn.Sequential(nn.Linear(W, W), nn.Dropout(0.0), nn.Linear(W, W)).double()
+    steps = []
+
+    for mode in MODES:
+        pipeline = piped(module, activation_checkpointing=mode)
+        step(pipeline, rows(6))
+        pipeline.zero_grad()
+        dropout = pipeline[1]
+        assert isinstance(dropout, nn.Dropout)
+        dropout.p = 0.5
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            steps.append(step(pipeline, rows(6))._asdict())
+
+    for other in steps[1:]:
+        assert_same(other, steps[0])
+
+
+def test_input_made_in_inference_mode(piped: Pipe) -> None:
+    with torch.inference_mode():
+        x = torch.ones(6, W, dtype=torch.float64)
+    module = perceptron(4)
+    module[0].requires_grad_(False)
+    pipeline = piped(module)
+
+    for each in (module, pipeline):
+        each(x).sum().backward()
+
+    assert_same(gradients(pipeline), gradients(module))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_between_forward_and_backward(mode: Mode, piped: Pipe) -> None:
+    """0.1: the recomputation ran in eval mode, without dropout, and gave other gradients."""
+    module = nn.Sequential(nn.Linear(W, W), nn.Dropout(), nn.Linear(W, W)).double()
+    pipeline = piped(module, activation_checkpointing=mode)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        expected = step(pipeline, rows(6))
+        pipeline.zero_grad()
+        torch.manual_seed(5)
+        output = pipeline(rows(6))
+
+    pipeline.eval()
+    whole_batch_loss(output).backward()
+
+    assert_same(gradients(pipeline), expected.gradients)
+    assert not any(layer.training for layer in pipeline)

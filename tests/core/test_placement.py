@@ -121,3 +121,37 @@ def test_nothing_is_around_the_module_itself() -> None:
     place_around(model, model, META)
 
     assert not on_meta(model)
+
+
+def test_tied_parameters_on_meta_stay_tied() -> None:
+    """0.1: each module got a parameter of its own."""
+    with META:
+        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+
+    place(nn.Sequential(one, two), CPU)
+
+    assert one.weight is two.weight
+    assert one.weight.device == CPU
+
+
+def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
+    """0.1: a buffer on meta had the loaded weights of its module initialised again."""
+    with META:
+        module = Initialised()
+    module.load_state_dict({"scale": torch.tensor([7.0, 8.0])}, strict=False, assign=True)
+
+    place(module, CPU)
+
+    assert module.scale.tolist() == [7.0, 8.0]
+    assert module.get_buffer("offset").tolist() == [4.0, 4.0]
+
+
+def test_attention_on_meta() -> None:
+    with META:
+        module = nn.MultiheadAttention(4, 2)
+
+    place(module, CPU)
+
+    assert not on_meta(module)
+    assert module.in_proj_weight.abs().max() > 0

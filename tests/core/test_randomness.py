@@ -278,3 +278,12 @@ def test_streams_follow_the_seed() -> None:
 
 def test_cpu_has_one_default_generator() -> None:
     assert default_generator(CPU) is torch.default_generator
+
+
+def test_the_default_generator_by_name_is_redirected() -> None:
+    before = torch.get_rng_state()
+
+    with streams().drawing(0):
+        torch.rand(3, generator=torch.default_generator)
+
+    assert torch.equal(torch.get_rng_state(), before)

@@ -132,3 +132,26 @@ def test_edit_of_the_parameter_before_backward_is_seen() -> None:
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
+    """0.1: a parameter replaced after forward was lost to the one that forward had seen."""
+    layer = linear()
+    shadows = Slots([layer]).shadows()
+    layer.weight = other = nn.Parameter(torch.ones(3, 2))
+
+    with shadows.cast():
+        pass
+
+    assert layer.weight is other
+
+
+def test_edit_of_a_parameter_is_seen() -> None:
+    layer = linear()
+    shadows = Slots([layer]).shadows()
+    assert not shadows.edited
+
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+    assert shadows.edited

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.partition import cut
-from lightning_gpipe.core.sharing import check_sharing
+from lightning_gpipe.core.sharing import check_outside, check_sharing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -79,3 +79,24 @@ def test_every_fault_is_named() -> None:
 
     assert "layer 0.bias (cpu) is layer 1.bias (meta)" in str(error.value)
     assert "layer 0.weight (cpu) is layer 2.weight (meta)" in str(error.value)
+
+
+def test_weight_shared_with_what_is_outside() -> None:
+    root = nn.Module()
+    root.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    root.head = Wrapped(nn.Linear(2, 2))
+    root.head.inner.weight = root.layers[0].weight
+    partitions = cut(root.layers, [1, 1])
+
+    check_outside(root, root.layers, partitions, [CPU, CPU], CPU)
+    with pytest.raises(ValueError, match=r"got head.inner.weight \(meta\) is in stage 0 \(cpu\)"):
+        check_outside(root, root.layers, partitions, [CPU, META], META)
+
+
+def test_layer_used_outside_of_the_pipeline_too() -> None:
+    root = nn.Module()
+    root.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    root.first = root.layers[0]
+
+    with pytest.raises(ValueError, match="got first.weight .* first.bias"):
+        check_outside(root, root.layers, cut(root.layers, [1, 1]), [CPU, META], META)

@@ -1,4 +1,5 @@
 import copy
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -104,3 +105,17 @@ def test_removing_nothing_changes_nothing() -> None:
     remove(body)
 
     assert body(X).shape == (4, 2)
+
+
+def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> None:
+    """0.1: the class of a bound method cannot be pickled, so torch.save failed."""
+    expected = model(X)
+    file = io.BytesIO()
+
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    pipeline.timeline = None
+
+    torch.testing.assert_close(twin(X), expected)
+    assert pipeline.timeline is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,23 @@ def test_batch_size_finder(tmp_path: Path) -> None:
     torch.testing.assert_close(dict(model.state_dict()), before)
     piped.fit(model, datamodule=Data())
     assert_same_weights(piped, fitted(tmp_path))
+
+
+class Pickles(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            file = io.BytesIO()
+            torch.save(trainer.model, file)
+            file.seek(0)
+            self.copy = torch.load(file, weights_only=False)
+            self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def test_pickle_made_during_a_fit(tmp_path: Path) -> None:
+    pickles = Pickles()
+    fitted(tmp_path, GPipeStrategy([2, 4], 3), devices=2, callbacks=[pickles])
+    x, reference = rows(5, seed=3).tensors[0], Classifier()
+    reference.load_state_dict(pickles.weights)
+
+    torch.testing.assert_close(pickles.copy(x), reference(x))
+    assert worker_threads() == []

@@ -180,3 +180,67 @@ def test_init_module_with_memory(tmp_path: Path) -> None:
     made.fit(model, datamodule=Data())
 
     assert_same_weights(made, fitted(tmp_path, build=Metricless))
+
+
+class Masked(nn.Module):
+    """A parameter, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.mask = nn.Buffer(torch.empty(WIDTH, WIDTH), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        with torch.no_grad():
+            self.mask.copy_(torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.mask)
+
+
+def masked() -> Metricless:
+    return Metricless(layers=nn.Sequential(nn.Linear(6, WIDTH), Masked(), nn.Tanh()))
+
+
+def test_resume_of_a_module_with_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
+    """0.1: to make the buffer, the module was initialised again, loaded weights and all."""
+    whole = fitted(tmp_path, build=masked, max_epochs=4)
+    fitted(tmp_path, build=masked, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    made = trainer(tmp_path, GPipeStrategy([1, 2], 4), devices=2, max_epochs=4)
+    with made.init_module(empty_init=True):
+        model = masked()
+
+    made.fit(model, datamodule=Data(), ckpt_path=tmp_path / "half.ckpt")
+
+    assert_same_weights(made, whole)
+
+
+def test_parameter_of_the_module_itself_without_reset_parameters(tmp_path: Path) -> None:
+    made = trainer(tmp_path, GPipeStrategy([2, 4]), devices=2)
+    with made.init_module(empty_init=True):
+        model = Metricless()
+        model.temperature = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(TypeError, match=r"must have reset_parameters\(\).*got Metricless without"):
+        made.fit(model, datamodule=Data())
+
+
+def test_metric_on_meta(tmp_path: Path) -> None:
+    made = trainer(tmp_path, GPipeStrategy([2, 4]), devices=2)
+    with made.init_module(empty_init=True):
+        model = Classifier()
+
+    with pytest.raises(ValueError, match=r"cannot be built on the meta device: got accuracy\."):
+        made.fit(model, datamodule=Data())
+
+
+def test_checkpoint_of_another_dtype(tmp_path: Path) -> None:
+    fitted(tmp_path, build=lambda: Metricless().float()).save_checkpoint(tmp_path / "end.ckpt")
+    made = trainer(tmp_path, GPipeStrategy([2, 4]), devices=2)
+    model = in_init_module(made)
+
+    made.validate(model, datamodule=Data(), ckpt_path=tmp_path / "end.ckpt", verbose=False)
+
+    assert {value.dtype for value in weights(made).values()} == {torch.float64}

@@ -210,8 +210,8 @@ class _Outcomes:
 
     def expect(self, thread: WorkerThread, job: Callable[[], None]) -> None:
         """Let ``thread`` run ``job``."""
-        self.pending += 1
         thread.put(partial(_report, job, self._ended))
+        self.pending += 1  # not before: an interrupted put is no job to wait for
 
     def take(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for one job to end, and raise what it raised."""

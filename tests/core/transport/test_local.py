@@ -14,6 +14,7 @@ from lightning_gpipe.core.pytree import flatten
 from lightning_gpipe.core.schedule import Action, Kind
 from lightning_gpipe.core.transport import Cancelled, local
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
+from lightning_gpipe.core.transport.threads import Job
 
 CPU = torch.device("cpu")
 SECOND = 1.0  # no error may take longer to reach the caller
@@ -320,3 +321,51 @@ def test_the_callers_intra_op_threads_stay(transport: LocalTransport) -> None:
 
     assert torch.get_num_threads() == 4
     assert found == [4]
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
+@pytest.mark.parametrize("count, share", [(2, 2), (3, 1), (8, 1)])
+def test_workers_share_the_callers_intra_op_threads(count: int, share: int) -> None:
+    """0.1: a thread takes PyTorch's default when first asked, which undid what was set before."""
+    transport = LocalTransport(count, [CPU] * count)
+    found: list[int] = []
+
+    transport.run(transport.open(), [partial(intra_op_of, found)] * count)
+    transport.close()
+
+    assert found == [share] * count
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
+def test_workers_follow_the_callers_intra_op_threads(transport: LocalTransport) -> None:
+    transport.run(transport.open(), [nothing, nothing])
+    torch.set_num_threads(2)
+    found: list[int] = []
+
+    transport.run(transport.open(), [partial(intra_op_of, found)] * 2)
+
+    assert found == [1, 1]
+
+
+def wait_at(exchange: LocalExchange) -> None:
+    exchange.receive(forward(0, 0))
+
+
+def test_caller_is_interrupted_while_it_hands_out_jobs(
+    transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.1: the worker that had its job already waited for the other for ever."""
+    transport.run(transport.open(), [nothing, nothing])
+    exchange, done = transport.open(), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(transport._threads[1], "put", lambda job: fail(KeyboardInterrupt()))
+        jobs: list[Job] = [lambda: wait_at(exchange), nothing]
+        with pytest.raises(KeyboardInterrupt):
+            transport.run(exchange, jobs)
+
+    def again() -> None:
+        transport.run(transport.open(), [nothing, nothing])
+        done.set()
+
+    threading.Thread(target=again, daemon=True).start()
+    assert done.wait(3)
