@@ -87,7 +87,7 @@ class Context:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple(Autocast.of(device_type) for device_type in device_types),
-            torch.get_default_device(),
+            _default_device(),
             _saved_tensors_hooks(),
             contextvars.copy_context(),
         )
@@ -101,7 +101,7 @@ class Context:
             for autocast in self.autocast:
                 if Autocast.of(autocast.device_type) != autocast:
                     stack.enter_context(autocast.entered())
-            if torch.get_default_device() != self.default_device:
+            if _default_device() != self.default_device:
                 stack.enter_context(self.default_device)
             stack.enter_context(_set_grad_enabled(self.grad))
             yield
@@ -115,6 +115,13 @@ class Context:
         else:
             with torch.autograd.graph.saved_tensors_hooks(*hooks):
                 yield
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.8, once somebody called torch.set_default_device(None)
+        return torch.device("cpu")
 
 
 def _saved_tensors_hooks() -> Hooks | None:

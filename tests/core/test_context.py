@@ -39,7 +39,7 @@ def state() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         Autocast.of("cpu"),
-        torch.get_default_device(),
+        torch.empty(()).device,
     )
 
 
@@ -89,6 +89,14 @@ def test_default_device_that_was_set_for_good_follows() -> None:
         torch.set_default_device(None)
 
     assert entered(context, lambda: torch.zeros(1).device.type) == "meta"
+
+
+def test_default_device_that_was_set_and_taken_back() -> None:
+    """torch 2.8: get_default_device() then raises AttributeError, and so did every forward."""
+    torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+    assert Context.capture([CPU]).default_device == CPU
 
 
 def test_context_variables_follow() -> None:
