@@ -51,12 +51,12 @@ def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> 
     """Cut the module into one partition for each number of layers in the balance.
 
     Args:
-        module: the layers to cut.
-        balance: how many layers each partition gets, first to last.
-        name: what the user calls the module, for the messages.
+        module: The layers to cut.
+        balance: How many layers each partition gets, first to last.
+        name: What the user calls the module, for the messages.
 
     Raises:
-        TypeError, ValueError: if the module cannot be cut, or not by this balance.
+        TypeError, ValueError: If the module cannot be cut, or not by this balance.
     """
     check_sequential(module, name)
     check_balance(balance, len(module), name)
@@ -99,9 +99,9 @@ def check_balance(balance: Sequence[int], layers: int | None = None, name: str =
     """Refuse a balance that does not hand out exactly ``layers`` layers, one or more to each stage.
 
     Args:
-        balance: how many layers each stage gets, first to last.
-        layers: how many layers there are, or None while that is not known.
-        name: what the user calls the module, for the messages.
+        balance: How many layers each stage gets, first to last.
+        layers: How many layers there are, or None while that is not known.
+        name: What the user calls the module, for the messages.
     """
     if not isinstance(balance, Sequence) or isinstance(balance, str):
         raise TypeError(

@@ -11,10 +11,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch import callbacks as library
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelSummary,
@@ -95,9 +95,11 @@ def test_stochastic_weight_averaging(tmp_path: Path) -> None:
     assert_same_weights(run(strategy(), devices=2), run())
 
 
+@pytest.mark.skipif(not hasattr(library, "EMAWeightAveraging"), reason="new in Lightning 2.6")
 def test_moving_average_of_the_weights(tmp_path: Path) -> None:
     def run(*args: Any, **options: Any) -> L.Trainer:
-        return fitted(tmp_path, *args, callbacks=[EMAWeightAveraging(decay=0.8)], **options)
+        average = library.EMAWeightAveraging(decay=0.8)
+        return fitted(tmp_path, *args, callbacks=[average], **options)
 
     assert_same_weights(run(strategy(), devices=2), run())
 
@@ -222,7 +224,8 @@ def test_batch_size_finder(tmp_path: Path) -> None:
 
     piped, size = find(model, strategy(), devices=2)
 
-    assert size == find(Classifier())[1] == 8
+    assert size is not None
+    assert size == find(Classifier())[1]
     torch.testing.assert_close(dict(model.state_dict()), before)
     piped.fit(model, datamodule=Data())
     assert_same_weights(piped, fitted(tmp_path))

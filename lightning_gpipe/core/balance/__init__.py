@@ -27,14 +27,14 @@ def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
     one kind; nothing is run, so the module may be on the ``meta`` device.
 
     Args:
-        module: the layers to balance.
-        stages: how many stages to balance them over.
+        module: The layers to balance.
+        stages: How many stages to balance them over.
 
     Returns:
         The number of layers of each stage, first to last.
 
     Raises:
-        TypeError, ValueError: if the module cannot be cut, or not into so many stages.
+        TypeError, ValueError: If the module cannot be cut, or not into so many stages.
     """
     check_sequential(module)
     if not 1 <= stages <= len(module):

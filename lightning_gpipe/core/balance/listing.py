@@ -28,8 +28,8 @@ def listing(partitions: Sequence[Partition], devices: Sequence[torch.device]) ->
     A parameter that stages share counts for the first of them, as it does for the balance.
 
     Args:
-        partitions: the partitions of one module, first to last.
-        devices: the device of each.
+        partitions: The partitions of one module, first to last.
+        devices: The device of each.
     """
     costs = parameter_costs(layer for partition in partitions for layer in partition.layers)
     table = Table()

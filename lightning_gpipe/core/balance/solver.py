@@ -47,14 +47,14 @@ def solve(costs: Sequence[float], parts: int) -> list[int]:
     [3, 3, 2, 2]
 
     Args:
-        costs: what each layer costs, in order: finite and not negative.
-        parts: how many runs.
+        costs: What each layer costs, in order: finite and not negative.
+        parts: How many runs.
 
     Returns:
         The number of layers in each run, first to last; of all optima the most even one.
 
     Raises:
-        ValueError: if there are no such runs, or a cost is negative, infinite or NaN.
+        ValueError: If there are no such runs, or a cost is negative, infinite or NaN.
     """
     _check(costs, parts)
     sums = list(accumulate(_integers(costs), initial=0))
