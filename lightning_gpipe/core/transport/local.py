@@ -8,10 +8,8 @@ waits is woken at once when the run fails elsewhere, and no wait is without an e
 from __future__ import annotations
 
 import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -22,7 +20,7 @@ from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action
 from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
 from lightning_gpipe.core.transport.copies import Copies
-from lightning_gpipe.core.transport.threads import WorkerThread
+from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
 
 # Seconds. A thread that died tells nobody, so whoever waits looks up now and then.
 _LOOK_UP = 0.2
@@ -102,7 +100,7 @@ class LocalTransport(Transport):
         self._devices = tuple(devices)
         self._copies: Copies | None = None
         self._threads: list[WorkerThread] = []
-        self._outcomes = _Outcomes()
+        self._settled = True  # whether all jobs of the last run have ended
         # Two runs at once, from two threads of the user, would wait for one another's workers.
         self._running = threading.Lock()
 
@@ -112,29 +110,37 @@ class LocalTransport(Transport):
                 "a layer must not run the pipeline that it is part of: it would wait for itself. "
                 "Call the layers that are needed one by one instead."
             )
-        # A worker may still be in the middle of an action of a run that failed, with its layers in
-        # a state of that run's making.
-        while self._outcomes.pending and self._all_alive:
-            self._outcomes.settle(_LOOK_UP)
+        if not self._settled:
+            # A worker may still be in the middle of an action of a run that failed, with its layers
+            # in a state of that run's making.
+            for thread in self._threads:
+                thread.finish(_LOOK_UP)
+            self._settled = True
         if self._copies is None:
             self._copies = Copies(list(self._devices))
         return LocalExchange(self._n, self._devices, self._copies)
 
-    def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
+    def run(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
         assert isinstance(exchange, LocalExchange)
         with self._running:
             self._ensure_threads()
-            self._outcomes = outcomes = _Outcomes()
+            self._settled = False
+            outcomes = Outcomes(len(jobs))
             try:
                 for thread, job in zip(self._threads, jobs, strict=True):
-                    outcomes.expect(thread, job)
-                while outcomes.pending:
-                    outcomes.take(_LOOK_UP)
+                    thread.put(outcomes.of(job))
+                while outcomes.pending and not outcomes.errors:
+                    outcomes.wait(_LOOK_UP)
                     self._check_threads()
+                if outcomes.errors:
+                    raise outcomes.errors[0]
+                self._settled = True
             except BaseException:
                 exchange.cancel()
                 outcomes.settle(_GRACE)
                 raise
+            finally:
+                outcomes.errors.clear()  # their tracebacks refer to this frame
 
     def __reduce__(self) -> tuple[type, tuple[int, tuple[torch.device, ...]]]:
         return type(self), (self._n, self._devices)  # a copy starts threads of its own
@@ -143,10 +149,6 @@ class LocalTransport(Transport):
         threads, self._threads = self._threads, []
         for thread in threads:
             thread.join(_JOIN)
-
-    @property
-    def _all_alive(self) -> bool:
-        return all(thread.alive for thread in self._threads)
 
     def _check_threads(self) -> None:
         for w, thread in enumerate(self._threads):
@@ -184,62 +186,16 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
     untold = [thread for thread in threads if thread.intra_op != share]
     if not untold:
         return
-    outcomes = _Outcomes()
-    for thread in untold:
-        outcomes.expect(thread, partial(_use_threads, share))
-        thread.intra_op = share
-    outcomes.settle(_JOIN)
-    torch.set_num_threads(mine)
+    outcomes = Outcomes(len(untold))
+    try:
+        for thread in untold:
+            thread.put(outcomes.of(partial(_use_threads, share)))
+            thread.intra_op = share
+        outcomes.settle(_JOIN)
+    finally:
+        torch.set_num_threads(mine)
 
 
 def _use_threads(number: int) -> None:
     torch.get_num_threads()  # a new thread takes the default when first asked: not after the next
     torch.set_num_threads(number)
-
-
-class _Outcomes:
-    """How the jobs given to several threads ended.
-
-    Attributes:
-        pending: How many have not ended yet.
-    """
-
-    def __init__(self) -> None:
-        self.pending = 0
-        self._ended: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def expect(self, thread: WorkerThread, job: Callable[[], None]) -> None:
-        """Let ``thread`` run ``job``."""
-        thread.put(partial(_report, job, self._ended))
-        self.pending += 1  # not before: an interrupted put is no job to wait for
-
-    def take(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for one job to end, and raise what it raised."""
-        error = None
-        try:
-            error = self._ended.get(timeout=timeout)
-            self.pending -= 1
-            if error is not None:
-                raise error
-        except Empty:
-            pass
-        finally:
-            del error  # its traceback refers to this frame
-
-    def settle(self, timeout: float) -> None:
-        """Wait for the jobs that have not ended, however they end, ``timeout`` seconds at most."""
-        deadline = time.monotonic() + timeout
-        while self.pending and (left := deadline - time.monotonic()) > 0:
-            with suppress(Empty):
-                self._ended.get(timeout=left)
-                self.pending -= 1
-
-
-def _report(job: Callable[[], None], ended: SimpleQueue[BaseException | None]) -> None:
-    """Run ``job`` and tell how it ended, whatever it raised."""
-    try:
-        job()
-    except BaseException as error:
-        ended.put(error)
-    else:
-        ended.put(None)

@@ -1,10 +1,18 @@
-"""A thread that runs one job after another until it is told to end."""
+"""Threads that run one job after another, and how those jobs ended.
+
+A user may press Ctrl-C at any moment, and the interrupt strikes whatever the calling thread does
+just then. So the caller keeps no account that an interrupt could leave half-written: what has
+ended, and how, is written down by the threads themselves, which are not interrupted.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
 
 Job = Callable[[], None]
 
@@ -12,7 +20,8 @@ Job = Callable[[], None]
 class WorkerThread:
     """A named thread with a queue of jobs; whoever makes it joins it, with :meth:`join`.
 
-    A job must not raise: what it has to tell, it tells in a way of its own.
+    A job must not raise: what it has to tell, it tells in a way of its own, such as
+    :meth:`Outcomes.of`.
 
     Attributes:
         intra_op: How many threads its operators may use, or 0 when it was not told.
@@ -39,11 +48,65 @@ class WorkerThread:
         """Run ``job`` after those before it."""
         self._jobs.put(job)
 
+    def finish(self, look_up: float) -> None:
+        """Wait until the jobs before are done, or the thread died.
+
+        Args:
+            look_up: How often to look whether it is alive, in seconds.
+        """
+        done = threading.Event()
+        self.put(done.set)
+        while self.alive and not done.wait(look_up):
+            pass
+
     def join(self, timeout: float) -> None:
         """End the thread after the jobs before, and wait for it, ``timeout`` seconds at most."""
         self._jobs.put(None)
         if not self.current:
             self._thread.join(timeout)
+
+
+class Outcomes:
+    """How a number of jobs, given to several threads, ended.
+
+    Attributes:
+        errors: What they raised, in order of time.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.errors: list[BaseException] = []
+        self._number = number
+        self._ended: list[None] = []
+        self._wake: SimpleQueue[None] = SimpleQueue()
+
+    @property
+    def pending(self) -> int:
+        """How many have not ended yet."""
+        return self._number - len(self._ended)
+
+    def of(self, job: Job) -> Job:
+        """``job`` as one that does not raise, but has its end written down here."""
+        return partial(self._run, job)
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the next job to end, ``timeout`` seconds at most."""
+        with suppress(Empty):
+            self._wake.get(timeout=timeout)
+
+    def settle(self, timeout: float) -> None:
+        """Wait for all jobs to end, ``timeout`` seconds at most."""
+        deadline = time.monotonic() + timeout
+        while self.pending and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+
+    def _run(self, job: Job) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self._ended.append(None)
+            self._wake.put(None)
 
 
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
