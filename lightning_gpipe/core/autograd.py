@@ -14,6 +14,10 @@ the thread that called ``backward()``. A second one (:class:`_Attach`) ties the 
 scalar, and in backward does no more than note their gradients::
 
     micro-batches, parameters --> _Run --(scalar on CPU)--> _Attach --> outputs
+
+Where backward() is called within a backward, by `torch.utils.checkpoint` with use_reentrant=True
+say, that thread may be a device's after all. Then nothing may block it: the backward half runs on
+it, in the schedule's order.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from lightning_gpipe.core.minibatch import MiniBatch
+from lightning_gpipe.core.minibatch import Gradients, MiniBatch
 from lightning_gpipe.core.pytree import Flat
 
 Place = tuple[int, int]  # micro-batch i, leaf k
@@ -37,7 +41,11 @@ def attach(minibatch: MiniBatch, inputs: Sequence[Flat], outputs: Sequence[Flat]
     Args:
         minibatch: The mini-batch, its forward half done.
         inputs: The micro-batches, as they are in the caller's graph.
-        outputs: The outputs of the micro-batches, each leaf of its own graph.
+        outputs: The outputs of the micro-batches, in no graph.
+
+    Returns:
+        The outputs in the caller's graph. A second backward through them, and one with
+        ``create_graph=True``, raise RuntimeError.
     """
     exits = _requiring_grad(outputs)
     if not exits:
@@ -64,9 +72,8 @@ class _Run(Function):
         ctx: Any, minibatch: MiniBatch, entries: list[Place], anchor: Tensor, *sources: Tensor
     ) -> Tensor:
         ctx.minibatch = minibatch
-        ctx.entries = [
-            (i, k, source.device) for (i, k), source in zip(entries, sources, strict=False)
-        ]
+        entering = sources[: len(entries)]
+        ctx.entries = [(i, k, x.device) for (i, k), x in zip(entries, entering, strict=True)]
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -74,13 +81,9 @@ class _Run(Function):
         minibatch: MiniBatch = ctx.minibatch
         _refuse_another_pass(minibatch)
         gradients = minibatch.backward()
-        entering = [
-            None
-            if (gradient := gradients[i][k] if gradients[i] else None) is None
-            else gradient.to(device)
-            for i, k, device in ctx.entries
-        ]
-        parameters = [minibatch.take_gradient(each) for each in minibatch.parameters]
+        with minibatch.on_streams():
+            entering = [_on(device, gradients[i], k) for i, k, device in ctx.entries]
+            parameters = [minibatch.take_gradient(each) for each in minibatch.parameters]
         return (None, None, None, *entering, *parameters)
 
 
@@ -116,6 +119,12 @@ def _refuse_another_pass(minibatch: MiniBatch) -> None:
             "frees the activations, with retain_graph=True too. Add the losses up before backward, "
             "or run the forward again."
         )
+
+
+def _on(device: torch.device, gradients: Gradients, k: int) -> Tensor | None:
+    """The gradient of leaf ``k`` on ``device``, if it has one."""
+    gradient = gradients[k] if gradients else None
+    return None if gradient is None else gradient.to(device)
 
 
 def _requiring_grad(flats: Sequence[Flat]) -> list[Place]:

@@ -95,22 +95,26 @@ class DeferredStatistics:
         """Update the running statistics, once for each call that the layers made."""
         for bn, microbatches in self._calls.items():
             for call in range(max(map(len, microbatches), default=0)):
-                _update(bn, merge([seen[call] for seen in microbatches if call < len(seen)]))
+                _update(
+                    bn, merge_moments([seen[call] for seen in microbatches if call < len(seen)])
+                )
 
 
-def merge(moments: Iterable[Moments]) -> Moments:
+def merge_moments(moments: Iterable[Moments]) -> Moments:
     """The moments of several samples taken together.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances" (1979), for any number of samples at once.
     """
-    numbers, means, variances = zip(*moments, strict=True)
-    mean, variance = torch.stack(means), torch.stack(variances)
-    number = mean.new_tensor(numbers).unsqueeze(1)
-    total = number.sum()
-    merged = (number * mean).sum(0) / total
-    spread = (variance * (number - 1)).sum(0) + (number * (mean - merged) ** 2).sum(0)
-    return Moments(sum(numbers), merged, spread / (total - 1))
+    parts = list(moments)
+    total = sum(part.number for part in parts)
+    mean = torch.zeros_like(parts[0].mean)
+    for number, own, _ in parts:
+        mean += own * (number / total)
+    spread = torch.zeros_like(mean)
+    for number, own, variance in parts:
+        spread += variance * (number - 1) + (own - mean) ** 2 * number
+    return Moments(total, mean, spread / (total - 1))
 
 
 def _normalise(bn: _BatchNorm, seen: list[Moments], x: Tensor) -> Tensor:

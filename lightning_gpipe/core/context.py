@@ -14,12 +14,14 @@ thread costs nothing.
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
@@ -106,6 +108,15 @@ class Context:
             stack.enter_context(_set_grad_enabled(self.grad))
             yield
 
+    def forget_casts(self) -> None:
+        """Empty autocast's cache of weights in low precision.
+
+        It knows weights by their shadows, which are new for every mini-batch, and is not emptied
+        before the caller's ``with torch.autocast`` ends.
+        """
+        if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
+            torch.clear_autocast_cache()
+
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
@@ -134,6 +145,29 @@ def _saved_tensors_hooks() -> Hooks | None:
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return None
     return hooks
+
+
+def on_engine_thread() -> bool:
+    """Whether this is a thread of autograd's own; see Note [The blocking node must be a CPU node].
+
+    PyTorch starts those, so Python knows them by a dummy only.
+    """
+    foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return foreign and torch._C._current_graph_task_id() != -1
+
+
+def refuse_function_transforms() -> None:
+    """Raise inside of ``torch.func`` transforms and forward-mode differentiation.
+
+    Raises:
+        RuntimeError: Their state belongs to the calling thread, so workers would compute without.
+    """
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "a pipeline must not run inside of torch.func (grad, vmap, jvp) or forward-mode "
+            "differentiation, which do not reach its workers. Use the plain nn.Sequential there."
+        )
 
 
 def modes_bind_to_thread() -> bool:

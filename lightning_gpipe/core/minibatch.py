@@ -9,14 +9,15 @@ backward frees everything when its output goes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.context import Context, modes_bind_to_thread
+from lightning_gpipe.core.context import Context, modes_bind_to_thread, on_engine_thread
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
@@ -75,11 +76,15 @@ class MiniBatch:
 
     def forward(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run the forward half, and return each micro-batch's output on the last device."""
-        outputs = self._reproducibly(microbatches)
+        with self._transport.turn():
+            try:
+                outputs = self._reproducibly(microbatches)
+            finally:
+                self.rejoin()
+            for each in self._passes:
+                if each.statistics is not None:
+                    each.statistics.commit()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
-        for each in self._passes:
-            if each.statistics is not None:
-                each.statistics.commit()
         return outputs
 
     def note_gradient(self, i: int, k: int, gradient: Tensor | None) -> None:
@@ -89,22 +94,38 @@ class MiniBatch:
     def backward(self) -> list[Gradients]:
         """Run the backward half, and return the gradients of each micro-batch's input.
 
-        Those of the parameters are taken with :meth:`take_gradient`.
+        Of a micro-batch in which no input needs one, the list may be empty. The gradients of the
+        parameters are taken with :meth:`take_gradient`, within :meth:`on_streams`.
         """
         self.spent = True
         m, n = self._schedule.m, self._schedule.n
-        exchange = self._transport.open()
-        try:
-            for each in self._passes:
-                each.check_unedited()
-            for i, gradients in enumerate(self._output_gradients):
-                exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
-            self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
-        finally:
-            self._output_gradients = []
-            for each in self._passes:
-                each.release()
+        with self._transport.turn():
+            exchange = self._transport.open()
+            try:
+                for each in self._passes:
+                    each.check_unedited()
+                for i, gradients in enumerate(self._output_gradients):
+                    exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
+                self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
+            finally:
+                self._output_gradients = []
+                for each in self._passes:
+                    each.release()
         return [exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves for i in range(m)]
+
+    @contextmanager
+    def on_streams(self) -> Iterator[None]:
+        """Let a ``with`` block compute where the workers do, and the caller come after it."""
+        with ExitStack() as streams:
+            for worker in self._workers:
+                streams.enter_context(worker.streaming())
+            yield
+        self.rejoin()
+
+    def rejoin(self) -> None:
+        """Let what the caller does next come after what the workers did."""
+        for worker in self._workers:
+            worker.rejoin()
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of ``parameter`` over all micro-batches and stages, given away."""
@@ -126,8 +147,8 @@ class MiniBatch:
         unknown = [stage for stage in self._stages if stage.draws is None]
         snapshot = None
         if unknown:
-            modules = (module for stage in self._stages for module in stage.modules)
-            snapshot = Snapshot(modules, microbatches)
+            buffers = (stage.buffers for stage in self._stages)
+            snapshot = Snapshot(buffers, microbatches, guarded=self._context.grad)
 
         outputs = self._forward(microbatches, shared)
         if not shared.moved():
@@ -172,7 +193,7 @@ class MiniBatch:
         return stage.begin(self._context, self._kept, Randomness(own, streams))
 
     def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:
-        if self._threads and not modes_bind_to_thread():
+        if self._threads and not modes_bind_to_thread() and not on_engine_thread():
             jobs = [
                 partial(context.variables.copy().run, worker.run, row, exchange, context)
                 for worker, row in zip(self._workers, half.rows, strict=True)
@@ -181,8 +202,7 @@ class MiniBatch:
         else:
             for w, row in groupby(half.interleaved, half.worker_of):
                 self._workers[w].run(list(row), exchange, context)
-        for worker in self._workers:
-            worker.rejoin()
+            context.forget_casts()
 
     @property
     def _shared_devices(self) -> frozenset[torch.device]:

@@ -17,6 +17,7 @@ from torch import nn
 from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
 from lightning_gpipe.core.batchnorm import check_batch_norms
+from lightning_gpipe.core.context import refuse_function_transforms
 from lightning_gpipe.core.microbatch import merge, split
 from lightning_gpipe.core.minibatch import MiniBatch
 from lightning_gpipe.core.partition import cut
@@ -122,9 +123,11 @@ class GPipe(nn.Module):
 
         Raises:
             ValueError: If the tensors of ``input`` disagree on their number of rows.
-            RuntimeError: If a parameter was moved from its stage's device.
+            RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Whatever a layer raises, with a note of where it happened.
         """
+        refuse_function_transforms()
+        self._check_layers()
         microbatches = [flatten(microbatch) for microbatch in split(input, self.chunks)]
         m = len(microbatches)
         recomputed = 0
@@ -168,8 +171,19 @@ class GPipe(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(layer for stage in self._stages for layer in stage.partition.layers)
 
-    def __getitem__(self, index: int) -> nn.Module:
-        return list(self)[index]
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        found = list(self)[index]
+        return nn.Sequential(*found) if isinstance(found, list) else found
+
+    def _check_layers(self) -> None:
+        """Raise if the module has other layers than those that were cut."""
+        for layer, (name, found) in zip(self, self._modules.items(), strict=True):
+            if found is not layer:
+                raise RuntimeError(
+                    f"the layers of a pipeline must stay the same objects: layer {name!r} was "
+                    f"{type(layer).__name__} when it was set up and is another "
+                    f"{type(found).__name__} now. Replace layers before."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "timeline": None}
@@ -201,7 +215,11 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
             f"many: got {stages} stages for {len(chosen)} devices {[str(d) for d in chosen]}. Give "
             f"{stages} devices, or a balance with another number of stages."
         )
-    return [
-        torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-        for device in chosen
-    ]
+    return list(map(_with_index, chosen))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device

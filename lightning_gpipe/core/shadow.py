@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 
 class Slots:
-    """The places in a run of layers where parameters are kept."""
+    """The places in a number of modules where parameters are kept."""
 
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.places: list[tuple[nn.Module, str]] = [
             (module, name)
             for module in modules
@@ -44,7 +43,7 @@ class Shadows:
         self._of: dict[nn.Parameter, nn.Parameter] = {}
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         for module, name in places:
-            parameter = module._parameters[name]
+            parameter = module._parameters.get(name)
             if parameter is not None and parameter.requires_grad:
                 if parameter not in self._of:
                     self._of[parameter] = nn.Parameter(parameter.detach())

@@ -9,32 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_gpipe.core.buffers import StageBuffers
 from lightning_gpipe.core.pytree import Flat
 
 
 class Snapshot:
-    """The buffers of ``modules`` and, with gradients off, the inputs, as they are now."""
+    """The buffers of some stages and the inputs of all, as they are now.
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Sequence[Flat]) -> None:
-        self._buffers = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._inputs = inputs
-        if not torch.is_grad_enabled():
-            self._inputs = [
-                Flat([x.clone() if isinstance(x, Tensor) else x for x in flat.leaves], flat.spec)
-                for flat in inputs
-            ]
+    Args:
+        buffers: The buffers of each stage.
+        inputs: The micro-batches.
+        guarded: Whether the stages keep the inputs from being edited.
+    """
 
-    @torch.no_grad()
+    def __init__(
+        self, buffers: Iterable[StageBuffers], inputs: Sequence[Flat], *, guarded: bool
+    ) -> None:
+        self._buffers = [each.all() for each in buffers]
+        self._inputs = inputs if guarded else [_copy(flat) for flat in inputs]
+
     def restore(self) -> Sequence[Flat]:
         """Put the buffers back, and return the inputs."""
-        for slots, name, buffer, value in self._buffers:
-            slots[name] = buffer.copy_(value)
+        for each in self._buffers:
+            each.restore()
         return self._inputs
+
+
+def _copy(flat: Flat) -> Flat:
+    return Flat([x.clone() if isinstance(x, Tensor) else x for x in flat.leaves], flat.spec)

@@ -14,18 +14,19 @@ under way at once, when a user runs the pipeline twice before one backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.batchnorm import DeferredStatistics
+from lightning_gpipe.core.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.context import Context
 from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
-from lightning_gpipe.core.shadow import Slots
+from lightning_gpipe.core.shadow import Shadows, Slots
 
 TrainingMode = tuple[bool, ...]
 
@@ -36,17 +37,19 @@ class Stage:
     Attributes:
         partition: The layers.
         device: Where their parameters are.
-        slots: Where their parameters are kept.
         modules: The layers and all modules within them.
+        slots: Where their parameters are kept.
+        buffers: Their buffers.
     """
 
     def __init__(self, partition: Partition, device: torch.device, *, deferred_batch_norm: bool):
         self.partition = partition
         self.device = device
-        self.slots = Slots(partition.layers)
         self.modules = tuple(
             dict.fromkeys(module for layer in partition.layers for module in layer.modules())
         )
+        self.slots = Slots(self.modules)
+        self.buffers = StageBuffers(self.modules)
         self._deferred_batch_norm = deferred_batch_norm
         self._draws: dict[TrainingMode, bool | None] = {}
         self._edited: set[int] | None = None  # None until the stage has run once
@@ -130,7 +133,7 @@ class Stage:
 
     def _check_placement(self) -> None:
         for module, name in self.slots.places:
-            parameter = module._parameters[name]
+            parameter = module._parameters.get(name)
             if parameter is not None and parameter.device != self.device:
                 raise RuntimeError(
                     f"the parameters of {self} must stay on {self.device}: found {name!r} of "
@@ -145,6 +148,7 @@ class _Kept(NamedTuple):
 
     inputs: Flat
     outputs: list[Any] | None  # with their graph; None when dropped
+    buffers: Buffers | None = None  # as the first forward found them, if it will be recomputed
 
 
 class StagePass:
@@ -159,7 +163,7 @@ class StagePass:
 
     def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
         self.stage = stage
-        self.shadows = stage.slots.shadows()
+        self.shadows = stage.slots.shadows() if context.grad else Shadows([])
         self.statistics = stage.statistics()
         self._context = context
         self._mode = stage.mode
@@ -173,25 +177,26 @@ class StagePass:
             outputs = self._run(inputs, self.randomness.drawing(i), first=True)
             return flatten(outputs)
 
-        if i in self._kept:
-            with self._context.saving():
-                outputs = self._run(inputs, self.randomness.drawing(i), first=True)
-        else:
+        keep = i in self._kept
+        buffers = None if keep else self.stage.buffers.changing()
+        with self._context.saving() if keep else nullcontext(), self.stage.buffers.watched():
             outputs = self._run(inputs, self.randomness.drawing(i), first=True)
         flat = flatten(outputs)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):
-            self._microbatches[i] = _Kept(inputs, flat.leaves if i in self._kept else None)
+            self._microbatches[i] = _Kept(inputs, flat.leaves if keep else None, buffers)
         return flat.detached()
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, for its graph."""
         if i not in self._microbatches:
             return  # nothing in it needs a gradient
-        inputs, _ = self._microbatches[i]
+        inputs, _, buffers = self._microbatches[i]
+        assert buffers is not None, "kept for every micro-batch that is recomputed"
         with (
             self._context.entered(),
             self._context.saving(),
             self.stage.in_mode(self._mode),
+            buffers.lent(),
         ):
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
         self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
@@ -203,7 +208,7 @@ class StagePass:
         """
         if i not in self._microbatches:
             return []  # nothing in it needs a gradient
-        (leaves, _), outputs = self._microbatches.pop(i)
+        (leaves, _), outputs, _ = self._microbatches.pop(i)
         assert outputs is not None, "recompute comes before backward in every schedule"
         roots = {
             k: gradient

@@ -89,24 +89,24 @@ class HostClock:
 
 
 class CudaClock:
-    """Time as a CUDA stream sees it, counted from when the clock was made.
+    """Time as a CUDA stream sees it.
 
-    Clocks of different devices agree as well as their streams were idle together at that moment.
+    Events of one stream tell how far apart they are, not when they were. So when somebody asks, the
+    stream is waited for, and the times are counted back from then.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._zero = self._event()
-        self._host_zero = time.perf_counter()
 
     def now(self) -> _Stamp:
         """The moment at which the stream gets here."""
         return _CudaStamp(self, self._event())
 
-    def seconds_until(self, event: torch.cuda.Event) -> float:
-        """Waits for ``event`` and tells when it was, in seconds of ``time.perf_counter``."""
-        event.synchronize()
-        return self._host_zero + 1e-3 * self._zero.elapsed_time(event)
+    def seconds_of(self, event: torch.cuda.Event) -> float:
+        """When ``event`` was, in seconds of ``time.perf_counter``; waits for the stream."""
+        last = self._event()
+        last.synchronize()
+        return time.perf_counter() - 1e-3 * event.elapsed_time(last)
 
     def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -119,7 +119,7 @@ class _CudaStamp(NamedTuple):
     event: torch.cuda.Event
 
     def seconds(self) -> float:
-        return self.clock.seconds_until(self.event)
+        return self.clock.seconds_of(self.event)
 
 
 def _length(spans: Iterable[Span]) -> float:

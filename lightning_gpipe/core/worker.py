@@ -50,7 +50,7 @@ class Worker:
 
     def run(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
         """Run ``row`` in the caller's context, on the stream that the caller was using."""
-        with self._streaming(), context.entered():
+        with self.streaming(), context.entered():
             for action in row:
                 exchange.check()
                 try:
@@ -66,13 +66,17 @@ class Worker:
         if self._stream is None:
             return
         for stream in (
-            torch.cuda.current_stream(self._device),  # of the caller of backward
-            torch.cuda.default_stream(self._device),  # where parameters accumulate gradients
+            # Of the caller; in backward it may be another one than in forward.
+            torch.cuda.current_stream(self._device),
+            # Which of the two the engine takes a CPU node's gradients to be ready on depends on
+            # the version of PyTorch.
+            torch.cuda.default_stream(self._device),
         ):
             if stream != self._stream:
                 stream.wait_stream(self._stream)
 
-    def _streaming(self) -> AbstractContextManager[Any]:
+    def streaming(self) -> AbstractContextManager[Any]:
+        """A context manager that makes the worker's stream the current one of its device."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _perform(self, action: Action, exchange: Exchange) -> None:

@@ -8,7 +8,7 @@ from lightning_gpipe.core.batchnorm import (
     DeferredStatistics,
     Moments,
     check_batch_norms,
-    merge,
+    merge_moments,
 )
 
 SHAPES = {
@@ -40,7 +40,7 @@ def run(bn: nn.Module, x: Tensor, sizes: Sequence[int]) -> None:
 def test_merged_moments_are_those_of_all_values(sizes: list[int]) -> None:
     values = 1e4 + torch.randn(10, 3, generator=torch.Generator().manual_seed(1)).double()
 
-    merged = merge([moments(part) for part in values.split(sizes)])
+    merged = merge_moments([moments(part) for part in values.split(sizes)])
 
     assert merged.number == 10
     torch.testing.assert_close(merged.mean, values.mean(0))

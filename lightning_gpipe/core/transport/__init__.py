@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action
@@ -45,6 +46,10 @@ class Exchange(ABC):
 
 class Transport(ABC):
     """A way to connect workers, and to run those that live in this process."""
+
+    @abstractmethod
+    def turn(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which no other thread uses the workers, nor a run that failed."""
 
     @abstractmethod
     def open(self) -> Exchange:

@@ -29,20 +29,27 @@ class Copies:
             if device.type == "cuda"
         }
 
-    def send(self, leaves: list[Any], target: torch.device) -> tuple[list[Any], Any]:
-        """Queue copies of the tensors among ``leaves`` to ``target``.
+    def send(
+        self, leaves: list[Any], source: torch.device | None, target: torch.device
+    ) -> tuple[list[Any], torch.cuda.Event | None]:
+        """Queue copies to ``target`` of the tensors among ``leaves`` that are on ``source``.
 
-        Call it with the stream that computed them current.
+        Call it with the stream that computed them current. What a layer put on another device, such
+        as lengths that are wanted on the CPU, stays there; None as the source moves everything.
 
         Returns:
-            The leaves on ``target``, and an event after which they may be read, or None.
+            The leaves (the same list if nothing had to move), and an event after which those on
+            ``target`` may be read, or None if they may be at once.
         """
-        if all(not isinstance(leaf, Tensor) or leaf.device == target for leaf in leaves):
+
+        def moves(leaf: Any) -> bool:
+            return (
+                isinstance(leaf, Tensor) and leaf.device != target and source in (None, leaf.device)
+            )
+
+        if source == target or not any(map(moves, leaves)):
             return leaves, None
-        moved = [
-            self._copy(leaf, target) if isinstance(leaf, Tensor) and leaf.device != target else leaf
-            for leaf in leaves
-        ]
+        moved = [self._copy(leaf, target) if moves(leaf) else leaf for leaf in leaves]
         if target not in self._side:
             return moved, None
         return moved, self._side[target].arriving.record_event()
@@ -65,6 +72,8 @@ class Copies:
                 streams.enter_context(torch.cuda.stream(leaving))
             if target in self._side:
                 streams.enter_context(torch.cuda.stream(self._side[target].arriving))
-            # A copy to the host is waited for: nobody there could wait for an event later.
-            moved = tensor.detach().to(target, non_blocking=target in self._side)
+            # A copy to the host is waited for, as nobody there could wait for an event later; one
+            # from the host too, as its memory is the user's to write to again.
+            on_cuda = source.type == target.type == "cuda"
+            moved = tensor.detach().to(target, non_blocking=on_cuda)
         return moved.requires_grad_(tensor.requires_grad)

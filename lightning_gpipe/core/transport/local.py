@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_gpipe.core.pytree import Flat
-from lightning_gpipe.core.schedule import Action
+from lightning_gpipe.core.schedule import Action, Kind
 from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
 from lightning_gpipe.core.transport.copies import Copies
 from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
@@ -48,7 +49,7 @@ class LocalExchange(Exchange):
         self._cancelled = threading.Event()
 
     def send(self, to: Action, value: Flat) -> None:
-        leaves, ready = self._copies.send(value.leaves, self._device_at(to))
+        leaves, ready = self._copies.send(value.leaves, self._sender_of(to), self._device_at(to))
         self._inboxes[self._place_of(to)].put(_Mail(to, Flat(leaves, value.spec), ready))
 
     def receive(self, at: Action) -> Flat:
@@ -86,6 +87,12 @@ class LocalExchange(Exchange):
         j = min(max(action.j, 0), self._n - 1)
         return self._devices[j % len(self._devices)]
 
+    def _sender_of(self, action: Action) -> torch.device | None:
+        """The device of the stage that makes what ``action`` needs; None for the caller's input."""
+        if action.kind is Kind.FORWARD:
+            return self._device_at(action._replace(j=action.j - 1)) if action.j > 0 else None
+        return self._device_at(action._replace(j=action.j + 1))
+
 
 class LocalTransport(Transport):
     """One thread per worker, started when first needed.
@@ -101,28 +108,35 @@ class LocalTransport(Transport):
         self._copies: Copies | None = None
         self._threads: list[WorkerThread] = []
         self._settled = True  # whether all jobs of the last run have ended
-        # Two runs at once, from two threads of the user, would wait for one another's workers.
-        self._running = threading.Lock()
+        # Two threads of the user take turns: their runs would wait for one another's workers, and
+        # each would find the layers in a state of the other's making.
+        self._turn = threading.RLock()
+        weakref.finalize(self, _join, self._threads)  # if nobody calls close()
 
-    def open(self) -> LocalExchange:
+    @contextmanager
+    def turn(self) -> Iterator[None]:
         if any(thread.current for thread in self._threads):
             raise RuntimeError(
                 "a layer must not run the pipeline that it is part of: it would wait for itself. "
                 "Call the layers that are needed one by one instead."
             )
-        if not self._settled:
-            # A worker may still be in the middle of an action of a run that failed, with its layers
-            # in a state of that run's making.
-            for thread in self._threads:
-                thread.finish(_LOOK_UP)
-            self._settled = True
+        with self._turn:
+            if not self._settled:
+                # A worker may still be in the middle of an action of a run that failed, with its
+                # layers in a state of that run's making.
+                for thread in self._threads:
+                    thread.finish(_LOOK_UP)
+                self._settled = True
+            yield
+
+    def open(self) -> LocalExchange:
         if self._copies is None:
             self._copies = Copies(list(self._devices))
         return LocalExchange(self._n, self._devices, self._copies)
 
     def run(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
         assert isinstance(exchange, LocalExchange)
-        with self._running:
+        with self.turn():
             self._ensure_threads()
             self._settled = False
             outcomes = Outcomes(len(jobs))
@@ -146,9 +160,7 @@ class LocalTransport(Transport):
         return type(self), (self._n, self._devices)  # a copy starts threads of its own
 
     def close(self) -> None:
-        threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(_JOIN)
+        _join(self._threads)
 
     def _check_threads(self) -> None:
         for w, thread in enumerate(self._threads):
@@ -164,7 +176,6 @@ class LocalTransport(Transport):
             if w < len(self._threads) and self._threads[w].alive:
                 continue
             thread = WorkerThread(f"gpipe-worker-{w} ({device})")
-            weakref.finalize(self, thread.join, _JOIN)  # if nobody calls close()
             self._threads[w : w + 1] = [thread]
         on_cpu = [
             thread
@@ -172,6 +183,11 @@ class LocalTransport(Transport):
             if device.type == "cpu"
         ]
         _share_cores(on_cpu)
+
+
+def _join(threads: list[WorkerThread]) -> None:
+    while threads:
+        threads.pop().join(_JOIN)
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:
