@@ -403,3 +403,27 @@ def test_eval_between_forward_and_backward(mode: Mode, piped: Pipe) -> None:
 
     assert_same(gradients(pipeline), expected.gradients)
     assert not any(layer.training for layer in pipeline)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_buffers_that_change_are_found_again_by_recomputation(threads: bool, piped: Pipe) -> None:
+    """0.1: a spectral norm's power iteration went on, and the weight with it."""
+    torch.manual_seed(2)
+    module = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)),
+        Counter(),
+        nn.BatchNorm1d(W),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)),
+    ).double()
+    ends = []
+
+    for mode in MODES:
+        pipeline = piped(
+            module, activation_checkpointing=mode, threads=threads, deferred_batch_norm=False
+        )
+        ends.append([step(pipeline, rows(9))._asdict() for _ in range(2)])
+        ends[-1].append(dict(pipeline.named_buffers()))
+
+    for other in ends[1:]:
+        assert_same(other, ends[0])
+    assert ends[0][-1]["1.calls"] == 6

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 Place = tuple[dict[str, Tensor | None], str]
 
@@ -60,9 +61,12 @@ class StageBuffers:
     """The buffers of one stage's modules, and which of them its layers change."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places: list[Place] = [
-            (module._buffers, name) for module in modules for name in module._buffers
-        ]
+        places = [(module, name) for module in modules for name in module._buffers]
+        self._places: list[Place] = [(module._buffers, name) for module, name in places]
+        # PyTorch does not count the updates of running statistics as edits.
+        self._uncounted = {
+            k for k, (module, _) in enumerate(places) if isinstance(module, _NormBase)
+        }
         self._changing: set[int] | None = None  # None until the stage has run once
 
     def all(self) -> Buffers:
@@ -73,7 +77,7 @@ class StageBuffers:
         """The values of those that the layers change; before the first run that may be any."""
         if self._changing is None:
             return self.all()
-        return Buffers(self._places[k] for k in sorted(self._changing))
+        return Buffers(self._places[k] for k in sorted(self._changing | self._uncounted))
 
     @contextmanager
     def watched(self) -> Iterator[None]:

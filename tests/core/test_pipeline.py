@@ -1,7 +1,8 @@
 import copy
+import gc
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.pipeline import GPipe, choose_devices
@@ -355,3 +357,70 @@ def test_layer_that_runs_the_pipeline_it_is_part_of() -> None:
     with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
         pipelines[0](rows(4))
     pipelines[0].close()
+
+
+def test_layer_replaced_after_setup(pipeline: GPipe, module: nn.Sequential) -> None:
+    module[2] = nn.Linear(3, 3)
+
+    with pytest.raises(RuntimeError, match="layer '2' was Linear .* is another Linear now"):
+        pipeline(rows(4))
+
+
+def test_cpu_with_an_index() -> None:
+    pipeline = GPipe(perceptron(4), [2, 2], devices=["cpu:0", "cpu:0"])
+
+    step(pipeline, rows(4))
+    pipeline.close()
+
+    assert pipeline.devices == [CPU, CPU]
+
+
+def test_slice_is_a_plain_sequential(module: nn.Sequential, pipeline: GPipe) -> None:
+    part = pipeline[1:3]
+
+    assert isinstance(part, nn.Sequential)
+    assert list(part) == list(module)[1:3]
+
+
+def jvp(pipeline: GPipe) -> None:
+    torch.func.jvp(pipeline, (rows(4).detach(),), (torch.ones(4, 3, dtype=torch.float64),))
+
+
+def gradient(pipeline: GPipe) -> None:
+    parameters, x = {name: p.detach() for name, p in pipeline.named_parameters()}, rows(4)
+    torch.func.grad(lambda p: torch.func.functional_call(pipeline, p, x).sum())(parameters)
+
+
+def dual(pipeline: GPipe) -> None:
+    with forward_ad.dual_level():
+        pipeline(forward_ad.make_dual(rows(4).detach(), torch.ones(4, 3, dtype=torch.float64)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated")  # torch, forward_ad
+@pytest.mark.parametrize("transform", [jvp, gradient, dual])
+def test_function_transforms_are_refused(pipeline: GPipe, transform: Callable[..., None]) -> None:
+    """0.1: their state is not in the workers' threads, and the derivatives were zero."""
+    with pytest.raises(RuntimeError, match="must not run inside of torch.func"):
+        transform(pipeline)
+
+
+def test_casts_do_not_add_up_under_the_callers_autocast() -> None:
+    """0.1: autocast kept a copy of the weights for every mini-batch until its block ended."""
+    pipeline = GPipe(perceptron(4).float(), [2, 2], devices=["cpu"], chunks=2)
+    x = rows(4).detach().float()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipeline(x).sum().backward()
+        gc.collect()
+        before = low_precision_tensors()
+        for _ in range(5):
+            pipeline(x).sum().backward()
+        gc.collect()
+        after = low_precision_tensors()
+
+    assert after <= before
+
+
+def low_precision_tensors() -> int:
+    # type(), because isinstance() asks objects for their class, and some of torch's warn.
+    return sum(type(o) is Tensor and o.dtype == torch.bfloat16 for o in gc.get_objects())

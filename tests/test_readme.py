@@ -1,0 +1,11 @@
+"""What README shows is what the package does."""
+
+from pathlib import Path
+
+from lightning_gpipe.core.schedule import fill_drain
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_schedule_that_it_shows() -> None:
+    assert f"```\n{fill_drain(3, 3, recomputed=2)}```" in README.read_text("utf-8")
