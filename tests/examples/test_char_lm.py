@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
@@ -136,6 +137,27 @@ def test_gpt2_small_has_85_million_parameters():
     ends = (3 + 256) * width + 2 * width + 3 * width + 3  # embeddings, last norm, scores
     assert sum(parameter.numel() for parameter in model.parameters()) == 12 * block + ends
     assert 12 * block == 85_054_464
+
+
+def test_gpt2_small_takes_a_step(data: TopicsData, tmp_path: Path):
+    size = SIZES["gpt2-small"]
+    model = CharLM(ALPHABET, 16, size.blocks, size.width, size.heads)
+    weight = model.get_parameter("layers.7.expand.weight")
+    before = weight[0].clone()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=GPipeStrategy("parameters", 2),
+        fast_dev_run=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+
+    trainer.fit(model, TopicsData(context=16, batch_size=2))
+
+    assert trainer.global_step == 1
+    assert not torch.equal(weight[0], before)
 
 
 # The run

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import GPipe
 from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
@@ -142,6 +143,23 @@ def test_backward_does_not_block_its_own_device(
 
     (3 * plain(batch() * expected_scale)).square().mean().backward()
     assert_same(found, expected_scale.grad)
+
+
+def test_backward_within_a_backward(gpipe: Build) -> None:
+    # Checkpointing of the reentrant kind calls backward() on the device's own thread: there the
+    # node that waits for the workers must not wait.
+    plain = layers()
+    pipeline = gpipe(plain, [GPU, GPU], chunks=4)
+    x = batch().to(GPU).requires_grad_()
+
+    def run() -> dict[str, Tensor]:
+        checkpoint(pipeline, x, use_reentrant=True).square().mean().backward()
+        return gradients(pipeline)
+
+    found = within(60, run)
+
+    plain(batch()).square().mean().backward()
+    assert_same(found, gradients(plain))
 
 
 def test_two_pipelines_in_one_graph(gpipe: Build) -> None:
