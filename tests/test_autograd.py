@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
@@ -322,3 +323,19 @@ def test_parameter_edited_between_forward_and_backward(plain: nn.Sequential, mod
 
     with pytest.raises(RuntimeError, match="edited between a forward|modified by an inplace"):
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_pipeline_within_checkpointing(
+    pipeline: GPipe, plain: nn.Sequential, mode: Mode, use_reentrant: bool
+) -> None:
+    pipeline.activation_checkpointing = mode
+    x = rows(7)
+
+    checkpoint(pipeline, x, use_reentrant=use_reentrant).square().sum().backward()
+
+    y = rows(7)
+    plain(y).square().sum().backward()
+    assert_same(gradients(pipeline), gradients(plain))
+    assert_same(x.grad, y.grad)

@@ -14,7 +14,7 @@ under way at once, when a user runs the pipeline twice before one backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,11 @@ class Stage:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
     def begin(self, context: Context, kept: range, randomness: Randomness) -> StagePass:
-        """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed."""
+        """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed.
+
+        Raises:
+            RuntimeError: If a parameter was moved from the stage's device.
+        """
         self._check_placement()
         return StagePass(self, context, kept, randomness)
 
@@ -163,27 +167,30 @@ class StagePass:
 
     def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
         self.stage = stage
+        self.randomness = randomness
         self.shadows = stage.slots.shadows() if context.grad else Shadows([])
         self.statistics = stage.statistics()
         self._context = context
-        self._mode = stage.mode
         self._kept = kept
-        self.randomness = randomness
+        self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
 
     def forward(self, i: int, inputs: Flat) -> Flat:
         """Run the layers on micro-batch ``i``; the result is detached from this stage's graph."""
+        numbers = self.randomness.drawing(i)
         if not self._context.grad:
-            outputs = self._run(inputs, self.randomness.drawing(i), first=True)
-            return flatten(outputs)
-
-        keep = i in self._kept
-        buffers = None if keep else self.stage.buffers.changing()
-        with self._context.saving() if keep else nullcontext(), self.stage.buffers.watched():
-            outputs = self._run(inputs, self.randomness.drawing(i), first=True)
-        flat = flatten(outputs)
+            return flatten(self._run(inputs, numbers, first=True))
+        if i in self._kept:
+            with self._context.saving():
+                flat = flatten(self._run(inputs, numbers, first=True))
+            kept = _Kept(inputs, flat.leaves)
+        else:
+            buffers = self.stage.buffers.changing()
+            with self.stage.buffers.watched():
+                flat = flatten(self._run(inputs, numbers, first=True))
+            kept = _Kept(inputs, None, buffers)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):
-            self._microbatches[i] = _Kept(inputs, flat.leaves if keep else None, buffers)
+            self._microbatches[i] = kept
         return flat.detached()
 
     def recompute(self, i: int) -> None:
@@ -205,6 +212,9 @@ class StagePass:
         """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
 
         The gradients of the parameters stay in :attr:`shadows`.
+
+        Returns:
+            One entry per leaf, or an empty list where nothing needs a gradient.
         """
         if i not in self._microbatches:
             return []  # nothing in it needs a gradient
