@@ -62,6 +62,7 @@ class MiniBatch:
         self._kept = range(recomputed, schedule.m)
         self._transport = transport
         self._threads = threads and len(devices) > 1
+        self._shared_devices = _shared(devices)
         self._context = Context.capture(devices)
         self._passes: list[StagePass] = []
         self._workers: list[Worker] = []
@@ -108,6 +109,7 @@ class MiniBatch:
                     exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
                 self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
             finally:
+                self.rejoin()
                 self._output_gradients = []
                 for each in self._passes:
                     each.release()
@@ -176,8 +178,7 @@ class MiniBatch:
         self.timeline = Timeline(self._schedule)
         self._passes = [self._begin(stage, shared) for stage in self._stages]
         self._workers = [
-            Worker(w, device, dict(enumerate(self._passes)), self.timeline)
-            for w, device in enumerate(self._devices)
+            Worker(w, device, self._passes, self.timeline) for w, device in enumerate(self._devices)
         ]
         for i, microbatch in enumerate(microbatches):
             exchange.send(Action(Kind.FORWARD, i, 0), microbatch)
@@ -204,10 +205,10 @@ class MiniBatch:
                 self._workers[w].run(list(row), exchange, context)
             context.forget_casts()
 
-    @property
-    def _shared_devices(self) -> frozenset[torch.device]:
-        """The devices whose generator several workers may draw from."""
-        if len(self._devices) == 1:
-            return frozenset()
-        crowded = {device for device, workers in Counter(self._devices).items() if workers > 1}
-        return frozenset({torch.device("cpu"), *crowded})
+
+def _shared(devices: Sequence[torch.device]) -> frozenset[torch.device]:
+    """The devices whose generator several workers may draw from."""
+    if len(devices) == 1:
+        return frozenset()
+    crowded = {device for device, workers in Counter(devices).items() if workers > 1}
+    return frozenset({torch.device("cpu"), *crowded})

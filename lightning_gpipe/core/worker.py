@@ -7,7 +7,7 @@ being in a line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -29,7 +29,7 @@ class Worker:
     Args:
         index: Its place among the workers.
         device: Its device.
-        passes: The mini-batch's pass through each of its stages, by stage.
+        passes: The mini-batch's pass through each stage of the pipeline.
         timeline: Where to write what ran when.
     """
 
@@ -37,7 +37,7 @@ class Worker:
         self,
         index: int,
         device: torch.device,
-        passes: Mapping[int, StagePass],
+        passes: Sequence[StagePass],
         timeline: Timeline,
     ) -> None:
         self._index = index

@@ -60,6 +60,10 @@ class LocalExchange(Exchange):
             try:
                 mail = self._inboxes[place].get(timeout=_LOOK_UP)
             except Empty:
+                if place == len(self._devices):  # a caller comes after the run: nothing is to come
+                    raise RuntimeError(
+                        f"the run must end with what {at} needs, but made none"
+                    ) from None
                 continue
             if mail is not None:
                 arrived[mail.to] = mail

@@ -369,3 +369,8 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
 
     threading.Thread(target=again, daemon=True).start()
     assert done.wait(3)
+
+
+def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport) -> None:
+    with pytest.raises(RuntimeError, match="made none"):
+        transport.open().receive(forward(0, 2))
