@@ -3,12 +3,22 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gpipe.core.balance import balance_by_parameters
+from lightning_gpipe.core.microbatch import MicroBatching
+from lightning_gpipe.core.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.whole import whole
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["GPipe", "GPipeStrategy", "balance_by_parameters"]
+__all__ = [
+    "GPipe",
+    "GPipeStrategy",
+    "MicroBatching",
+    "PaddedSequences",
+    "balance_by_parameters",
+    "whole",
+]
 
 if "gpipe" not in StrategyRegistry:  # importlib.reload comes here twice
     StrategyRegistry.register("gpipe", GPipeStrategy, description=GPipeStrategy.__doc__)

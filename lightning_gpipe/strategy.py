@@ -23,8 +23,9 @@ from typing_extensions import override
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.balance import balance_by_parameters
 from lightning_gpipe.core.locate import locate
+from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.partition import check_balance
-from lightning_gpipe.core.pipeline import GPipe, check_chunks
+from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
 from lightning_gpipe.core.placement import on_meta, place_around
 from lightning_gpipe.core.recompute import check_mode
 from lightning_gpipe.core.sharing import check_outside
@@ -62,6 +63,8 @@ class GPipeStrategy(ParallelStrategy):
             none, a number the first so many.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
+        microbatching: Another way to cut batches than along dim 0, such as
+            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.
 
@@ -79,6 +82,7 @@ class GPipeStrategy(ParallelStrategy):
         module: str | None = None,
         activation_checkpointing: Literal["always", "except_last", "never"] | int = "except_last",
         deferred_batch_norm: bool = True,
+        microbatching: MicroBatching | None = None,
         threads: bool = True,
     ) -> None:
         super().__init__()
@@ -90,11 +94,13 @@ class GPipeStrategy(ParallelStrategy):
         if chunks is not None:
             check_chunks(chunks)
         check_mode(activation_checkpointing)
+        check_microbatching(microbatching)
         self._balance = balance
         self._chunks = chunks
         self._module = module
         self._activation_checkpointing = activation_checkpointing
         self._deferred_batch_norm = deferred_batch_norm
+        self._microbatching = microbatching
         self._threads = threads
         self._pipeline: GPipe | None = None
         self._sequential: nn.Sequential | None = None
@@ -236,6 +242,7 @@ class GPipeStrategy(ParallelStrategy):
             chunks=self._chunks or _CHUNKS_PER_STAGE * len(balance),
             activation_checkpointing=self._activation_checkpointing,
             deferred_batch_norm=self._deferred_batch_norm,
+            microbatching=self._microbatching,
             threads=self._threads,
         )
         stages = self._pipeline.stages

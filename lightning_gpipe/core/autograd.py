@@ -31,6 +31,7 @@ from torch.autograd.function import Function
 
 from lightning_gpipe.core.minibatch import Gradients, MiniBatch
 from lightning_gpipe.core.pytree import Flat
+from lightning_gpipe.core.whole import carry
 
 Place = tuple[int, int]  # micro-batch i, leaf k
 
@@ -60,7 +61,7 @@ def attach(minibatch: MiniBatch, inputs: Sequence[Flat], outputs: Sequence[Flat]
 
     result = [Flat(list(leaves), spec) for leaves, spec in outputs]
     for (i, k), tensor in zip(exits, attached, strict=True):
-        result[i].leaves[k] = tensor
+        result[i].leaves[k] = carry(outputs[i].leaves[k], tensor)
     return result
 
 

@@ -18,7 +18,8 @@ from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
 from lightning_gpipe.core.batchnorm import check_batch_norms
 from lightning_gpipe.core.context import refuse_function_transforms
-from lightning_gpipe.core.microbatch import merge, split
+from lightning_gpipe.core.microbatch import MicroBatching
+from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
 from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.placement import place
@@ -43,8 +44,8 @@ class GPipe(nn.Module):
 
     The layers stay the same objects under the same names, so the state dict is that of ``module``.
     They are moved to their devices at once, and must stay there. The input is cut into
-    micro-batches along dim 0 (see :func:`~lightning_gpipe.core.microbatch.split`); the output is
-    whole again, on the last device.
+    micro-batches along dim 0, and the output is whole again, on the last device: see
+    :class:`~lightning_gpipe.core.microbatch.rows.Rows`.
 
     Args:
         module: The layers.
@@ -58,6 +59,8 @@ class GPipe(nn.Module):
             none, a number the first so many.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
+        microbatching: Another way to make micro-batches, such as
+            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger. With one device it is always so.
 
@@ -66,6 +69,7 @@ class GPipe(nn.Module):
         devices: One ``torch.device`` per worker.
         chunks: As given.
         activation_checkpointing: As given.
+        microbatching: How a mini-batch becomes micro-batches.
         timeline: What ran when in the latest mini-batch, or None before the first.
 
     Raises:
@@ -82,11 +86,13 @@ class GPipe(nn.Module):
         chunks: int = 1,
         activation_checkpointing: Mode = "except_last",
         deferred_batch_norm: bool = True,
+        microbatching: MicroBatching | None = None,
         threads: bool = True,
     ) -> None:
         super().__init__()
         check_chunks(chunks)
         check_mode(activation_checkpointing)
+        check_microbatching(microbatching)
         partitions = cut(module, balance)
         if deferred_batch_norm:
             check_batch_norms(module)
@@ -94,6 +100,7 @@ class GPipe(nn.Module):
         self.devices = choose_devices(devices, len(partitions))
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
+        self.microbatching = microbatching or Rows()
         self.timeline: Timeline | None = None
 
         placed = [self.devices[j % len(self.devices)] for j in range(len(partitions))]
@@ -122,14 +129,20 @@ class GPipe(nn.Module):
             input: What the first layer takes; any pytree with tensors of shape ``(rows, ...)``.
 
         Raises:
+            TypeError: If ``input``, or what a layer returns, has tensors where none are looked for.
             ValueError: If the tensors of ``input`` disagree on their number of rows.
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Whatever a layer raises, with a note of where it happened.
         """
         refuse_function_transforms()
         self._check_layers()
-        microbatches = [flatten(microbatch) for microbatch in split(input, self.chunks)]
+        microbatches = list(map(flatten, self.microbatching.split(input, self.chunks)))
         m = len(microbatches)
+        if m == 0:
+            raise ValueError(
+                f"{type(self.microbatching).__name__}.split must make at least one micro-batch: "
+                "got none."
+            )
         recomputed = 0
         if torch.is_grad_enabled():
             recomputed = count_recomputed(self.activation_checkpointing, m)
@@ -146,7 +159,8 @@ class GPipe(nn.Module):
         )
         outputs = minibatch.forward([microbatch.detached() for microbatch in microbatches])
         self.timeline = minibatch.timeline
-        return merge([unflatten(flat) for flat in attach(minibatch, microbatches, outputs)])
+        attached = attach(minibatch, microbatches, outputs)
+        return self.microbatching.merge(list(map(unflatten, attached)), input)
 
     def listing(self) -> Table:
         """A table of the stages: their devices, layers and parameters."""
@@ -195,6 +209,15 @@ def check_chunks(chunks: int) -> None:
         raise TypeError(f"chunks must be an integer, the number of micro-batches: got {chunks!r}.")
     if chunks < 1:
         raise ValueError(f"chunks must be at least 1, the number of micro-batches: got {chunks}.")
+
+
+def check_microbatching(microbatching: MicroBatching | None) -> None:
+    """Raise if this cannot split and merge."""
+    if microbatching is not None and not isinstance(microbatching, MicroBatching):
+        raise TypeError(
+            "microbatching must be an instance of a subclass of lightning_gpipe.MicroBatching, or "
+            f"None: got {microbatching!r}."
+        )
 
 
 def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) -> list[torch.device]:

@@ -27,6 +27,7 @@ from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
 from lightning_gpipe.core.shadow import Shadows, Slots
+from lightning_gpipe.core.whole import carry
 
 TrainingMode = tuple[bool, ...]
 
@@ -114,7 +115,9 @@ class Stage:
         """
         edited = self._edited
         own = [
-            leaf.clone() if isinstance(leaf, Tensor) and (edited is None or k in edited) else leaf
+            carry(leaf, leaf.clone())
+            if isinstance(leaf, Tensor) and (edited is None or k in edited)
+            else leaf
             for k, leaf in enumerate(leaves)
         ]
         return own, [_version(leaf) for leaf in own]

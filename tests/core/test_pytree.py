@@ -1,11 +1,21 @@
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_gpipe.core.pytree import Flat, flatten, map_tensors, named_leaves, unflatten
+from lightning_gpipe.core.pytree import (
+    Flat,
+    entries,
+    flatten,
+    map_tensors,
+    named_leaves,
+    unflatten,
+)
+
+X = torch.tensor(2.0)
 
 
 class Pair(NamedTuple):
@@ -74,3 +84,83 @@ def test_leaves_are_named_by_their_path() -> None:
 
 def test_lone_leaf_has_no_path() -> None:
     assert named_leaves(5) == [("", 5)]
+
+
+@dataclass
+class Sample:
+    x: Any
+    rest: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    length: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "length", len(self.x))
+
+
+@pytest.mark.parametrize(
+    "tree, leaves",
+    [
+        (Sample(X, "name"), [X, "name"]),
+        ([Sample(X, {"y": Sample(X + 1, None)}), 3], [X, X + 1, None, 3]),
+        (Frozen([X, X]), [X, X, 2]),
+    ],
+)
+def test_dataclasses_are_taken_apart_and_put_together(tree: Any, leaves: list[Any]) -> None:
+    flat = flatten(tree)
+
+    assert flat.leaves == leaves
+    assert unflatten(flat) == tree
+    assert map_tensors(lambda x: x, tree) == tree
+
+
+def test_structures_of_dataclasses_compare() -> None:
+    assert flatten(Sample(X)).spec == flatten(Sample(X + 1)).spec
+    assert flatten(Sample(X)).spec != flatten((X, None)).spec
+
+
+def test_names_within_dataclasses() -> None:
+    tree = {"a": Sample(1, (X,))}
+
+    assert [name for name, _ in named_leaves(tree)] == ["['a'].x", "['a'].rest[0]"]
+    assert entries(Sample(X, (X, X))) == ["x", "rest", "rest"]
+    assert entries({"a": (1, 2), "b": 3}) == ["a", "a", "b"]
+    assert entries((1, [2])) == [0, 1]
+    assert entries(1) == [None]
+
+
+def test_settings_without_tensors_stay_one_leaf() -> None:
+    settings = Sample(3, "name")
+
+    assert flatten((X, settings)).leaves == [X, settings]
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+@pytest.mark.parametrize("held", [X, [X], {"x": X}], ids=["itself", "in a list", "in a dict"])
+def test_tensors_in_other_objects_are_refused(held: Any) -> None:
+    with pytest.raises(TypeError, match="got a Holder with one in its attribute 'held'"):
+        flatten((1, Holder(held)))
+
+
+def test_distribution_is_refused() -> None:
+    with pytest.raises(TypeError, match="got a Normal with one in its attribute"):
+        flatten(torch.distributions.Normal(torch.zeros(2), torch.ones(2)))
+
+
+def test_packed_sequence_is_refused() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+
+    with pytest.raises(TypeError, match="a PackedSequence has no row per sample"):
+        flatten({"x": packed})
+
+
+@pytest.mark.parametrize("leaf", [object(), Holder(3), int, nn.ReLU, "text", range(3)])
+def test_other_values_are_leaves(leaf: Any) -> None:
+    assert flatten(leaf).leaves == [leaf]

@@ -20,7 +20,14 @@ from tests.lightning.models import fitted, trainer, worker_threads
 
 
 def test_public_names() -> None:
-    assert sorted(lightning_gpipe.__all__) == ["GPipe", "GPipeStrategy", "balance_by_parameters"]
+    assert lightning_gpipe.__all__ == [
+        "GPipe",
+        "GPipeStrategy",
+        "MicroBatching",
+        "PaddedSequences",
+        "balance_by_parameters",
+        "whole",
+    ]
     assert all(hasattr(lightning_gpipe, name) for name in lightning_gpipe.__all__)
 
 
@@ -30,12 +37,14 @@ def test_public_names() -> None:
         (
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
-            "activation_checkpointing='except_last', deferred_batch_norm=True, threads=True)",
+            "activation_checkpointing='except_last', deferred_batch_norm=True, "
+            "microbatching=None, threads=True)",
         ),
         (
             GPipe,
             "(module, balance, *, devices=None, chunks=1, "
-            "activation_checkpointing='except_last', deferred_batch_norm=True, threads=True)",
+            "activation_checkpointing='except_last', deferred_batch_norm=True, "
+            "microbatching=None, threads=True)",
         ),
     ],
 )

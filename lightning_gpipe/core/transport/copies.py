@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.whole import carry
+
 
 class _SideStreams(NamedTuple):
     leaving: torch.cuda.Stream
@@ -76,4 +78,4 @@ class Copies:
             # from the host too, as its memory is the user's to write to again.
             on_cuda = source.type == target.type == "cuda"
             moved = tensor.detach().to(target, non_blocking=on_cuda)
-        return moved.requires_grad_(tensor.requires_grad)
+        return carry(tensor, moved.requires_grad_(tensor.requires_grad))

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.microbatch import merge, split
+from lightning_gpipe.core.microbatch.rows import Rows
+from lightning_gpipe.core.whole import whole
+
+split = Rows().split
+
+
+def merge(outputs: list[Any]) -> Any:
+    return Rows().merge(outputs, None)
 
 
 def rows(count: int, width: int = 2) -> Tensor:
@@ -58,7 +65,8 @@ def test_what_has_no_rows_goes_to_every_micro_batch() -> None:
 
     first, second = split((rows(2), scale, name, None, 7), 2)
 
-    assert first[1] is second[1] is scale
+    assert torch.equal(first[1], scale)
+    assert torch.equal(second[1], scale)
     assert first[2:] == second[2:] == (name, None, 7)
 
 
@@ -88,6 +96,31 @@ def test_batch_with_nothing_to_split(batch: Any, found: str) -> None:
         split(batch, 2)
 
     assert f"got {found}" in str(error.value)
+
+
+def test_marked_tensor_goes_to_every_micro_batch() -> None:
+    first, second = split({"x": rows(4), "table": whole(rows(3))}, 2)
+
+    assert torch.equal(first["table"], rows(3))
+    assert torch.equal(second["table"], rows(3))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_sparse_rows_are_refused(chunks: int) -> None:
+    with pytest.raises(ValueError, match="must be dense, so that they can be cut"):
+        split((rows(2), rows(2).to_sparse()), chunks)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+def test_nested_rows_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be dense"):
+        split(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), 2)
+
+
+def test_complex_rows() -> None:
+    x = torch.view_as_complex(rows(4))
+
+    assert torch.equal(merge(split(x, 3)), x)
 
 
 def test_outputs_are_concatenated_in_order() -> None:
