@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,8 +19,19 @@ from lightning_gpipe.core.pytree import map_tensors
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same checkpoint with all tensors on the CPU."""
-    moved: dict[str, Any] = map_tensors(lambda tensor: tensor.cpu(), checkpoint)
+    """The same checkpoint with all tensors on the CPU; those that are one tensor there too."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+            return tensor.cpu()
+        # Tied weights are there under each of their names.
+        memory = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if memory not in copies:
+            copies[memory] = tensor.cpu()
+        return copies[memory]
+
+    moved: dict[str, Any] = map_tensors(copy, checkpoint)
     metadata = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if metadata is not None:
         moved["state_dict"]._metadata = metadata

@@ -28,7 +28,7 @@ from lightning_gpipe.core.partition import check_balance
 from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
 from lightning_gpipe.core.placement import on_meta, place_around
 from lightning_gpipe.core.recompute import check_mode
-from lightning_gpipe.core.sharing import check_outside
+from lightning_gpipe.core.sharing import check_outside, shared_with_outside
 from lightning_gpipe.core.swap import install, remove
 from lightning_gpipe.refusals import (
     metrics_on_meta,
@@ -248,6 +248,7 @@ class GPipeStrategy(ParallelStrategy):
         stages = self._pipeline.stages
         partitions, devices = [s.partition for s in stages], [s.device for s in stages]
         check_outside(module, sequential, partitions, devices, self.root_device)
+        self._pipeline.share(shared_with_outside(module, sequential), self.root_device)
         self._sequential = sequential
         install(sequential, self._pipeline)
 

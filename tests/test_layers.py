@@ -34,7 +34,7 @@ core.worker
 core.stage  core.transport.local  core.transport.process_group
 core.schedule  core.timeline  core.microbatch.*  core.pytree  core.partition  core.balance.*
     core.sharing  core.context  core.recompute  core.randomness  core.batchnorm  core.shadow
-    core.buffers  core.snapshot  core.locate  core.placement  core.whole  core.skip.*
+    core.buffers  core.inplace  core.snapshot  core.locate  core.placement  core.whole  core.skip.*
     core.transport  core.transport.copies  core.transport.threads
 """
 

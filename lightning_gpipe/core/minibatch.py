@@ -78,11 +78,14 @@ class MiniBatch:
     def forward(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run the forward half, and return each micro-batch's output on the last device."""
         with self._transport.turn():
+            for stage in self._stages:
+                stage.refresh()
             try:
                 outputs = self._reproducibly(microbatches)
             finally:
                 self.rejoin()
             for each in self._passes:
+                each.check_hooks()
                 if each.statistics is not None:
                     each.statistics.commit()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
@@ -131,12 +134,8 @@ class MiniBatch:
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The gradient of ``parameter`` over all micro-batches and stages, given away."""
-        total: Tensor | None = None
-        for each in self._passes:
-            gradient = each.shadows.take_gradient(parameter)
-            if gradient is not None:
-                total = gradient if total is None else total.add_(gradient)
-        return total
+        gradients = [each.shadows.take_gradient(parameter) for each in self._passes]
+        return _total([g.to(parameter.device) for g in gradients if g is not None])
 
     def _reproducibly(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run forward so that what is drawn depends on no timing.
@@ -181,7 +180,7 @@ class MiniBatch:
             Worker(w, device, self._passes, self.timeline) for w, device in enumerate(self._devices)
         ]
         for i, microbatch in enumerate(microbatches):
-            exchange.send(Action(Kind.FORWARD, i, 0), microbatch)
+            exchange.send(Action(Kind.FORWARD, i, 0), microbatch.detached())
         self._run(self._schedule.forward_half, exchange, self._context)
         n = self._schedule.n
         return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]
@@ -204,6 +203,17 @@ class MiniBatch:
             for w, row in groupby(half.interleaved, half.worker_of):
                 self._workers[w].run(list(row), exchange, context)
             context.forget_casts()
+
+
+def _total(gradients: list[Tensor]) -> Tensor | None:
+    """The sum; sparse gradients, as embeddings have on request, come last and stay so if alone."""
+    gradients.sort(key=lambda gradient: gradient.is_sparse)
+    if not gradients:
+        return None
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total.add_(gradient)
+    return total
 
 
 def _shared(devices: Sequence[torch.device]) -> frozenset[torch.device]:

@@ -7,7 +7,7 @@ must outlive it is either the user's (the layers) or belongs to one mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,11 +22,11 @@ from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
 from lightning_gpipe.core.partition import cut
-from lightning_gpipe.core.placement import place
+from lightning_gpipe.core.placement import move, place
 from lightning_gpipe.core.pytree import flatten, unflatten
 from lightning_gpipe.core.recompute import Mode, check_mode, count_recomputed
 from lightning_gpipe.core.schedule import fill_drain
-from lightning_gpipe.core.sharing import check_sharing
+from lightning_gpipe.core.sharing import check_sharing, homes, places_away
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.timeline import Timeline
 from lightning_gpipe.core.transport.local import LocalTransport
@@ -43,8 +43,9 @@ class GPipe(nn.Module):
         loss.backward()
 
     The layers stay the same objects under the same names, so the state dict is that of ``module``.
-    They are moved to their devices at once, and must stay there. The input is cut into
-    micro-batches along dim 0, and the output is whole again, on the last device: see
+    They are moved to their devices at once, and must stay there. A parameter that layers on several
+    devices share lives on the first of them, and the others follow it with copies. The input is cut
+    into micro-batches along dim 0, and the output is whole again, on the last device: see
     :class:`~lightning_gpipe.core.microbatch.rows.Rows`.
 
     Args:
@@ -114,6 +115,8 @@ class GPipe(nn.Module):
         for stage in self._stages:
             for layer in stage.partition.layers:
                 place(layer, stage.device)
+        self._homes: dict[nn.Parameter, torch.device] = {}
+        self._settle(homes(partitions, placed))
         # The same layers under the same names; nn.Sequential has no empty places.
         self._modules = cast(dict[str, nn.Module | None], module._modules)
 
@@ -157,10 +160,18 @@ class GPipe(nn.Module):
             transport=self._transport,
             threads=self._threads,
         )
-        outputs = minibatch.forward([microbatch.detached() for microbatch in microbatches])
+        outputs = minibatch.forward(microbatches)
         self.timeline = minibatch.timeline
         attached = attach(minibatch, microbatches, outputs)
         return self.microbatching.merge(list(map(unflatten, attached)), input)
+
+    def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
+        """Let ``parameters`` live on ``device``, where modules around the pipeline use them too.
+
+        Stages on other devices follow them with copies. Parameters that stages share with one
+        another need no word: they live on the device of the first.
+        """
+        self._settle(dict.fromkeys(parameters, _with_index(torch.device(device))))
 
     def listing(self) -> Table:
         """A table of the stages: their devices, layers and parameters."""
@@ -188,6 +199,15 @@ class GPipe(nn.Module):
     def __getitem__(self, index: int | slice) -> nn.Module:
         found = list(self)[index]
         return nn.Sequential(*found) if isinstance(found, list) else found
+
+    def _settle(self, homes: Mapping[nn.Parameter, torch.device]) -> None:
+        """Move parameters to their homes, and let the stages elsewhere follow them."""
+        self._homes |= homes
+        for parameter, device in homes.items():
+            if parameter.device != device:
+                move(parameter, device)
+        for stage in self._stages:
+            stage.followed = places_away(stage.modules, stage.device, self._homes)
 
     def _check_layers(self) -> None:
         """Raise if the module has other layers than those that were cut."""

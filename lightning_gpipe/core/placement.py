@@ -25,6 +25,13 @@ def place(module: nn.Module, device: torch.device) -> None:
     module.to(device)
 
 
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move one parameter, which stays the same object, and its gradient to ``device``."""
+    parameter.data = parameter.data.to(device)
+    if parameter.grad is not None:
+        parameter.grad.data = parameter.grad.data.to(device)
+
+
 def place_around(root: nn.Module, inner: nn.Module, device: torch.device) -> None:
     """Move all of ``root`` except ``inner`` to ``device``."""
     if root is inner:

@@ -9,51 +9,61 @@ gradients at the peak.
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
 micro-batches end in the shadows, autograd itself adds the gradients up in place, one parameter at a
 time, and what is in ``shadow.grad`` at the end is handed to the parameter without a copy.
+
+A parameter that is also used on another device, an embedding that is the head's weight too, lives
+there. Here its shadow is a copy, made anew for every mini-batch, so it follows the parameter
+whatever changed that; what the copy gathers is added to what the parameter gets elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from operator import ne
 
+import torch
 from torch import Tensor, nn
 
-
-class Slots:
-    """The places in a number of modules where parameters are kept."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.places: list[tuple[nn.Module, str]] = [
-            (module, name)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-
-    def shadows(self) -> Shadows:
-        """New shadows of the parameters that are in the slots now and require a gradient."""
-        return Shadows(self.places)
+Place = tuple[nn.Module, str]  # where a parameter is kept: the module, and its name there
 
 
 class Shadows:
-    """The shadows of one mini-batch on one stage."""
+    """The shadows of one mini-batch on one stage.
 
-    def __init__(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+    Args:
+        modules: The modules whose parameters are to have shadows where they require a gradient.
+        grad: Whether gradients are recorded; without, nothing needs a shadow but what is followed.
+        device: Where the stage is.
+        followed: The places with parameters that live elsewhere.
+
+    Attributes:
+        parameters: Those that have a shadow and require a gradient.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        grad: bool,
+        device: torch.device,
+        followed: Collection[Place] = (),
+    ) -> None:
         self._of: dict[nn.Parameter, nn.Parameter] = {}
         self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-        for module, name in places:
-            parameter = module._parameters.get(name)
-            if parameter is not None and parameter.requires_grad:
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                follows = bool(followed) and (module, name) in followed
+                if not follows and not (grad and parameter.requires_grad):
+                    continue
                 if parameter not in self._of:
-                    self._of[parameter] = nn.Parameter(parameter.detach())
+                    value = parameter.detach()
+                    if follows:
+                        value = value.to(device, copy=True)
+                    self._of[parameter] = nn.Parameter(value, parameter.requires_grad)
                 self._swaps.append((module._parameters, name, self._of[parameter]))
-        self._versions = [shadow._version for shadow in self._of.values()]
-
-    @property
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """The parameters that have a shadow."""
-        return self._of.keys()
+        self.parameters = [parameter for parameter in self._of if parameter.requires_grad]
+        self._versions = [parameter._version for parameter in self.parameters]
 
     @contextmanager
     def cast(self) -> Iterator[None]:
@@ -70,8 +80,15 @@ class Shadows:
     @property
     def edited(self) -> bool:
         """Whether a parameter was edited in place since the shadows were made."""
-        now = (shadow._version for shadow in self._of.values())
-        return any(map(ne, self._versions, now))
+        return self._versions != [parameter._version for parameter in self.parameters]
+
+    @property
+    def hooked(self) -> nn.Parameter | None:
+        """A parameter on which a layer registered a hook while it ran, if there is one."""
+        for parameter, shadow in self._of.items():
+            if shadow._backward_hooks or getattr(shadow, "_post_accumulate_grad_hooks", None):
+                return parameter
+        return None
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum of the parameter's gradients, given away: the shadow forgets it."""

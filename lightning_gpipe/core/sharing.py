@@ -1,12 +1,14 @@
-"""Refuses what stages cannot share, with one another or with what is around the pipeline.
+"""What stages may share with one another and with what is around the pipeline, and what not.
 
-Stages run at the same time, each on its device. A module that belongs to two of them would be run
-by two threads at once, and a parameter or a buffer cannot be on two devices.
+Stages run at the same time, each on its device. A module that belonged to two of them would be run
+by two threads at once, and a buffer that layers change cannot be in two places: both are refused.
+A parameter can be shared: it lives on one device, its home, and stages elsewhere follow it with
+copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -14,10 +16,11 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.partition import Partition
+from lightning_gpipe.core.shadow import Place
 
 
 def check_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
-    """Raise if stages share a module, or a tensor across devices.
+    """Raise if stages share a module, or a buffer across devices.
 
     Args:
         partitions: What each stage runs.
@@ -36,17 +39,14 @@ def check_sharing(partitions: Sequence[Partition], devices: Sequence[torch.devic
                 owner, where = owners.setdefault(module, (j, path))
                 if owner != j:
                     faults[f"module {where} (stage {owner}) is {path} (stage {j})"] = None
-            for name, tensor in chain(
-                layer.named_parameters(remove_duplicate=False),
-                layer.named_buffers(remove_duplicate=False),
-            ):
+            for name, buffer in layer.named_buffers(remove_duplicate=False):
                 path = f"layer {k}.{name}"
-                owner, where = owners.setdefault(tensor, (j, path))
+                owner, where = owners.setdefault(buffer, (j, path))
                 if devices[owner] != devices[j]:
-                    faults[f"{where} ({devices[owner]}) is {path} ({devices[j]})"] = None
+                    faults[f"buffer {where} ({devices[owner]}) is {path} ({devices[j]})"] = None
     if faults:
         raise ValueError(
-            f"stages must not share modules, nor tensors across devices: got {'; '.join(faults)}. "
+            f"stages must not share modules, nor buffers across devices: got {'; '.join(faults)}. "
             "Choose a balance that puts these layers into one stage, or give each its own."
         )
 
@@ -58,7 +58,7 @@ def check_outside(
     devices: Sequence[torch.device],
     root_device: torch.device,
 ) -> None:
-    """Raise if a stage shares a tensor with a module outside of the pipeline, across devices.
+    """Raise if a stage shares a buffer with a module outside of the pipeline, across devices.
 
     Args:
         root: What the pipeline is part of.
@@ -70,26 +70,58 @@ def check_outside(
     Raises:
         ValueError: Names everything that is shared.
     """
-    owners: dict[Any, int] = {
-        tensor: partition.index
+    owners = {
+        buffer: partition.index
         for partition in partitions
         for layer in partition.layers
-        for tensor in chain(layer.parameters(), layer.buffers())
+        for buffer in layer.buffers()
     }
     faults = []
     for path, module in _outside(root, inner, ""):
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            if tensor not in owners:
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer not in owners:
                 continue
-            j = owners[tensor]
+            j = owners[buffer]
             if devices[j] != root_device:
                 faults.append(f"{path}{name} ({root_device}) is in stage {j} ({devices[j]})")
     if faults:
         raise ValueError(
-            "a stage must not share tensors with a module on another device: got "
+            "a stage must not share buffers with a module on another device: got "
             f"{'; '.join(faults)}. What is outside of the pipeline is on the last stage's device: "
             "choose a balance that puts these layers into the last stage, or give each its own."
         )
+
+
+def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
+    """The parameters of ``inner`` that modules outside of it have too."""
+    inside = set(inner.parameters())
+    outside = chain.from_iterable(m._parameters.values() for _, m in _outside(root, inner, ""))
+    return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
+
+
+def homes(
+    partitions: Iterable[Partition], devices: Sequence[torch.device]
+) -> dict[nn.Parameter, torch.device]:
+    """Where each parameter lives: on the device of the first stage that has it."""
+    found: dict[nn.Parameter, torch.device] = {}
+    for partition in partitions:
+        for parameter in partition.parameters:
+            found.setdefault(parameter, devices[partition.index])
+    return found
+
+
+def places_away(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    homes: Mapping[nn.Parameter, torch.device],
+) -> frozenset[Place]:
+    """Where ``modules``, which are on ``device``, have parameters that live elsewhere."""
+    return frozenset(
+        (module, name)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and homes.get(parameter, device) != device
+    )
 
 
 def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -13,8 +13,8 @@ under way at once, when a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from lightning_gpipe.core.batchnorm import DeferredStatistics
 from lightning_gpipe.core.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.context import Context
+from lightning_gpipe.core.inplace import Edits
 from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
-from lightning_gpipe.core.shadow import Shadows, Slots
-from lightning_gpipe.core.whole import carry
+from lightning_gpipe.core.shadow import Place, Shadows
 
 TrainingMode = tuple[bool, ...]
 
@@ -38,34 +38,40 @@ class Stage:
     Attributes:
         partition: The layers.
         device: Where their parameters are.
+        followed: The places of parameters that live on another device.
         modules: The layers and all modules within them.
-        slots: Where their parameters are kept.
         buffers: Their buffers.
+        edits: Which inputs they edit.
     """
 
     def __init__(self, partition: Partition, device: torch.device, *, deferred_batch_norm: bool):
         self.partition = partition
         self.device = device
-        self.modules = tuple(
-            dict.fromkeys(module for layer in partition.layers for module in layer.modules())
-        )
-        self.slots = Slots(self.modules)
-        self.buffers = StageBuffers(self.modules)
+        self.followed: frozenset[Place] = frozenset()
         self._deferred_batch_norm = deferred_batch_norm
-        self._draws: dict[TrainingMode, bool | None] = {}
-        self._edited: set[int] | None = None  # None until the stage has run once
+        self._survey(_modules_of(partition.layers))
 
     def __str__(self) -> str:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
-    def begin(self, context: Context, kept: range, randomness: Randomness) -> StagePass:
-        """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed.
+    def refresh(self) -> None:
+        """Take the layers as they are now: modules within them may come and go between steps.
 
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
+        modules = _modules_of(self.partition.layers)
+        if modules != self.modules:
+            self._survey(modules)
         self._check_placement()
+
+    def begin(self, context: Context, kept: range, randomness: Randomness) -> StagePass:
+        """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed."""
         return StagePass(self, context, kept, randomness)
+
+    def shadows(self, grad: bool) -> Shadows:
+        """Shadows for one mini-batch."""
+        return Shadows(self.modules, grad=grad, device=self.device, followed=self.followed)
 
     def statistics(self) -> DeferredStatistics | None:
         """Where batch norms put what they see of one mini-batch, if they defer it."""
@@ -106,48 +112,33 @@ class Stage:
         for module, training in zip(self.modules, mode, strict=True):
             module.training = training
 
-    # Layers that edit their input in place get a copy of it.
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Where in the layers a parameter is, such as ``layer 3.linear.weight``."""
+        for k, layer in enumerate(self.partition.layers, start=self.partition.first):
+            for name, other in layer.named_parameters():
+                if other is parameter:
+                    return f"layer {k}.{name}"
+        return "a parameter"
 
-    def guard_inputs(self, leaves: list[Any]) -> tuple[list[Any], list[int]]:
-        """Leaves for the layers to work on, and the version that each tensor has now.
-
-        The first time, each tensor is copied; from then on only those that were found edited are.
-        """
-        edited = self._edited
-        own = [
-            carry(leaf, leaf.clone())
-            if isinstance(leaf, Tensor) and (edited is None or k in edited)
-            else leaf
-            for k, leaf in enumerate(leaves)
-        ]
-        return own, [_version(leaf) for leaf in own]
-
-    def note_edits(self, own: list[Any], versions: list[int]) -> None:
-        """Find out which inputs the layers edited.
-
-        Raises:
-            RuntimeError: If they edited one that was not copied.
-        """
-        edits = {k for k, leaf in enumerate(own) if _version(leaf) != versions[k]}
-        if self._edited is None:
-            self._edited = edits
-        elif not edits <= self._edited:
-            raise RuntimeError(
-                f"the layers of {self} must edit their input in place always or never: they edited "
-                f"input {min(edits - self._edited)} for the first time after an earlier run that "
-                "did not. Use the out-of-place form, such as nn.ReLU(inplace=False)."
-            )
+    def _survey(self, modules: tuple[nn.Module, ...]) -> None:
+        """Start with these modules, of which nothing is known yet."""
+        self.modules = modules
+        self.buffers = StageBuffers(modules)
+        self.edits = Edits()
+        self._draws: dict[TrainingMode, bool | None] = {}
 
     def _check_placement(self) -> None:
-        for module, name in self.slots.places:
-            parameter = module._parameters.get(name)
-            if parameter is not None and parameter.device != self.device:
-                raise RuntimeError(
-                    f"the parameters of {self} must stay on {self.device}: found {name!r} of "
-                    f"{type(module).__name__} on {parameter.device}. Something moved it after the "
-                    "pipeline was set up; the pipeline places its layers itself, so remove calls "
-                    "such as .to() or .cuda() on them."
-                )
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter.device == self.device:
+                    continue
+                if (module, name) not in self.followed:
+                    raise RuntimeError(
+                        f"the parameters of {self} must stay on {self.device}: found {name!r} of "
+                        f"{type(module).__name__} on {parameter.device}. Something moved or "
+                        "replaced it after the pipeline was set up; the pipeline places its layers "
+                        "itself, so remove calls such as .to() or .cuda() on them."
+                    )
 
 
 class _Kept(NamedTuple):
@@ -171,7 +162,7 @@ class StagePass:
     def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
         self.stage = stage
         self.randomness = randomness
-        self.shadows = stage.slots.shadows() if context.grad else Shadows([])
+        self.shadows = stage.shadows(context.grad)
         self.statistics = stage.statistics()
         self._context = context
         self._kept = kept
@@ -208,6 +199,7 @@ class StagePass:
             self.stage.in_mode(self._mode),
             buffers.lent(),
         ):
+            inputs = inputs.detached()  # without the hooks that layers put on those of forward
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
         self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
 
@@ -243,35 +235,46 @@ class StagePass:
                 "recomputed. Step the optimizer after backward."
             )
 
+    def check_hooks(self) -> None:
+        """Raise if a layer registered a hook on one of its parameters while it ran."""
+        parameter = self.shadows.hooked
+        if parameter is not None:
+            raise RuntimeError(
+                "hooks on parameters must be registered outside of forward: got one on "
+                f"{self.stage.name_of(parameter)}, registered while {self.stage} ran, where it "
+                "would see the gradient of each micro-batch instead of the whole. Register it "
+                "once, before the first step."
+            )
+
     def release(self) -> None:
         """Let go of everything that was kept for backward."""
         self._microbatches.clear()
 
     def _run(self, inputs: Flat, numbers: Any, *, first: bool) -> Any:
-        leaves, versions = inputs.leaves, None
-        with numbers, self.shadows.cast():
-            if self._context.grad:
-                leaves, versions = self.stage.guard_inputs(leaves)
-            x = unflatten(Flat(leaves, inputs.spec))
-            if self.statistics is None:
-                outputs = _through(self.stage.partition.layers, x)
-            else:
-                with self.statistics.collecting(first):
-                    outputs = _through(self.stage.partition.layers, x)
-        if versions is not None:
-            self.stage.note_edits(leaves, versions)
-        return outputs
+        partition, statistics = self.stage.partition, self.statistics
+        collecting = nullcontext() if statistics is None else statistics.collecting(first)
+        watch = self.stage.edits.watch(
+            (self._mode, inputs.spec), inputs.leaves, grad=self._context.grad
+        )
+        x = unflatten(Flat(watch.leaves, inputs.spec))
+        with numbers, self.shadows.cast(), collecting:
+            for k, layer in enumerate(partition.layers, start=partition.first):
+                x = layer(x)
+                watch.after(k, layer)
+        watch.close()
+        return x
 
 
-def _through(layers: Sequence[nn.Module], x: Any) -> Any:
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
-def _version(leaf: Any) -> int:
-    """How often a tensor was edited; not counted for those made in inference mode."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+def _modules_of(layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    """The layers and all modules within them, each once; written for speed."""
+    found: dict[nn.Module, None] = {}
+    waiting = list(layers)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [child for child in module._modules.values() if child is not None][::-1]
+    return tuple(found)
 
 
 def _take_gradient(leaf: Any) -> Tensor | None:

@@ -96,11 +96,11 @@ def test_same_layer_twice() -> None:
         GPipe(nn.Sequential(layer, layer), [1, 1])
 
 
-def test_weight_shared_across_devices() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
+def test_buffer_shared_across_devices() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    module[1].running_var = module[0].running_var
 
-    with pytest.raises(ValueError, match="layer 0.weight .cpu. is layer 1.weight .meta."):
+    with pytest.raises(ValueError, match="layer 0.running_var .cpu. is layer 1.running_var .meta."):
         GPipe(module, [1, 1], devices=["cpu", "meta"])
 
 

@@ -2,11 +2,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.shadow import Shadows, Slots
+from lightning_gpipe.core.shadow import Shadows
+
+CPU = torch.device("cpu")
 
 
 def linear() -> nn.Linear:
     return nn.Linear(2, 3)
+
+
+def shadows_of(*modules: nn.Module, grad: bool = True) -> Shadows:
+    every = [each for module in modules for each in module.modules()]
+    return Shadows(every, grad=grad, device=CPU)
 
 
 def gradient_of(shadows: Shadows, layer: nn.Module) -> Tensor | None:
@@ -16,7 +23,7 @@ def gradient_of(shadows: Shadows, layer: nn.Module) -> Tensor | None:
 def test_cast_puts_shadows_in_the_places_and_takes_them_out() -> None:
     layer = linear()
     weight, bias = layer.weight, layer.bias
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
 
     with shadows.cast():
         inside = layer.weight
@@ -31,7 +38,7 @@ def test_cast_takes_shadows_out_after_an_error() -> None:
     layer = linear()
     weight = layer.weight
 
-    with pytest.raises(KeyError), Slots([layer]).shadows().cast():
+    with pytest.raises(KeyError), shadows_of(layer).cast():
         raise KeyError
 
     assert layer.weight is weight
@@ -39,7 +46,7 @@ def test_cast_takes_shadows_out_after_an_error() -> None:
 
 def test_gradients_add_up_in_the_shadow_only() -> None:
     layer, x = linear(), torch.ones(1, 2)
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
 
     for _ in range(2):
         with shadows.cast():
@@ -54,7 +61,7 @@ def test_gradients_add_up_in_the_shadow_only() -> None:
 
 def test_gradient_is_given_away_once() -> None:
     layer = linear()
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
     with shadows.cast():
         layer(torch.ones(1, 2)).sum().backward()
         memory = layer.weight.grad.data_ptr()  # type: ignore[union-attr]  # just computed
@@ -69,17 +76,17 @@ def test_gradient_is_given_away_once() -> None:
 def test_parameter_that_was_not_used_has_no_gradient() -> None:
     layer = linear()
 
-    assert gradient_of(Slots([layer]).shadows(), layer) is None
+    assert gradient_of(shadows_of(layer), layer) is None
 
 
 def test_parameter_of_another_stage_has_no_gradient() -> None:
-    assert gradient_of(Slots([linear()]).shadows(), linear()) is None
+    assert gradient_of(shadows_of(linear()), linear()) is None
 
 
 def test_frozen_parameter_has_no_shadow() -> None:
     layer = linear()
     layer.weight.requires_grad_(False)
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
 
     with shadows.cast():
         inside = layer.weight
@@ -91,7 +98,7 @@ def test_frozen_parameter_has_no_shadow() -> None:
 def test_parameter_in_two_places_has_one_shadow() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = one.weight
-    shadows = Slots([one, two]).shadows()
+    shadows = shadows_of(one, two)
 
     with shadows.cast():
         assert one.weight is two.weight
@@ -104,16 +111,14 @@ def test_parameter_in_two_places_has_one_shadow() -> None:
 
 def test_parameter_that_was_replaced_is_found() -> None:
     layer = linear()
-    slots = Slots([layer])
     layer.weight = nn.Parameter(torch.ones(3, 2))
 
-    assert any(p is layer.weight for p in slots.shadows().parameters)
+    assert any(p is layer.weight for p in shadows_of(layer).parameters)
 
 
 def test_two_sets_of_shadows_keep_their_gradients_apart() -> None:
     layer = linear()
-    slots = Slots([layer])
-    first, second = slots.shadows(), slots.shadows()
+    first, second = shadows_of(layer), shadows_of(layer)
 
     with first.cast():
         layer(torch.ones(1, 2)).sum().backward()
@@ -124,7 +129,7 @@ def test_two_sets_of_shadows_keep_their_gradients_apart() -> None:
 
 def test_edit_of_the_parameter_before_backward_is_seen() -> None:
     layer = nn.Sequential(linear(), nn.Linear(3, 1))
-    with Slots([layer]).shadows().cast():
+    with shadows_of(layer).cast():
         y = layer(torch.ones(1, 2))
 
     with torch.no_grad():
@@ -137,7 +142,7 @@ def test_edit_of_the_parameter_before_backward_is_seen() -> None:
 def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
     """0.1: a parameter replaced after forward was lost to the one that forward had seen."""
     layer = linear()
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
     layer.weight = other = nn.Parameter(torch.ones(3, 2))
 
     with shadows.cast():
@@ -148,10 +153,94 @@ def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
 
 def test_edit_of_a_parameter_is_seen() -> None:
     layer = linear()
-    shadows = Slots([layer]).shadows()
+    shadows = shadows_of(layer)
     assert not shadows.edited
 
     with torch.no_grad():
         layer.weight.mul_(2)
 
     assert shadows.edited
+
+
+# Parameters that live elsewhere; on one device, so that a copy can be told from the parameter.
+
+
+def following(*layers: nn.Linear, grad: bool = True) -> Shadows:
+    places = {(layer, "weight") for layer in layers}
+    return Shadows(layers, grad=grad, device=CPU, followed=places)
+
+
+def test_copy_follows_the_parameter() -> None:
+    layer = linear()
+    seen = []
+
+    for value in (1.0, 2.0):
+        nn.init.constant_(layer.weight.data, value)  # as some optimizers do: it counts as no edit
+        with following(layer).cast():
+            seen.append(layer.weight.detach())
+
+    assert [weight.unique().tolist() for weight in seen] == [[1.0], [2.0]]
+    assert seen[0].data_ptr() != layer.weight.data_ptr()
+
+
+def test_gradient_of_a_copy_is_the_parameters() -> None:
+    layer = linear()
+    shadows = following(layer)
+
+    with shadows.cast():
+        layer(torch.ones(1, 2)).sum().backward()
+
+    gradient = gradient_of(shadows, layer)
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones(3, 2))
+    assert layer.weight.grad is None
+
+
+def test_copy_in_two_places_is_one() -> None:
+    one, two = linear(), linear()
+    two.weight = one.weight
+
+    with following(one, two).cast():
+        assert one.weight is two.weight
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_frozen_parameter_that_lives_elsewhere_is_copied_too(grad: bool) -> None:
+    layer = linear().requires_grad_(False)
+    weight, bias = layer.weight, layer.bias
+
+    with following(layer, grad=grad).cast():
+        assert layer.weight is not weight
+        assert not layer.weight.requires_grad
+        assert layer.bias is bias
+
+
+def test_without_gradients_nothing_else_has_a_shadow() -> None:
+    layer = linear()
+    weight = layer.weight
+
+    with shadows_of(layer, grad=False).cast():
+        assert layer.weight is weight
+
+
+def test_edit_of_a_parameter_that_is_followed_is_seen() -> None:
+    layer = linear()
+    shadows = following(layer)
+
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+    assert shadows.edited
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hook_that_is_registered_while_the_shadow_is_in_place(register: str) -> None:
+    layer = linear()
+    layer.weight.register_hook(lambda gradient: gradient)  # before: not meant
+    shadows = shadows_of(layer)
+    assert shadows.hooked is None
+
+    with shadows.cast():
+        getattr(layer.bias, register)(lambda _: None)
+
+    assert shadows.hooked is layer.bias

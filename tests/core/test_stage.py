@@ -11,6 +11,7 @@ from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.pytree import flatten
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness
 from lightning_gpipe.core.stage import Stage, StagePass
+from lightning_gpipe.core.whole import whole
 
 CPU = torch.device("cpu")
 X = torch.tensor([[1.0, -2.0]])
@@ -195,15 +196,76 @@ def test_input_that_is_not_edited_is_copied_once() -> None:
     assert [pointer == x.data_ptr() for pointer in seen] == [False, True, True]
 
 
+def test_tensor_given_whole_is_not_edited_without_gradients_either() -> None:
+    table = whole(X.clone())
+    editing = stage(Edit(first=1))
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for i in range(2):
+                (y,) = begin(editing).forward(i, flatten(table)).leaves
+                assert torch.equal(y, 3 * X)
+
+    assert torch.equal(table, X)
+
+
+def test_layer_that_edits_in_training_only() -> None:
+    dropout = nn.Dropout(0.5, inplace=True)
+    editing = stage(dropout)
+    dropout.eval()
+    begin(editing).forward(0, flatten(leaf()))
+    dropout.train()
+
+    begin(editing).forward(0, flatten(leaf()))
+
+
 def test_edit_that_first_appears_later() -> None:
-    editing = stage(Edit(first=2))
+    editing = stage(nn.Identity(), Edit(first=2), nn.ReLU())
     begin(editing).forward(0, flatten(torch.ones(1, 2)))
 
     with pytest.raises(RuntimeError, match="always or never") as error:
         begin(editing).forward(0, flatten(torch.ones(1, 2)))
 
-    assert "stage 0 (layer 0, cpu)" in str(error.value)
-    assert "they edited input 0" in str(error.value)
+    assert "layer 1 (Edit) must" in str(error.value)
+    assert "it edited input 0 of its stage" in str(error.value)
+
+
+# Modules that come and go.
+
+
+def test_parametrization_registered_later() -> None:
+    linear = nn.Linear(2, 2)
+    changed = stage(linear)
+    nn.utils.parametrizations.weight_norm(linear)
+
+    changed.refresh()
+    run = begin(changed)
+
+    assert set(run.shadows.parameters) == set(linear.parameters())
+
+
+def test_layer_within_a_layer_that_is_replaced() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    changed = stage(outer)
+    changed.draws = False
+    outer[1] = nn.BatchNorm1d(2)
+
+    changed.refresh()
+
+    assert changed.modules == (outer, outer[0], outer[1])
+    assert changed.draws is None
+    assert begin(changed).statistics is not None
+
+
+def test_nothing_is_forgotten_while_nothing_changes() -> None:
+    same = stage(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    same.draws = False
+    modules = same.modules
+
+    same.refresh()
+
+    assert same.modules is modules
+    assert same.draws is False
 
 
 # Placement.
@@ -214,7 +276,7 @@ def test_parameter_that_was_moved() -> None:
     moved.partition.layers[1].to("meta")
 
     with pytest.raises(RuntimeError, match="must stay on cpu: found 'weight' of Linear on meta"):
-        begin(moved)
+        moved.refresh()
 
 
 # Whether it draws: see Note [Drawing from a private stream].

@@ -9,9 +9,10 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.checkpoint_io import on_cpu
 from tests.gpu.models import ON_GPU
 from tests.lightning.models import Classifier, Data, assert_same_weights, fitted, trainer, weights
 
@@ -42,6 +43,16 @@ def test_fit(tmp_path: Path, options: dict[str, Any]) -> None:
 
     assert_same_weights(piped, plain)
     torch.testing.assert_close(piped.callback_metrics, plain.callback_metrics)
+
+
+def test_tied_weights_are_one_tensor_in_the_checkpoint() -> None:
+    one, two = nn.Linear(2, 2, device="cuda"), nn.Linear(2, 2, device="cuda")
+    two.weight = one.weight
+
+    state = on_cpu({"state_dict": nn.Sequential(one, two).state_dict()})["state_dict"]
+
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+    assert {value.device.type for value in state.values()} == {"cpu"}
 
 
 def test_stages_that_share_the_gpu_warn(tmp_path: Path) -> None:
