@@ -27,6 +27,7 @@ precision  checkpoint_io  refusals
 ════════ above may import Lightning, below may not ════════
 core
 core.swap
+core.parity.*
 core.pipeline
 core.autograd
 core.minibatch
@@ -34,8 +35,8 @@ core.worker
 core.stage  core.transport.local  core.transport.process_group
 core.schedule  core.timeline  core.microbatch.*  core.pytree  core.partition  core.balance.*
     core.sharing  core.context  core.recompute  core.randomness  core.batchnorm  core.shadow
-    core.buffers  core.inplace  core.snapshot  core.locate  core.placement  core.whole  core.skip.*
-    core.transport  core.transport.copies  core.transport.threads
+    core.buffers  core.inplace  core.modes  core.snapshot  core.locate  core.placement
+    core.whole  core.skip.*  core.transport  core.transport.copies  core.transport.threads
 """
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}

@@ -7,8 +7,8 @@ that hands a layer to a thread and forgets this computes something else without 
 
 So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
 it around each row of actions; recomputation, which runs during backward, enters the state of the
-forward it repeats. What the thread already has is left alone, so that running on the caller's own
-thread costs nothing.
+forward it repeats, also where a plain run would have it of the whole process. What the thread
+already has is left alone, so that running on the caller's own thread costs nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
+
+from lightning_gpipe.core.modes import Modes
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -69,7 +69,9 @@ class Context:
         grad: Whether gradients are recorded.
         inference: Whether inference mode is on.
         autocast: One entry per device type.
+        modes: Function and dispatch modes; they cannot be given to another thread.
         default_device: Where factory functions such as ``torch.zeros`` put their tensors.
+        default_dtype: Which floating-point type they make; the same for all threads.
         saved_tensors_hooks: The innermost pack and unpack hooks, or None.
         variables: Python's own context variables.
     """
@@ -77,7 +79,9 @@ class Context:
     grad: bool
     inference: bool
     autocast: tuple[Autocast, ...]
+    modes: Modes
     default_device: torch.device
+    default_dtype: torch.dtype
     saved_tensors_hooks: Hooks | None
     variables: contextvars.Context
 
@@ -89,7 +93,9 @@ class Context:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple(Autocast.of(device_type) for device_type in device_types),
+            Modes.capture(),
             _default_device(),
+            torch.get_default_dtype(),
             _saved_tensors_hooks(),
             contextvars.copy_context(),
         )
@@ -107,6 +113,19 @@ class Context:
                 stack.enter_context(self.default_device)
             stack.enter_context(_set_grad_enabled(self.grad))
             yield
+
+    @contextmanager
+    def default_dtype_set(self) -> Iterator[None]:
+        """Give all threads its default type for the duration of a ``with`` block."""
+        now = torch.get_default_dtype()
+        if now == self.default_dtype:
+            yield
+            return
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(now)
 
     def forget_casts(self) -> None:
         """Empty autocast's cache of weights in low precision.
@@ -154,30 +173,3 @@ def on_engine_thread() -> bool:
     """
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return foreign and torch._C._current_graph_task_id() != -1
-
-
-def refuse_function_transforms() -> None:
-    """Raise inside of ``torch.func`` transforms and forward-mode differentiation.
-
-    Raises:
-        RuntimeError: Their state belongs to the calling thread, so workers would compute without.
-    """
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    if transformed or forward_ad._current_level >= 0:
-        raise RuntimeError(
-            "a pipeline must not run inside of torch.func (grad, vmap, jvp) or forward-mode "
-            "differentiation, which do not reach its workers. Use the plain nn.Sequential there."
-        )
-
-
-def modes_bind_to_thread() -> bool:
-    """Whether a mode is active that cannot follow the computation to another thread.
-
-    Dispatch modes (``FlopCounterMode``) and function modes are objects with state, made for one
-    thread. Only the default device, itself a function mode, is captured above instead.
-    """
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    depth = torch._C._len_torch_function_stack()
-    modes = (torch._C._get_function_stack_at(k) for k in range(depth))
-    return any(not isinstance(mode, DeviceContext) for mode in modes)

@@ -9,15 +9,15 @@ backward frees everything when its output goes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.context import Context, modes_bind_to_thread, on_engine_thread
+from lightning_gpipe.core.context import Context, on_engine_thread
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
@@ -107,16 +107,22 @@ class MiniBatch:
             exchange = self._transport.open()
             try:
                 for each in self._passes:
-                    each.check_unedited()
+                    each.check_unchanged()
                 for i, gradients in enumerate(self._output_gradients):
                     exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
-                self._run(self._schedule.backward_half, exchange, Context.capture(self._devices))
+                with self._as_in_forward():
+                    now = Context.capture(self._devices)
+                    self._run(self._schedule.backward_half, exchange, now)
             finally:
                 self.rejoin()
                 self._output_gradients = []
                 for each in self._passes:
                     each.release()
         return [exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves for i in range(m)]
+
+    def _as_in_forward(self) -> AbstractContextManager[None]:
+        """Gives the process what recomputation needs of it, if there is any."""
+        return self._context.default_dtype_set() if self._kept.start else nullcontext()
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:
@@ -147,22 +153,22 @@ class MiniBatch:
         shared = SharedGenerators(self._shared_devices)
         unknown = [stage for stage in self._stages if stage.draws is None]
         snapshot = None
-        if unknown:
+        if self._context.modes:
+            # One mode more costs little then, and a counter must not see the forward twice.
+            self._expect_draws(unknown)
+        elif unknown:
             buffers = (stage.buffers for stage in self._stages)
             snapshot = Snapshot(buffers, microbatches, guarded=self._context.grad)
 
         outputs = self._forward(microbatches, shared)
         if not shared.moved():
-            for stage in unknown:
-                stage.draws = False
+            self._note_draws(unknown)
         elif snapshot is not None or self._context.grad:
             shared.rewind()
-            for stage in self._stages:
-                stage.draws = True
+            self._expect_draws(self._stages)
             again = microbatches if snapshot is None else snapshot.restore()
             outputs = self._forward(again, shared)
-            for each in self._passes:
-                each.stage.draws = each.randomness.drew
+            self._note_draws(self._stages)
         else:  # nothing is recomputed: what was drawn is good, if not the same on another run
             shared.rewind()
             shared.advance()
@@ -171,6 +177,15 @@ class MiniBatch:
         if any(each.randomness.drew for each in self._passes):
             shared.advance()
         return outputs
+
+    def _expect_draws(self, stages: Iterable[Stage]) -> None:
+        for stage in stages:
+            stage.draws = True
+
+    def _note_draws(self, stages: Collection[Stage]) -> None:
+        for each in self._passes:
+            if each.stage in stages:
+                each.stage.draws = each.randomness.drew
 
     def _forward(self, microbatches: Sequence[Flat], shared: SharedGenerators | None) -> list[Flat]:
         exchange = self._transport.open()
@@ -193,7 +208,8 @@ class MiniBatch:
         return stage.begin(self._context, self._kept, Randomness(own, streams))
 
     def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:
-        if self._threads and not modes_bind_to_thread() and not on_engine_thread():
+        modes = self._context.modes or context.modes  # those of forward are for recomputation
+        if self._threads and not modes and not on_engine_thread():
             jobs = [
                 partial(context.variables.copy().run, worker.run, row, exchange, context)
                 for worker, row in zip(self._workers, half.rows, strict=True)

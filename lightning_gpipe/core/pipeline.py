@@ -17,10 +17,10 @@ from torch import nn
 from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
 from lightning_gpipe.core.batchnorm import check_batch_norms
-from lightning_gpipe.core.context import refuse_function_transforms
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
+from lightning_gpipe.core.modes import refuse_function_transforms
 from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.placement import move, place
 from lightning_gpipe.core.pytree import flatten, unflatten

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 Place = tuple[nn.Module, str]  # where a parameter is kept: the module, and its name there
+_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # what to put where
 
 
 class Shadows:
@@ -48,13 +49,19 @@ class Shadows:
         followed: Collection[Place] = (),
     ) -> None:
         self._of: dict[nn.Parameter, nn.Parameter] = {}
-        self._swaps: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._swaps: list[_Swap] = []
+        self._frozen: list[_Swap] = []
+        self._versions: dict[nn.Parameter, int] = {}
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
+                if grad and not parameter.is_inference():
+                    self._versions[parameter] = parameter._version
                 follows = bool(followed) and (module, name) in followed
                 if not follows and not (grad and parameter.requires_grad):
+                    if grad:
+                        self._frozen.append((module._parameters, name, parameter))
                     continue
                 if parameter not in self._of:
                     value = parameter.detach()
@@ -63,24 +70,24 @@ class Shadows:
                     self._of[parameter] = nn.Parameter(value, parameter.requires_grad)
                 self._swaps.append((module._parameters, name, self._of[parameter]))
         self.parameters = [parameter for parameter in self._of if parameter.requires_grad]
-        self._versions = [parameter._version for parameter in self.parameters]
 
     @contextmanager
     def cast(self) -> Iterator[None]:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        found = [slots[name] for slots, name, _ in self._swaps]
-        for slots, name, shadow in self._swaps:
+        swaps = [*self._swaps, *self._thawed()]
+        found = [slots[name] for slots, name, _ in swaps]
+        for slots, name, shadow in swaps:
             slots[name] = shadow
         try:
             yield
         finally:
-            for (slots, name, _), parameter in zip(self._swaps, found, strict=True):
+            for (slots, name, _), parameter in zip(swaps, found, strict=True):
                 slots[name] = parameter
 
     @property
     def edited(self) -> bool:
         """Whether a parameter was edited in place since the shadows were made."""
-        return self._versions != [parameter._version for parameter in self.parameters]
+        return any(each._version != version for each, version in self._versions.items())
 
     @property
     def hooked(self) -> nn.Parameter | None:
@@ -89,6 +96,12 @@ class Shadows:
             if shadow._backward_hooks or getattr(shadow, "_post_accumulate_grad_hooks", None):
                 return parameter
         return None
+
+    def _thawed(self) -> Iterator[_Swap]:
+        """Frozen aliases of parameters that require a gradient only since forward."""
+        for slots, name, parameter in self._frozen:
+            if parameter.requires_grad and slots[name] is parameter:
+                yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum of the parameter's gradients, given away: the shadow forgets it."""

@@ -13,7 +13,7 @@ under way at once, when a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Stage:
         self.device = device
         self.followed: frozenset[Place] = frozenset()
         self._deferred_batch_norm = deferred_batch_norm
-        self._survey(_modules_of(partition.layers))
+        self._survey(self.modules_now())
 
     def __str__(self) -> str:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
@@ -60,7 +60,7 @@ class Stage:
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
-        modules = _modules_of(self.partition.layers)
+        modules = self.modules_now()
         if modules != self.modules:
             self._survey(modules)
         self._check_placement()
@@ -68,6 +68,17 @@ class Stage:
     def begin(self, context: Context, kept: range, randomness: Randomness) -> StagePass:
         """Let a mini-batch pass through; ``kept`` are the micro-batches not recomputed."""
         return StagePass(self, context, kept, randomness)
+
+    def modules_now(self) -> tuple[nn.Module, ...]:
+        """The layers and all modules within them, each once; written for speed."""
+        found: dict[nn.Module, None] = {}
+        waiting = list(self.partition.layers)[::-1]
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found[module] = None
+                waiting += [child for child in module._modules.values() if child is not None][::-1]
+        return tuple(found)
 
     def shadows(self, grad: bool) -> Shadows:
         """Shadows for one mini-batch."""
@@ -166,6 +177,7 @@ class StagePass:
         self.statistics = stage.statistics()
         self._context = context
         self._kept = kept
+        self._modules = stage.modules
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
 
@@ -189,19 +201,8 @@ class StagePass:
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, for its graph."""
-        if i not in self._microbatches:
-            return  # nothing in it needs a gradient
-        inputs, _, buffers = self._microbatches[i]
-        assert buffers is not None, "kept for every micro-batch that is recomputed"
-        with (
-            self._context.entered(),
-            self._context.saving(),
-            self.stage.in_mode(self._mode),
-            buffers.lent(),
-        ):
-            inputs = inputs.detached()  # without the hooks that layers put on those of forward
-            outputs = self._run(inputs, self.randomness.replaying(i), first=False)
-        self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
+        if i in self._microbatches:  # else nothing in it needs a gradient
+            self._context.variables.copy().run(self._repeat, i)
 
     def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
@@ -222,18 +223,23 @@ class StagePass:
         }
         if roots:
             torch.autograd.backward([outputs[k] for k in roots], list(roots.values()))
-        return [_take_gradient(leaf) for leaf in leaves]
+        return list(map(_gradient, leaves))
 
-    def check_unedited(self) -> None:
-        """Raise if a recomputation would not run with the parameters that forward had."""
-        if self.shadows.edited and any(
-            kept.outputs is None for kept in self._microbatches.values()
-        ):
-            raise RuntimeError(
-                "parameters must not be edited between a forward and its backward: got an edit in "
-                f"{self.stage}, such as an optimizer step, and its forward is yet to be "
-                "recomputed. Step the optimizer after backward."
-            )
+    def check_unchanged(self) -> None:
+        """Raise if a recomputation would not run what forward ran."""
+        if all(kept.outputs is not None for kept in self._microbatches.values()):
+            return
+        if self.shadows.edited:
+            change = "parameters must not be edited", "an edit, such as an optimizer step"
+        elif self.stage.modules_now() != self._modules:
+            change = "modules must not be added, removed or replaced", "other modules"
+        else:
+            return
+        rule, found = change
+        raise RuntimeError(
+            f"{rule} between a forward and its backward: got {found} in {self.stage}, and its "
+            "forward is yet to be recomputed. Change the model after backward."
+        )
 
     def check_hooks(self) -> None:
         """Raise if a layer registered a hook on one of its parameters while it ran."""
@@ -250,6 +256,20 @@ class StagePass:
         """Let go of everything that was kept for backward."""
         self._microbatches.clear()
 
+    def _repeat(self, i: int) -> None:
+        inputs, _, buffers = self._microbatches[i]
+        assert buffers is not None, "kept for every micro-batch that is recomputed"
+        with (
+            self._context.entered(),
+            self._context.modes.entered(),
+            self._context.saving(),
+            self.stage.in_mode(self._mode),
+            buffers.lent(),
+        ):
+            inputs = inputs.detached()  # without the hooks that layers put on those of forward
+            outputs = self._run(inputs, self.randomness.replaying(i), first=False)
+        self._microbatches[i] = _Kept(inputs, flatten(outputs)[0])
+
     def _run(self, inputs: Flat, numbers: Any, *, first: bool) -> Any:
         partition, statistics = self.stage.partition, self.statistics
         collecting = nullcontext() if statistics is None else statistics.collecting(first)
@@ -265,20 +285,5 @@ class StagePass:
         return x
 
 
-def _modules_of(layers: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
-    """The layers and all modules within them, each once; written for speed."""
-    found: dict[nn.Module, None] = {}
-    waiting = list(layers)[::-1]
-    while waiting:
-        module = waiting.pop()
-        if module not in found:
-            found[module] = None
-            waiting += [child for child in module._modules.values() if child is not None][::-1]
-    return tuple(found)
-
-
-def _take_gradient(leaf: Any) -> Tensor | None:
-    if not isinstance(leaf, Tensor):
-        return None
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
+def _gradient(leaf: Any) -> Tensor | None:
+    return leaf.grad if isinstance(leaf, Tensor) else None

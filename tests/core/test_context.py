@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.context import Autocast, Context, modes_bind_to_thread
+from lightning_gpipe.core.context import Autocast, Context
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -194,24 +192,14 @@ def test_entering_leaves_the_thread_as_it_was_after_an_error() -> None:
     assert state() == before
 
 
-def test_no_mode_by_default() -> None:
-    assert not modes_bind_to_thread()
+def test_default_dtype_is_set_for_a_while() -> None:
+    context = Context.capture([CPU])
+    torch.set_default_dtype(torch.float64)
+    try:
+        with context.default_dtype_set():
+            during = torch.get_default_dtype()
+        after = torch.get_default_dtype()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
-
-def test_default_device_does_not_bind_to_the_thread() -> None:
-    with torch.device("meta"):
-        assert not modes_bind_to_thread()
-
-
-def test_dispatch_mode_binds_to_the_thread() -> None:
-    with FlopCounterMode(display=False):
-        assert modes_bind_to_thread()
-
-
-def test_function_mode_binds_to_the_thread() -> None:
-    class Watching(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            return func(*args, **(kwargs or {}))
-
-    with Watching(), torch.device("meta"):
-        assert modes_bind_to_thread()
+    assert (during, after) == (torch.float32, torch.float64)

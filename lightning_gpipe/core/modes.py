@@ -1,0 +1,80 @@
+"""Modes, which see or change every operation of the thread that entered them.
+
+A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
+thread, so while one is active the pipeline runs on the caller's.
+
+Recomputation repeats a forward during backward, where the modes of that forward may be gone: the
+user's ``with`` block has ended, or PyTorch has left function modes to call backward. A mode that
+changes what layers compute must be there again. PyTorch's own dispatch modes are left out: they
+watch, and a counter that was read after forward must not go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_KNOWN = ("torch.", "lightning_gpipe.")
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of a thread, the outermost first."""
+
+    function: tuple[TorchFunctionMode, ...]
+    dispatch: tuple[TorchDispatchMode, ...]
+
+    @classmethod
+    def capture(cls) -> Modes:
+        """Those of the calling thread, but for the default device, which any thread can have."""
+        depth = torch._C._len_torch_function_stack()
+        found = (torch._C._get_function_stack_at(k) for k in range(depth))
+        return cls(
+            tuple(mode for mode in found if not isinstance(mode, DeviceContext)),
+            tuple(dispatch._get_current_dispatch_mode_stack()),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.function or self.dispatch)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Give the calling thread those of them that it lacks and that change computations."""
+        if not self:
+            yield
+            return
+        now = Modes.capture()
+        with ExitStack() as stack:
+            # Not by `with mode`, which is the user's to do: it may reset what the mode has counted.
+            for mode in self.function:
+                if mode not in now.function:
+                    overrides._push_mode(mode)
+                    stack.callback(overrides._pop_mode)
+            for each in self.dispatch:
+                if each not in now.dispatch and not type(each).__module__.startswith(_KNOWN):
+                    dispatch._push_mode(each)
+                    stack.callback(dispatch._pop_mode)
+            yield
+
+
+def refuse_function_transforms() -> None:
+    """Raise inside of ``torch.func`` transforms and forward-mode differentiation.
+
+    Raises:
+        RuntimeError: Their state belongs to the calling thread, so workers would compute without.
+    """
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "a pipeline must not run inside of torch.func (grad, vmap, jvp) or forward-mode "
+            "differentiation, which do not reach its workers. Use the plain nn.Sequential there."
+        )
