@@ -183,7 +183,8 @@ class GPipe(nn.Module):
         devices = [str(device) for device in self.devices]
         return (
             f"balance={self.balance}, devices={devices}, chunks={self.chunks}, "
-            f"activation_checkpointing={self.activation_checkpointing!r}"
+            f"activation_checkpointing={self.activation_checkpointing!r}, "
+            f"microbatching={self.microbatching!r}"
         )
 
     def close(self) -> None:

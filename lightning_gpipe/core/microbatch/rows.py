@@ -22,6 +22,9 @@ from lightning_gpipe.core.whole import is_whole, whole
 class Rows(MicroBatching):
     """Cuts along dim 0 as evenly as possible, and concatenates."""
 
+    def __repr__(self) -> str:
+        return "Rows()"
+
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
         """Cut ``batch`` into at most ``chunks`` micro-batches of the same structure.
@@ -39,18 +42,7 @@ class Rows(MicroBatching):
             ValueError: If no tensor has a batch dimension, the tensors disagree on its size, or one
                 cannot be cut because it is sparse or nested.
         """
-        leaves, spec = flatten(batch)
-        rows = {leaf.size(0) for leaf in leaves if has_rows(leaf)}
-        if len(rows) != 1:
-            raise ValueError(_no_common_rows(batch))
-
-        sizes = _even(rows.pop(), chunks)
-        if len(sizes) == 1:
-            return [batch]
-        pieces = [
-            leaf.split(sizes) if has_rows(leaf) else [_uncut(leaf)] * len(sizes) for leaf in leaves
-        ]
-        return [unflatten(Flat(list(piece), spec)) for piece in zip(*pieces, strict=True)]
+        return cut_rows(batch, even_sizes(count_rows(batch), chunks))
 
     @override
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
@@ -75,6 +67,36 @@ class Rows(MicroBatching):
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
         merged = [_merge_leaf(k, column) for k, column in enumerate(columns)]
         return unflatten(Flat(merged, specs[0]))
+
+
+def count_rows(batch: Any) -> int:
+    """The number of rows that all tensors of ``batch`` have.
+
+    Raises:
+        ValueError: If they disagree, or there are none.
+    """
+    rows = {leaf.size(0) for leaf in flatten(batch).leaves if has_rows(leaf)}
+    if len(rows) != 1:
+        raise ValueError(_no_common_rows(batch))
+    return rows.pop()
+
+
+def even_sizes(rows: int, chunks: int) -> list[int]:
+    """How many rows each micro-batch gets, the larger ones first."""
+    m = max(1, min(chunks, rows))
+    small, larger = divmod(rows, m)
+    return [small + 1] * larger + [small] * (m - larger)
+
+
+def cut_rows(batch: Any, sizes: list[int]) -> list[Any]:
+    """Micro-batches of these numbers of consecutive rows."""
+    if len(sizes) == 1:
+        return [batch]
+    leaves, spec = flatten(batch)
+    pieces = [
+        leaf.split(sizes) if has_rows(leaf) else [_uncut(leaf)] * len(sizes) for leaf in leaves
+    ]
+    return [unflatten(Flat(list(piece), spec)) for piece in zip(*pieces, strict=True)]
 
 
 def has_rows(leaf: Any) -> bool:
@@ -137,12 +159,6 @@ def _dense_parts(tensor: Tensor) -> list[Tensor]:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
     return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
-
-
-def _even(rows: int, chunks: int) -> list[int]:
-    m = max(1, min(chunks, rows))
-    small, larger = divmod(rows, m)
-    return [small + 1] * larger + [small] * (m - larger)
 
 
 def _no_common_rows(batch: Any) -> str:

@@ -1,3 +1,5 @@
+import pickle
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +26,64 @@ def batch_of(lengths: list[int], longest: int | None = None) -> Tree:
 
 
 def microbatching(**more: Any) -> PaddedSequences:
-    return PaddedSequences("lengths", **{"trimmed": ["tokens"], "padded": ["tokens"], **more})
+    return PaddedSequences("lengths", **{"trim": ["tokens"], "pad_outputs": ["tokens"], **more})
 
 
 def test_micro_batches_are_sorted_and_trimmed() -> None:
     first, second = microbatching().split(batch_of([2, 5, 1, 3]), 2)
 
-    assert first["tokens"].tolist() == [[10, 11, 12, 13, 14], [30, 31, 32, -1, -1]]
-    assert second["tokens"].tolist() == [[0, 1], [20, -1]]
-    assert second["lengths"].tolist() == [2, 1]
+    assert first["tokens"].tolist() == [[10, 11, 12, 13, 14]]
+    assert second["tokens"].tolist() == [[30, 31, 32], [0, 1, -1], [20, -1, -1]]
+    assert second["lengths"].tolist() == [3, 2, 1]
     assert first["name"] == second["name"] == "batch"
+
+
+@pytest.mark.parametrize(
+    "lengths, chunks, sizes",
+    [
+        ([8, 4, 2, 2, 2, 2], 3, [1, 2, 3]),
+        ([6, 6, 6, 6], 2, [2, 2]),
+        ([9, 1, 1, 1], 4, [1, 3]),  # more micro-batches would make none of them shorter
+        ([1], 3, [1]),
+        ([5, 5], 8, [1, 1]),
+    ],
+)
+def test_micro_batches_have_about_as_many_tokens(
+    lengths: list[int], chunks: int, sizes: list[int]
+) -> None:
+    microbatches = microbatching().split(batch_of(lengths), chunks)
+
+    assert [len(each["tokens"]) for each in microbatches] == sizes
+
+
+def test_batch_without_rows() -> None:
+    batch = {"tokens": torch.zeros(0, 5), "lengths": torch.zeros(0, dtype=torch.long)}
+
+    (microbatch,) = microbatching().split(batch, 3)
+
+    assert microbatch["tokens"].shape[0] == 0
+    assert microbatching().merge([microbatch], batch)["tokens"].shape == (0, 5)
+
+
+def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    method, batch = microbatching(), batch_of([2, 5, 1, 3])
+    microbatches = method.split(batch, 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "tolist", pytest.fail, raising=False)  # would wait for the device
+        method.merge(microbatches, batch)
+    batch["lengths"].fill_(1)
+
+    assert [each["tokens"].shape[1] for each in method.split(batch, 2)] == [1, 1]
+
+
+def test_copies_and_name() -> None:
+    method = microbatching()
+    method.split(batch_of([1, 2]), 2)
+
+    for copied in (pickle.loads(pickle.dumps(method)), deepcopy(method)):
+        assert len(copied.split(batch_of([1, 2]), 2)) == 2
+    assert str(method).startswith("PaddedSequences('lengths', trim=['tokens'], pad_outputs=[")
 
 
 def test_order_of_the_batch() -> None:
@@ -54,7 +104,7 @@ def test_split_and_merge_change_nothing_but_the_padding(
     lengths: list[int], chunks: int, sort: bool, more: int
 ) -> None:
     batch = batch_of(lengths, max(lengths) + more or 1)
-    method = microbatching(sort=sort, value=-1)
+    method = microbatching(sort=sort, padding_value=-1)
 
     merged = method.merge(method.split(batch, chunks), batch)
 
@@ -81,7 +131,7 @@ def test_sequence_of_no_length_keeps_a_place() -> None:
 
 
 def test_output_of_one_tensor() -> None:
-    method, batch = microbatching(padded=True), batch_of([1, 3])
+    method, batch = microbatching(pad_outputs=True), batch_of([1, 3])
 
     merged = method.merge([batch["tokens"][1:], batch["tokens"][:1, :1]], batch)
 
@@ -89,7 +139,7 @@ def test_output_of_one_tensor() -> None:
 
 
 def test_output_without_a_length_is_not_padded() -> None:
-    method, batch = microbatching(padded=False), batch_of([1, 3, 2])
+    method, batch = microbatching(pad_outputs=False), batch_of([1, 3, 2])
 
     merged = method.merge([torch.tensor([[1.0], [2.0]]), torch.tensor([[0.0]])], batch)
 
@@ -97,7 +147,7 @@ def test_output_without_a_length_is_not_padded() -> None:
 
 
 def test_outputs_without_rows_are_stacked_in_order() -> None:
-    method, batch = microbatching(padded=False), batch_of([1, 3])
+    method, batch = microbatching(pad_outputs=False), batch_of([1, 3])
 
     assert method.merge([torch.tensor(3.0), torch.tensor(1.0)], batch).tolist() == [3.0, 1.0]
 
@@ -118,7 +168,7 @@ class Batch:
     ids=["tuple", "dataclass", "nested"],
 )
 def test_entries_of_other_trees(tree: Any, lengths: Any, trimmed: Any) -> None:
-    method = PaddedSequences(lengths, trimmed=[trimmed], padded=False)
+    method = PaddedSequences(lengths, trim=[trimmed], pad_outputs=False)
 
     first, second = method.split(tree, 2)
 
@@ -135,11 +185,15 @@ def _sequences(tree: Any) -> Tensor:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"lengths": None}, "the entry 'lengths' of the batch must be a tensor of integers"),
-        ({"lengths": torch.ones(4)}, "got [(4,)]"),
+        ({"lengths": None}, "the entry 'lengths' of the batch must be one tensor of integers"),
+        ({"lengths": torch.ones(4)}, "got float32 of shape (4,)"),
+        ({"lengths": torch.ones(4) > 0}, "got bool of shape (4,)"),
         ({"lengths": torch.tensor([1, 2, 3, 9])}, "must be between 0 and the padded length: got 1"),
         ({"lengths": torch.tensor([1, 2])}, "same size in dim 0"),
-        ({"tokens": torch.ones(4)}, "one padded length, (rows, longest, ...): got {'tokens': [(4,"),
+        (
+            {"tokens": torch.ones(4)},
+            "(rows, longest, ...): got {'tokens': 'float32 of shape (4,)'",
+        ),
         ({"tokens": None}, "The entries are ['tokens', 'lengths', 'name']"),
     ],
 )
@@ -155,23 +209,30 @@ def test_batch_that_does_not_fit(change: Tree, message: str) -> None:
     [
         (["logits"], {"x": torch.ones(2, 1)}, "the entries ['logits'] must be in the output"),
         (True, torch.ones(2, 9), "must have the shape (rows, up to 2, ...): got (2, 9)"),
-        (True, torch.ones(2), "Name the entries that have it, or write padded=False"),
+        (True, torch.ones(2), "Name the entries that have it, or write pad_outputs=False"),
         (False, torch.ones(6, 2), "outputs must have the 2 rows of the batch"),
     ],
 )
 def test_output_that_does_not_fit(padded: Any, output: Any, message: str) -> None:
     with pytest.raises(ValueError) as error:
-        microbatching(padded=padded).merge([output], batch_of([1, 2]))
+        microbatching(pad_outputs=padded).merge([output], batch_of([1, 2]))
 
     assert message in str(error.value)
+
+
+def test_outputs_of_other_lengths_are_not_merged_unpadded() -> None:
+    method, batch = microbatching(pad_outputs=False), batch_of([1, 3])
+
+    with pytest.raises(ValueError, match="Name the entries to pad back .* pad_outputs="):
+        method.merge([each["tokens"] for each in method.split(batch, 2)], batch)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"trimmed": "tokens"}, "trimmed must list the entries"),
-        ({"trimmed": []}, "trimmed must list the entries"),
-        ({"padded": "tokens"}, "padded must be True, False or the entries"),
+        ({"trim": "tokens"}, "trim must list the entries"),
+        ({"trim": []}, "trim must list the entries"),
+        ({"pad_outputs": "tokens"}, "pad_outputs must be True, False or the entries"),
     ],
 )
 def test_bad_argument(arguments: Tree, message: str) -> None:
@@ -203,7 +264,7 @@ def test_pipeline_over_trimmed_micro_batches(mode: Mode, sort: bool) -> None:
         devices=["cpu", "cpu"],
         chunks=3,
         activation_checkpointing=mode,
-        microbatching=PaddedSequences("lengths", trimmed=["x"], padded=["x"], sort=sort),
+        microbatching=PaddedSequences("lengths", trim=["x"], pad_outputs=["x"], sort=sort),
     )
     lengths = torch.tensor([3, 7, 1, 5, 2, 2, 6])
     ends = []
