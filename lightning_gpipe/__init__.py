@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_gpipe.core.balance import balance_by_parameters
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.padded import PaddedSequences
+from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.whole import whole
 from lightning_gpipe.strategy import GPipeStrategy
@@ -16,6 +17,7 @@ __all__ = [
     "GPipeStrategy",
     "MicroBatching",
     "PaddedSequences",
+    "Rows",
     "balance_by_parameters",
     "whole",
 ]

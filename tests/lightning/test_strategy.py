@@ -25,6 +25,7 @@ def test_public_names() -> None:
         "GPipeStrategy",
         "MicroBatching",
         "PaddedSequences",
+        "Rows",
         "balance_by_parameters",
         "whole",
     ]
