@@ -251,6 +251,18 @@ def test_running_statistics_of_batch_norms(mode: Mode, threads: bool, piped: Pip
         assert_same(pipeline(rows(5)), module.eval()(rows(5)))
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_batch_norm_trains_on_whatever_it_would_train_on(count: int, piped: Pipe) -> None:
+    """0.1: 9 rows in 8 chunks made micro-batches of one row, on which it cannot train."""
+    module = nn.Sequential(nn.BatchNorm1d(W), nn.Linear(W, W)).double()
+    pipeline = piped(module, chunks=8)
+
+    for each in (module, pipeline):
+        each(rows(count)).sum().backward()
+
+    assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+
+
 def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 

@@ -53,6 +53,14 @@ def check_batch_norms(layers: Iterable[nn.Module]) -> None:
         )
 
 
+def rows_needed(module: nn.Module) -> int:
+    """How many rows a micro-batch must have for the batch norms in ``module`` to train on it.
+
+    One may be enough, if it has further dimensions; two always are.
+    """
+    return 2 if any(isinstance(each, _BatchNorm) for each in module.modules()) else 1
+
+
 class DeferredStatistics:
     """What the batch norms of one stage see of one mini-batch."""
 

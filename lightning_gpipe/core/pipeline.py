@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
-from lightning_gpipe.core.batchnorm import check_batch_norms
+from lightning_gpipe.core.batchnorm import check_batch_norms, rows_needed
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
@@ -61,7 +61,8 @@ class GPipe(nn.Module):
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as
-            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`.
+            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`. None cuts along dim 0,
+            with two rows or more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger. With one device it is always so.
 
@@ -101,7 +102,7 @@ class GPipe(nn.Module):
         self.devices = choose_devices(devices, len(partitions))
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
-        self.microbatching = microbatching or Rows()
+        self.microbatching = microbatching or Rows(at_least=rows_needed(module))
         self.timeline: Timeline | None = None
 
         placed = [self.devices[j % len(self.devices)] for j in range(len(partitions))]

@@ -33,7 +33,8 @@ class _Piped:
         self._pipeline = pipeline
 
     def __call__(self, input: Any) -> Any:
-        return self._pipeline(input)
+        # Hooks on all modules that there are see the user's modules, not ours.
+        return self._pipeline.forward(input)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the module, pickled or deep, runs as the plain module that it is a copy of. When

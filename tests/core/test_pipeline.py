@@ -227,7 +227,7 @@ def test_training_mode_reaches_the_layers(pipeline: GPipe) -> None:
 def test_repr_tells_how_it_was_made(pipeline: GPipe) -> None:
     assert repr(pipeline).startswith(
         "GPipe(\n  balance=[2, 2], devices=['cpu', 'cpu'], chunks=3, "
-        "activation_checkpointing='except_last', microbatching=Rows()\n  (0): Linear("
+        "activation_checkpointing='except_last', microbatching=Rows(at_least=1)\n  (0): Linear("
     )
 
 

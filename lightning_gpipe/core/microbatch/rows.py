@@ -20,10 +20,17 @@ from lightning_gpipe.core.whole import is_whole, whole
 
 
 class Rows(MicroBatching):
-    """Cuts along dim 0 as evenly as possible, and concatenates."""
+    """Cuts along dim 0 as evenly as possible, and concatenates.
+
+    Args:
+        at_least: How many rows a micro-batch has at least, where the batch has as many.
+    """
+
+    def __init__(self, at_least: int = 1) -> None:
+        self._at_least = at_least
 
     def __repr__(self) -> str:
-        return "Rows()"
+        return f"Rows(at_least={self._at_least})"
 
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
@@ -42,7 +49,8 @@ class Rows(MicroBatching):
             ValueError: If no tensor has a batch dimension, the tensors disagree on its size, or one
                 cannot be cut because it is sparse or nested.
         """
-        return cut_rows(batch, even_sizes(count_rows(batch), chunks))
+        rows = count_rows(batch)
+        return cut_rows(batch, even_sizes(rows, min(chunks, rows // self._at_least)))
 
     @override
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:

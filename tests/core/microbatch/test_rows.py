@@ -37,6 +37,13 @@ def test_batch_smaller_than_chunks() -> None:
     assert [len(microbatch) for microbatch in split(rows(3), 8)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    "count, sizes", [(9, [3, 2, 2, 2]), (3, [3]), (2, [2]), (1, [1]), (16, [2] * 8)]
+)
+def test_micro_batches_of_two_rows_at_least(count: int, sizes: list[int]) -> None:
+    assert [len(microbatch) for microbatch in Rows(at_least=2).split(rows(count), 8)] == sizes
+
+
 def test_batch_without_rows() -> None:
     (microbatch,) = split(rows(0), 4)
 
