@@ -6,6 +6,7 @@ from lightning_gpipe.core.balance import balance_by_parameters
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.microbatch.rows import Rows
+from lightning_gpipe.core.parity import verify
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.whole import whole
 from lightning_gpipe.strategy import GPipeStrategy
@@ -19,6 +20,7 @@ __all__ = [
     "PaddedSequences",
     "Rows",
     "balance_by_parameters",
+    "verify",
     "whole",
 ]
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -24,6 +25,7 @@ from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.balance import balance_by_parameters
 from lightning_gpipe.core.locate import locate
 from lightning_gpipe.core.microbatch import MicroBatching
+from lightning_gpipe.core.parity import Parity
 from lightning_gpipe.core.partition import check_balance
 from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
 from lightning_gpipe.core.placement import on_meta, place_around
@@ -67,6 +69,10 @@ class GPipeStrategy(ParallelStrategy):
             :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.
+        verify: Whether the first training batch also runs plain, before training goes on as if it
+            had not. If output, gradients or buffers differ, a RuntimeError names the layer; if for
+            a known reason, such as a batch norm, it is a warning. The plain run takes the memory of
+            a whole batch without recomputation, spread over the devices.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -84,6 +90,7 @@ class GPipeStrategy(ParallelStrategy):
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
+        verify: bool = False,
     ) -> None:
         super().__init__()
         if isinstance(balance, str):
@@ -102,6 +109,7 @@ class GPipeStrategy(ParallelStrategy):
         self._deferred_batch_norm = deferred_batch_norm
         self._microbatching = microbatching
         self._threads = threads
+        self._verify = verify
         self._pipeline: GPipe | None = None
         self._sequential: nn.Sequential | None = None
 
@@ -250,7 +258,7 @@ class GPipeStrategy(ParallelStrategy):
         check_outside(module, sequential, partitions, devices, self.root_device)
         self._pipeline.share(shared_with_outside(module, sequential), self.root_device)
         self._sequential = sequential
-        install(sequential, self._pipeline)
+        install(sequential, self._pipeline, judge=_judge if self._verify else None)
 
     def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
         balance, devices = self._balance, len(self._devices)
@@ -278,3 +286,16 @@ class GPipeStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
+
+
+def _judge(parity: Parity) -> None:
+    """Tell the user what came of ``verify``.
+
+    Raises:
+        RuntimeError: If there is a difference without a known reason.
+    """
+    parity.check()
+    if parity.difference is None:
+        rank_zero_info(str(parity))
+    else:
+        rank_zero_warn(str(parity))

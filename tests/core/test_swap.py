@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.parity import Parity
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.swap import install, remove
 
@@ -119,3 +120,56 @@ def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) ->
 
     torch.testing.assert_close(twin(X), expected)
     assert pipeline.timeline is None
+
+
+def test_first_input_in_training_is_judged_before_it_runs(model: Model, pipeline: GPipe) -> None:
+    def judge(parity: Parity) -> None:
+        parities.append(parity)
+        assert pipeline.timeline is None, "the batch has not run"
+
+    parities: list[Parity] = []
+    expected = copy.deepcopy(model)(X)
+    install(model.body, pipeline, judge=judge)
+
+    y = model(X)
+
+    assert [(parity.microbatches, parity.difference) for parity in parities] == [(2, None)]
+    torch.testing.assert_close(y, expected)
+    assert pipeline.timeline is not None
+    pipeline.timeline = None
+    model(X)
+    assert len(parities) == 1
+
+
+def test_only_training_is_judged(model: Model, pipeline: GPipe) -> None:
+    parities: list[Parity] = []
+    install(model.body, pipeline, judge=parities.append)
+
+    model.eval()(X)
+    with torch.no_grad():
+        model.train()(X)
+    assert not parities
+
+    model(X)
+    assert len(parities) == 1
+
+
+def test_verdict_that_raises_reaches_the_caller_once(model: Model, pipeline: GPipe) -> None:
+    def judge(parity: Parity) -> None:
+        raise RuntimeError("faulty")
+
+    install(model.body, pipeline, judge=judge)
+
+    with pytest.raises(RuntimeError, match="faulty"):
+        model(X)
+    assert pipeline.timeline is None
+    assert model(X).shape == (4, 2)
+
+
+def test_copy_is_not_judged(model: Model, pipeline: GPipe) -> None:
+    parities: list[Parity] = []
+    install(model.body, pipeline, judge=parities.append)
+
+    copy.deepcopy(model)(X)
+
+    assert not parities

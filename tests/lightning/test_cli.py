@@ -156,7 +156,9 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         **STRATEGY["init_args"],  # type: ignore[dict-item]  # the dictionary's values are mixed
         "module": None,
         "deferred_batch_norm": True,
+        "microbatching": None,
         "threads": True,
+        "verify": False,
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")

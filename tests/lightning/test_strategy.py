@@ -27,6 +27,7 @@ def test_public_names() -> None:
         "PaddedSequences",
         "Rows",
         "balance_by_parameters",
+        "verify",
         "whole",
     ]
     assert all(hasattr(lightning_gpipe, name) for name in lightning_gpipe.__all__)
@@ -39,7 +40,7 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True)",
+            "microbatching=None, threads=True, verify=False)",
         ),
         (
             GPipe,

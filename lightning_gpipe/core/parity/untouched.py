@@ -1,0 +1,84 @@
+"""Leaves a pipeline as it was, and keeps its dropouts from drawing, while it is run for a look.
+
+Whoever runs a pipeline moves things on: buffers, random generators, what the pipeline knows of its
+latest mini-batch. A training run that is verified must be the training run that is not, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.randomness import default_generator
+
+
+@contextmanager
+def untouched(pipeline: GPipe) -> Iterator[None]:
+    """Undo at the end of a ``with`` block what running the pipeline or its layers has changed.
+
+    What layers do to their parameters, or to anything but buffers and PyTorch's generators, stays.
+    """
+    generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
+    states = [generator.get_state() for generator in generators]
+    buffers = _Buffers(pipeline.modules())
+    timeline = pipeline.timeline
+    draws = [stage.draws for stage in pipeline.stages]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        buffers.restore()
+        pipeline.timeline = timeline
+        for stage, known in zip(pipeline.stages, draws, strict=True):
+            stage.draws = known  # without dropout they may draw less
+        torch.clear_autocast_cache()  # its copies of weights belong to a graph that is gone
+
+
+@contextmanager
+def without_dropout(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block."""
+    with ExitStack() as undo:
+
+        def put(module: nn.Module, attribute: str, value: object) -> None:
+            undo.callback(setattr, module, attribute, getattr(module, attribute))
+            setattr(module, attribute, value)
+
+        for module in modules:
+            match module:
+                case _DropoutNd():
+                    put(module, "p", 0.0)  # for layers that only read it
+                    # A stage tells its training modes apart: it learns nothing of the real one.
+                    put(module, "training", False)
+                case nn.RNNBase() | nn.MultiheadAttention():
+                    put(module, "dropout", 0.0)
+        yield
+
+
+class _Buffers:
+    """The buffers that some modules have now, and their values.
+
+    Unlike :class:`~lightning_gpipe.core.buffers.Buffers`, it also forgets buffers that a layer made
+    as it ran, and does not write to one that is as it was: a graph of the user's may have saved it.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots = [(module._buffers, dict(module._buffers)) for module in modules]
+        found = dict.fromkeys(b for _, slots in self._slots for b in slots.values())
+        self._values: list[tuple[Tensor, Tensor]] = [
+            (buffer, buffer.detach().clone()) for buffer in found if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for slots, found in self._slots:
+            slots.clear()
+            slots.update(found)
+        for buffer, value in self._values:
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)

@@ -1,0 +1,38 @@
+"""verify() on a GPU: the plain run crosses devices as the pipeline does."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpipe import GPipe, PaddedSequences, verify
+from tests.core.models import Fork, Join, Through, rows
+from tests.gpu.models import ON_GPU
+
+pytestmark = ON_GPU
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]])
+def test_sound_model(devices: list[str]) -> None:
+    module = nn.Sequential(Fork(3), Through(nn.Linear(3, 3)), Join(), nn.Tanh()).double()
+    pipeline = GPipe(module, [2, 2], devices=devices, chunks=3)
+
+    assert verify(pipeline, rows(7)).difference is None
+    pipeline.close()
+
+
+def test_padded_sequences() -> None:
+    class Double(nn.Module):
+        def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {**batch, "x": batch["x"] * 2}
+
+    pipeline = GPipe(
+        nn.Sequential(Double(), Double()),
+        [1, 1],
+        devices=["cuda:0", "cuda:0"],
+        chunks=3,
+        microbatching=PaddedSequences("lengths", trim=["x"], pad_outputs=["x"]),
+    )
+    batch = {"x": torch.ones(5, 4, requires_grad=True), "lengths": torch.tensor([1, 4, 2, 3, 3])}
+
+    assert verify(pipeline, batch).difference is None
+    pipeline.close()
