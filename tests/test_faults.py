@@ -1,18 +1,16 @@
 """Promise: no hang. What a layer raises reaches the caller, and the next step is a sound one."""
 
-import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
+from tests.core.faults import Fuse, OwnError, interrupt_the_caller, interruptible, throw, workers
 from tests.core.models import assert_same, rows, step
 
 SECOND = 1.0  # no fault may take longer to reach the caller
@@ -23,65 +21,6 @@ M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1
 #   F0 F1 ...  and  R3 B3 R2 B2 R1 B1 R0 B0
 FIRST_FORWARD, RECOMPUTE, BACKWARD = ("forward", 1), ("forward", M + 2), ("backward", 2)
 VERBS = {FIRST_FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward"}
-
-
-class Fuse(nn.Module):
-    """Passes its input on, until it does ``fault`` at one of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at: tuple[str, int] | None = None
-        self.fault: Callable[[], None] = lambda: None
-        self.calls = {"forward": 0, "backward": 0}
-
-    def light(self, at: tuple[str, int], fault: Callable[[], None]) -> None:
-        self.at, self.fault = at, fault
-        self.calls = {"forward": 0, "backward": 0}
-
-    def called(self, kind: str) -> None:
-        if (kind, self.calls[kind]) == self.at:
-            self.at = None
-            self.fault()
-        self.calls[kind] += 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.called("forward")
-        return _Burn.apply(x, self)
-
-
-class _Burn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
-        ctx.fuse = fuse
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.fuse.called("backward")
-        return gradients[0], None
-
-
-class OwnError(Exception):
-    pass
-
-
-def throw(error: BaseException) -> Callable[[], None]:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
-def interrupt_the_caller() -> None:
-    """As Ctrl-C does while the caller waits for this layer."""
-    main = threading.main_thread().ident
-    assert main is not None
-    signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(0.2)
-
-
-def workers() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name.startswith("gpipe-worker")]
 
 
 @pytest.fixture
@@ -205,7 +144,7 @@ def test_caller_is_interrupted(
     light(pipeline, stage, at, interrupt_the_caller)
 
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
+    with interruptible(), pytest.raises(KeyboardInterrupt):
         step(pipeline, rows(7))
 
     assert time.monotonic() - start < SECOND

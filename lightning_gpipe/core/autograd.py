@@ -81,10 +81,13 @@ class _Run(Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         minibatch: MiniBatch = ctx.minibatch
         _refuse_another_pass(minibatch)
-        gradients = minibatch.backward()
-        with minibatch.on_streams():
-            entering = [_on(device, gradients[i], k) for i, k, device in ctx.entries]
-            parameters = [minibatch.take_gradient(each) for each in minibatch.parameters]
+        try:
+            gradients = minibatch.backward()
+            with minibatch.on_streams():
+                entering = [_on(device, gradients[i], k) for i, k, device in ctx.entries]
+                parameters = [minibatch.take_gradient(each) for each in minibatch.parameters]
+        finally:
+            minibatch.release()
         return (None, None, None, *entering, *parameters)
 
 

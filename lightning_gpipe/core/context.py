@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,15 +136,14 @@ class Context:
         if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
             torch.clear_autocast_cache()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[Any]:
         """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
-        hooks = self.saved_tensors_hooks
-        if hooks is None or hooks == _saved_tensors_hooks():
-            yield
-        else:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                yield
+        return _hooked(self.saved_tensors_hooks)
+
+    @staticmethod
+    def dropping() -> AbstractContextManager[Any]:
+        """Keep all hooks from what autograd saves in a ``with`` block only to be dropped."""
+        return _hooked(None)
 
 
 def _default_device() -> torch.device:
@@ -160,10 +159,27 @@ def _saved_tensors_hooks() -> Hooks | None:
     Those of ``torch.utils.checkpoint`` are not: they would run the pipeline within the pipeline to
     get back what the stages saved, and the stages do without.
     """
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return None
     return hooks
+
+
+def _top_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def _hooked(hooks: Hooks | None) -> AbstractContextManager[Any]:
+    """Apply ``hooks``, or none, in a ``with`` block on whatever thread this is."""
+    if _top_hooks() == hooks:
+        return nullcontext()
+    # There is no taking hooks away, only others that do what is done without any.
+    return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def on_engine_thread() -> bool:

@@ -115,7 +115,6 @@ class MiniBatch:
                     self._run(self._schedule.backward_half, exchange, now)
             finally:
                 self.rejoin()
-                self._output_gradients = []
                 for each in self._passes:
                     each.release()
         return [exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves for i in range(m)]
@@ -123,6 +122,10 @@ class MiniBatch:
     def _as_in_forward(self) -> AbstractContextManager[None]:
         """Gives the process what recomputation needs of it, if there is any."""
         return self._context.default_dtype_set() if self._kept.start else nullcontext()
+
+    def release(self) -> None:
+        """Let go of everything, once the gradients were taken: an output may be kept for long."""
+        self._output_gradients, self._passes, self._workers = [], [], []
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:

@@ -192,7 +192,7 @@ class StagePass:
             kept = _Kept(inputs, flat.leaves)
         else:
             buffers = self.stage.buffers.changing()
-            with self.stage.buffers.watched():
+            with self.stage.buffers.watched(), self._context.dropping():
                 flat = flatten(self._run(inputs, numbers, first=True))
             kept = _Kept(inputs, None, buffers)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):

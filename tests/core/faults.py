@@ -1,0 +1,88 @@
+"""Layers that fail when told to, and ways to fail."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def nothing() -> None:
+    pass
+
+
+class Fuse(nn.Module):
+    """Passes its input on, until it does ``fault`` at one of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: tuple[str, int] | None = None
+        self.fault: Callable[[], None] = nothing
+        self.calls = {"forward": 0, "backward": 0}
+
+    def light(self, at: tuple[str, int], fault: Callable[[], None]) -> None:
+        """Do ``fault`` after so many calls from now of the forward or of the backward."""
+        self.at, self.fault = at, fault
+        self.calls = {"forward": 0, "backward": 0}
+
+    def called(self, kind: str) -> None:
+        if (kind, self.calls[kind]) == self.at:
+            fault, self.at, self.fault = self.fault, None, nothing
+            fault()
+        self.calls[kind] += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called("forward")
+        return _Burn.apply(x, self)
+
+
+class _Burn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fuse: Fuse) -> Tensor:
+        ctx.fuse = fuse
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.fuse.called("backward")
+        return gradients[0], None
+
+
+class OwnError(Exception):
+    pass
+
+
+def throw(error: BaseException) -> Callable[[], None]:
+    """What raises ``error``."""
+
+    def fault() -> None:
+        raise error
+
+    return fault
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Makes Ctrl-C raise KeyboardInterrupt, which it does not in a shell's background process."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_the_caller(work: float = 0.2) -> None:
+    """As Ctrl-C does while the caller waits for this layer, which works on for a while."""
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+    time.sleep(work)
+
+
+def workers() -> list[threading.Thread]:
+    """The threads of all pipelines."""
+    return [each for each in threading.enumerate() if each.name.startswith("gpipe-worker")]
