@@ -147,7 +147,6 @@ def _one_intra_op_thread() -> Iterator[None]:
 @pytest.fixture
 def _no_collector() -> Iterator[None]:
     """What is freed is freed because nothing refers to it, not even itself in a circle."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
