@@ -138,7 +138,7 @@ def look_at_autocast() -> Any:
 
 
 def look_at_default_device() -> Any:
-    return torch.get_default_device(), torch.zeros(()).device
+    return torch.empty(0).device, torch.zeros(()).device
 
 
 def look_at_default_dtype() -> Any:
@@ -228,7 +228,7 @@ def test_layers_see_that_nothing_is_recorded(piped: Pipe, enter: Callable[[], An
 
 def test_caller_keeps_its_state(piped: Pipe) -> None:
     def look() -> Any:
-        return look_at_autocast(), torch.is_grad_enabled(), torch.get_default_device(), MODE.get()
+        return look_at_autocast(), torch.is_grad_enabled(), torch.empty(0).device, MODE.get()
 
     pipeline, x = piped(perceptron(6)), rows(7)
     with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), variable():
@@ -462,6 +462,7 @@ class Piped(L.LightningModule):
         return self.layers(self.before(x))
 
 
+@pytest.mark.skipif(not hasattr(ModelSummary, "total_flops"), reason="older Lightning")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_flops_in_lightnings_summary(piped: Pipe, depth: int) -> None:
     model = Piped()
