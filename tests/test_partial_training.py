@@ -337,6 +337,35 @@ def test_frozen_parameter_edited_between_forward_and_backward(piped: Pipe, mode:
             loss.backward()
 
 
+@on_every_mode
+def test_frozen_parameter_replaced_between_forward_and_backward(piped: Pipe, mode: Mode) -> None:
+    """0.1: recomputation ran with the new one."""
+    plain = perceptron(6)
+    plain[2].requires_grad_(False)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        loss = whole_batch_loss(module(rows(7)))
+        linear = module[2]
+        assert isinstance(linear, nn.Linear)
+        linear.weight = nn.Parameter(torch.ones_like(linear.weight), requires_grad=False)
+        loss.backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@on_every_mode
+def test_functional_call_with_frozen_parameters(piped: Pipe, mode: Mode) -> None:
+    plain = perceptron(6)
+    plain[2].requires_grad_(False)
+    weight = torch.full((W, W), 0.5, dtype=torch.float64)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        y = torch.func.functional_call(module, {"2.weight": weight}, (rows(7),))
+        whole_batch_loss(y).backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
+
+
 # Parameters that are left out.
 
 

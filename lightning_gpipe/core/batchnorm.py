@@ -147,4 +147,4 @@ def _update(bn: _BatchNorm, moments: Moments) -> None:
 
 
 def _is_plain(module: _BatchNorm) -> bool:
-    return type(module).forward is _BatchNorm.forward
+    return type(module).forward is _BatchNorm.forward and "forward" not in vars(module)

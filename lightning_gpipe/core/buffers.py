@@ -3,90 +3,146 @@
 The power iteration of a spectral norm, a moving average, a counter: a layer that moves such a state
 on with every forward computes something else when it is run again. A recomputation must find the
 buffers as the first forward did, and must not move them on a second time.
+
+What was found is kept by reference, which is enough for a layer that puts a new buffer in the place
+of the old one, and by value where layers edit. Which those are is seen in the first run, in which
+all are copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-Place = tuple[dict[str, Tensor | None], str]
-
-
-class _Saved(NamedTuple):
-    slots: dict[str, Tensor | None]
-    name: str
-    buffer: Tensor
-    value: Tensor
+Place = tuple[nn.Module, str]
 
 
 class Buffers:
-    """The values that the buffers in some places have now."""
+    """The buffers that some modules have now.
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._saved = [
-            _Saved(slots, name, buffer, buffer.clone())
-            for slots, name in places
-            if (buffer := slots.get(name)) is not None
-        ]
+    Args:
+        modules: The modules.
+        copied: Whether the value in a place is kept, not only the buffer.
+        ignored: Whether edits of the buffer in a place do not matter.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        copied: Callable[[Place], bool],
+        ignored: Callable[[Place], bool] = lambda place: False,
+    ) -> None:
+        self._found = [(module, dict(module._buffers)) for module in modules]
+        self._values: dict[Tensor, Tensor] = {}
+        self._versions: dict[Place, tuple[Tensor, int]] = {}
+        for module, buffers in self._found:
+            for name, buffer in buffers.items():
+                if buffer is None or ignored((module, name)):
+                    continue
+                self._versions[module, name] = buffer, _version(buffer)
+                if copied((module, name)) or buffer.is_inference():
+                    self._values[buffer] = buffer.clone()
+
+    @property
+    def edits(self) -> set[Place]:
+        """The places whose buffers were edited since."""
+        return {
+            place
+            for place, (buffer, version) in self._versions.items()
+            if _version(buffer) != version
+        }
+
+    @property
+    def lost(self) -> Place | None:
+        """A place whose value is not known any more, if there is one."""
+        found = (place for place in self.edits if self._versions[place][0] not in self._values)
+        return next(found, None)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give the buffers these values back."""
-        for slots, name, buffer, value in self._saved:
-            slots[name] = buffer.copy_(value)
+        """Put the buffers back, with the values that they had."""
+        for module, buffers in self._found:
+            _put(module, buffers)
+        for buffer, value in self._values.items():
+            buffer.copy_(value)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Put these values in the buffers' places for a ``with`` block, which may change them.
+        """Let the modules have what they had for a ``with`` block, in which they may change it.
 
-        The buffers themselves are not written to: a graph may have saved them.
+        The buffers whose values were kept are not written to: a graph may have saved them.
         """
-        found = [slots.get(name) for slots, name, _, _ in self._saved]
-        for slots, name, _, value in self._saved:
-            slots[name] = value
+        now = [(module, dict(module._buffers)) for module, _ in self._found]
+        for module, buffers in self._found:
+            _put(
+                module, {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
+            )
         try:
             yield
         finally:
-            for (slots, name, _, _), buffer in zip(self._saved, found, strict=True):
-                slots[name] = buffer
+            for module, buffers in now:
+                _put(module, buffers)
 
 
 class StageBuffers:
-    """The buffers of one stage's modules, and which of them its layers change."""
+    """The buffers of one stage's modules, and which of them its layers edit.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        places = [(module, name) for module in modules for name in module._buffers]
-        self._places: list[Place] = [(module._buffers, name) for module, name in places]
-        # PyTorch does not count the updates of running statistics as edits.
-        self._uncounted = {
-            k for k, (module, _) in enumerate(places) if isinstance(module, _NormBase)
-        }
-        self._changing: set[int] | None = None  # None until the stage has run once
+    Args:
+        modules: The modules.
+        deferred: Whether batch norms in training leave their running statistics alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
+        self._modules = tuple(modules)
+        self._deferred = deferred
+        self._edited: dict[Hashable, set[Place]] = {}
 
     def all(self) -> Buffers:
-        """The values of all buffers."""
-        return Buffers(self._places)
-
-    def changing(self) -> Buffers:
-        """The values of those that the layers change; before the first run that may be any."""
-        if self._changing is None:
-            return self.all()
-        return Buffers(self._places[k] for k in sorted(self._changing | self._uncounted))
+        """All buffers and their values."""
+        return Buffers(self._modules, copied=lambda place: True)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Find out which buffers a ``with`` block changes."""
-        before = self._states()
-        yield
-        changed = {k for k, state in enumerate(self._states()) if state != before[k]}
-        self._changing = changed | (self._changing or set())
+    def running(self, circumstances: Hashable) -> Iterator[Buffers]:
+        """Keep the buffers for a ``with`` block that runs the layers, and learn what they edit.
 
-    def _states(self) -> list[tuple[int, int]]:
-        buffers = (slots.get(name) for slots, name in self._places)
-        return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in buffers]
+        Raises:
+            RuntimeError: If they edit a buffer that they did not edit before in ``circumstances``.
+        """
+        known = self._edited.get(circumstances)
+        buffers = Buffers(
+            self._modules,
+            copied=lambda place: known is None or place in known or self._uncounted(place),
+            ignored=self._left_alone,
+        )
+        yield buffers
+        if buffers.lost is not None:
+            module, name = buffers.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
+                "none: it did for the first time after an earlier run that did not, and what it "
+                "was is needed for recomputation. Assign a new tensor to the buffer instead of "
+                "editing it, or write activation_checkpointing='never'."
+            )
+        self._edited.setdefault(circumstances, buffers.edits)
+
+    def _uncounted(self, place: Place) -> bool:
+        """Whether PyTorch does not count the edits: those of running statistics."""
+        return isinstance(place[0], _NormBase)
+
+    def _left_alone(self, place: Place) -> bool:
+        module = place[0]
+        return self._deferred and isinstance(module, _BatchNorm) and module.training
+
+
+def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    if module._buffers or buffers:
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version

@@ -6,7 +6,7 @@ whole is the same for all of them. In the plain module the edit is right, so it 
 
 To copy every input would be simple, and cost the memory of all inputs once more. But tensors count
 their edits. So a stage copies its inputs the first time, sees which of them its layers edit, and
-from then on copies those.
+from then on copies those. Edits through ``tensor.data`` are not counted: PyTorch does not see them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.whole import carry, is_whole
@@ -42,7 +43,7 @@ class Watch:
     """One run of a stage's layers.
 
     Attributes:
-        leaves: What to run them on.
+        leaves: What to run them on. What was one tensor in two places still is.
     """
 
     def __init__(
@@ -55,10 +56,16 @@ class Watch:
         self._known = known
         self._circumstances = circumstances
         self._expected = known.get(circumstances, guarded)
-        copied = {k for k in guarded if k in self._expected or leaves[k].is_inference()}
-        self.leaves = [
-            carry(leaf, leaf.clone()) if k in copied else leaf for k, leaf in enumerate(leaves)
-        ]
+        self._guarded = {k: leaves[k] for k in guarded}
+        copies: dict[Hashable, Tensor] = {
+            identity(leaf): carry(leaf, leaf.clone())
+            for k, leaf in self._guarded.items()
+            if k in self._expected or leaf.is_inference()
+        }
+        self.leaves = list(leaves)
+        if copies:
+            for k, leaf in self._guarded.items():
+                self.leaves[k] = copies.get(identity(leaf), leaf)
         self._versions = {k: _version(self.leaves[k]) for k in guarded}
         self._editors: dict[int, str] = {}
 
@@ -72,7 +79,8 @@ class Watch:
         """Remember what was edited.
 
         Raises:
-            RuntimeError: If it was not copied, because earlier runs did not edit it.
+            RuntimeError: If it was not copied, because earlier runs did not edit it, or if another
+                input is a part of it.
         """
         for k, editor in self._editors.items():
             if k not in self._expected:
@@ -81,7 +89,43 @@ class Watch:
                     "of its stage for the first time after an earlier run that did not. Use the "
                     "out-of-place form, such as nn.ReLU(inplace=False)."
                 )
-        self._known.setdefault(self._circumstances, set(self._editors))
+        if self._circumstances not in self._known:
+            self._check_overlaps()
+            self._known[self._circumstances] = set(self._editors)
+
+    def _check_overlaps(self) -> None:
+        for k, editor in self._editors.items():
+            edited = self._guarded[k]
+            for other, leaf in self._guarded.items():
+                if identity(leaf) != identity(edited) and _overlap(leaf, edited):
+                    raise RuntimeError(
+                        f"{editor} must not edit an input of which another input is a part: it "
+                        f"edited input {k} of its stage, which shares memory with input {other}. "
+                        "Use the out-of-place form, such as nn.ReLU(inplace=False)."
+                    )
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """The same for two tensors that are the same elements of the same memory."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return id(tensor)
+    place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.requires_grad
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in common."""
+    if any(x.layout is not torch.strided or x.is_nested or x.numel() == 0 for x in (one, other)):
+        return False
+    storage = one.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    number = storage.nbytes() // one.element_size()
+    marks = torch.zeros(number, dtype=torch.bool, device=one.device)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _version(tensor: Tensor) -> int:

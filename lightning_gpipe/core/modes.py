@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import overrides
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
@@ -77,4 +78,17 @@ def refuse_function_transforms() -> None:
         raise RuntimeError(
             "a pipeline must not run inside of torch.func (grad, vmap, jvp) or forward-mode "
             "differentiation, which do not reach its workers. Use the plain nn.Sequential there."
+        )
+
+
+def refuse_cached_parametrizations() -> None:
+    """Raise inside of ``torch.nn.utils.parametrize.cached()``.
+
+    Raises:
+        RuntimeError: The cached weights belong to the graph of one micro-batch.
+    """
+    if parametrize._cache_enabled:
+        raise RuntimeError(
+            "a pipeline must not run inside of torch.nn.utils.parametrize.cached(), which keeps "
+            "the weights that one micro-batch has computed for all others. Leave it out."
         )

@@ -20,7 +20,7 @@ from lightning_gpipe.core.batchnorm import check_batch_norms, rows_needed
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
-from lightning_gpipe.core.modes import refuse_function_transforms
+from lightning_gpipe.core.modes import refuse_cached_parametrizations, refuse_function_transforms
 from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.placement import move, place
 from lightning_gpipe.core.pytree import flatten, unflatten
@@ -139,6 +139,7 @@ class GPipe(nn.Module):
             BaseException: Whatever a layer raises, with a note of where it happened.
         """
         refuse_function_transforms()
+        refuse_cached_parametrizations()
         self._check_layers()
         microbatches = list(map(flatten, self.microbatching.split(input, self.chunks)))
         m = len(microbatches)
@@ -213,6 +214,11 @@ class GPipe(nn.Module):
 
     def _check_layers(self) -> None:
         """Raise if the module has other layers than those that were cut."""
+        if len(self._modules) != len(list(self)):
+            raise RuntimeError(
+                f"the layers of a pipeline must stay the same: it was set up for {len(list(self))} "
+                f"and has {len(self._modules)} now. Add or remove layers before."
+            )
         for layer, (name, found) in zip(self, self._modules.items(), strict=True):
             if found is not layer:
                 raise RuntimeError(

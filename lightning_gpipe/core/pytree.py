@@ -10,12 +10,14 @@ object that holds tensors is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
@@ -32,8 +34,12 @@ class Flat(NamedTuple):
     spec: _pytree.TreeSpec | None = None
 
     def detached(self) -> Flat:
-        """The same with tensors that belong to no graph and require a gradient as these do."""
-        return Flat([_detached(leaf) for leaf in self.leaves], self.spec)
+        """The same with tensors that belong to no graph and require a gradient as these do.
+
+        A tensor that is there twice stays one tensor.
+        """
+        made = {id(leaf): _detached(leaf) for leaf in self.leaves}
+        return Flat([made[id(leaf)] for leaf in self.leaves], self.spec)
 
 
 def flatten(tree: Any) -> Flat:
@@ -94,7 +100,7 @@ def _name_of(key: Any) -> Any:
 
 
 class _Record:
-    """Stands in for a dataclass instance, as a node whose children are the fields."""
+    """Stands in for a dataclass instance, as a node whose children are the attributes."""
 
     def __init__(self, cls: type, names: tuple[str, ...], values: list[Any]) -> None:
         self.cls = cls
@@ -116,10 +122,11 @@ def _opened(tree: Any) -> Any:
     def opened(leaf: Any) -> Any:
         if not is_dataclass(leaf) or not _is_closed(leaf):
             return leaf
-        names = tuple(field.name for field in fields(leaf) if hasattr(leaf, field.name))
-        values = [_opened(getattr(leaf, name)) for name in names]
-        plain = all(isinstance(x, _PLAIN) and not isinstance(x, Tensor) for x in values)
-        return leaf if plain else _Record(type(leaf), names, values)
+        attributes = dict(_attributes(leaf))
+        if not any(map(_holds_tensor, attributes.values())):
+            return leaf
+        values = [_opened(value) for value in attributes.values()]
+        return _Record(type(leaf), tuple(attributes), values)
 
     return _pytree.tree_map(opened, tree, is_leaf=_is_closed)
 
@@ -155,6 +162,12 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
             "a PackedSequence has no row per sample and cannot pass through a pipeline: pass the "
             "padded tensor and the lengths, and pack them in the layer that needs it."
         )
+    if isinstance(leaf, Collection) and _holds_tensor(leaf):
+        raise TypeError(
+            "tensors on their way through a pipeline must be in plain tuples, lists, dicts or "
+            f"dataclasses: got a {kind} that holds one. Pass dict(...), list(...) or tuple(...) "
+            "of it, or register the class with torch.utils._pytree.register_pytree_node."
+        )
     found = next((name for name, value in _attributes(leaf) if _holds_tensor(value)), None)
     if found is not None:
         raise TypeError(
@@ -165,13 +178,27 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         )
 
 
-def _attributes(leaf: Any) -> Iterable[tuple[str, Any]]:
-    return () if isinstance(leaf, type) else getattr(leaf, "__dict__", {}).items()
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object has in its ``__dict__`` and its slots."""
+    if isinstance(value, type | ModuleType | FunctionType | nn.Module):
+        return
+    yield from getattr(value, "__dict__", {}).items()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name) and not name.startswith("__"):
+                yield name, getattr(value, name)
 
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return any(isinstance(each, Tensor) for each in value)
-    return isinstance(value, Tensor)
+def _holds_tensor(value: Any, depth: int = 4) -> bool:
+    """Whether a tensor can be reached from ``value`` in so many steps."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, _PLAIN):
+        return False
+    within = [each for _, each in _attributes(value)]
+    if isinstance(value, Mapping):
+        within += value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        within += value
+    return any(_holds_tensor(each, depth - 1) for each in within)

@@ -74,7 +74,7 @@ class Shadows:
     @contextmanager
     def cast(self) -> Iterator[None]:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        swaps = [*self._swaps, *self._thawed()]
+        swaps = [*self._swaps, *self._as_in_forward()]
         found = [slots[name] for slots, name, _ in swaps]
         for slots, name, shadow in swaps:
             slots[name] = shadow
@@ -97,10 +97,10 @@ class Shadows:
                 return parameter
         return None
 
-    def _thawed(self) -> Iterator[_Swap]:
-        """Frozen aliases of parameters that require a gradient only since forward."""
+    def _as_in_forward(self) -> Iterator[_Swap]:
+        """Aliases of what was frozen in forward, where it was thawed or replaced since."""
         for slots, name, parameter in self._frozen:
-            if parameter.requires_grad and slots[name] is parameter:
+            if name in slots and (parameter.requires_grad or slots[name] is not parameter):
                 yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:

@@ -134,7 +134,7 @@ class Stage:
     def _survey(self, modules: tuple[nn.Module, ...]) -> None:
         """Start with these modules, of which nothing is known yet."""
         self.modules = modules
-        self.buffers = StageBuffers(modules)
+        self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
         self.edits = Edits()
         self._draws: dict[TrainingMode, bool | None] = {}
 
@@ -191,8 +191,8 @@ class StagePass:
                 flat = flatten(self._run(inputs, numbers, first=True))
             kept = _Kept(inputs, flat.leaves)
         else:
-            buffers = self.stage.buffers.changing()
-            with self.stage.buffers.watched(), self._context.dropping():
+            running = self.stage.buffers.running((self._mode, inputs.spec))
+            with running as buffers, self._context.dropping():
                 flat = flatten(self._run(inputs, numbers, first=True))
             kept = _Kept(inputs, None, buffers)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):
@@ -223,14 +223,21 @@ class StagePass:
         }
         if roots:
             torch.autograd.backward([outputs[k] for k in roots], list(roots.values()))
-        return list(map(_gradient, leaves))
+        first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
+        return [
+            leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
+            for k, leaf in enumerate(leaves)
+        ]
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not run what forward ran."""
         if all(kept.outputs is not None for kept in self._microbatches.values()):
             return
+        kept = [each.buffers for each in self._microbatches.values() if each.buffers is not None]
         if self.shadows.edited:
             change = "parameters must not be edited", "an edit, such as an optimizer step"
+        elif any(buffers.lost for buffers in kept):
+            change = "buffers must not be edited", "an edit"
         elif self.stage.modules_now() != self._modules:
             change = "modules must not be added, removed or replaced", "other modules"
         else:
@@ -283,7 +290,3 @@ class StagePass:
                 watch.after(k, layer)
         watch.close()
         return x
-
-
-def _gradient(leaf: Any) -> Tensor | None:
-    return leaf.grad if isinstance(leaf, Tensor) else None

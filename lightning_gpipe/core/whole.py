@@ -39,6 +39,8 @@ def whole(tensor: Tensor) -> Tensor:
             f"whole() marks a tensor: got {type(tensor).__name__}. Mark each tensor of a nested "
             "value by itself; what is no tensor goes to every micro-batch anyway."
         )
+    if tensor.is_nested:
+        raise TypeError("whole() marks tensors with one shape: got a nested tensor. Pad it.")
     # A new object, so that the caller's own is not marked; sparse tensors have no views.
     marked = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
     setattr(marked, _MARK, True)

@@ -156,3 +156,12 @@ def test_batch_norms_with_a_forward_of_their_own_are_refused() -> None:
 
 def test_plain_batch_norms_are_accepted() -> None:
     check_batch_norms([nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LazyBatchNorm3d(), nn.Linear(2, 2)])
+
+
+def test_batch_norm_with_a_patched_forward_is_refused() -> None:
+    """0.1: the patch was ignored while the pipeline ran, and then lost."""
+    norm = nn.BatchNorm1d(2)
+    norm.__dict__["forward"] = nn.Identity()
+
+    with pytest.raises(ValueError, match="BatchNorm1d in layer 0"):
+        check_batch_norms([norm])

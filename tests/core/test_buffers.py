@@ -1,7 +1,8 @@
+import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.buffers import StageBuffers
+from lightning_gpipe.core.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.snapshot import Snapshot
 
@@ -19,52 +20,133 @@ class State(nn.Module):
         return x * self.mask
 
 
-def run(module: State, buffers: StageBuffers) -> None:
-    with buffers.watched():
-        module(torch.ones(2))
+X = torch.ones(2)
+
+
+def stage_buffers(*modules: nn.Module, deferred: bool = False) -> StageBuffers:
+    return StageBuffers(modules, deferred=deferred)
+
+
+def run(module: nn.Module, buffers: StageBuffers, x: Tensor = X) -> Buffers:
+    with buffers.running("training") as found:
+        module(x)
+    return found
 
 
 def test_lent_values_are_changed_in_the_buffers_stead() -> None:
     module = State()
-    buffers, buffer = StageBuffers([module]), module.calls
-    saved = buffers.changing()
-    run(module, buffers)
+    buffers, buffer = stage_buffers(module), module.calls
+    found = run(module, buffers)
 
-    with saved.lent():
-        found = module.calls.item()
-        module(torch.ones(2))
+    with found.lent():
+        before = module.calls.item()
+        module(X)
 
-    assert found == 0
+    assert before == 0
     assert module.calls is buffer
     assert buffer == 1
 
 
-def test_only_buffers_that_change_are_kept_once_they_are_known() -> None:
+def test_only_buffers_that_are_edited_are_copied_once_they_are_known() -> None:
     module = State()
-    buffers = StageBuffers([module])
+    buffers = stage_buffers(module)
     run(module, buffers)
     mask = module.mask
 
-    with buffers.changing().lent():
+    with run(module, buffers).lent():
         assert module.mask is mask
         assert module.calls == 1
 
 
-def test_running_statistics_are_always_kept() -> None:
-    """torch 2.13: batch_norm updates them without counting a version."""
-    norm = nn.BatchNorm1d(2)
-    buffers = StageBuffers([norm])
-    with buffers.watched():
-        norm(torch.randn(4, 2))
-    mean = norm.running_mean
+class Lazy(nn.Module):
+    """Makes its buffers when it first runs, and new ones every time."""
 
-    with buffers.changing().lent():
-        assert norm.running_mean is not mean
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: Tensor | None
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.late = x if self.late is None else self.late * 2
+        if "later" not in self._buffers:
+            self.register_buffer("later", x.clone())
+        return x
+
+
+def test_buffers_that_did_not_exist() -> None:
+    """0.1: recomputation found those of the first forward, and moved them on a second time."""
+    module = Lazy()
+    found = run(module, stage_buffers(module))
+
+    with found.lent():
+        assert module._buffers == {"late": None}
+        module(X)
+
+    assert set(module._buffers) == {"late", "later"}
+
+
+def test_buffers_that_are_replaced_need_no_copy() -> None:
+    module = Lazy()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+    old = module.late
+
+    with run(module, buffers).lent():
+        assert module.late is old
+
+
+class Sometimes(nn.Module):
+    """Edits its buffer for inputs that are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 5:
+            self.mean.mul_(0.5)
+        return x * self.mean
+
+
+def test_buffer_edited_for_the_first_time_in_a_later_run() -> None:
+    """0.1: recomputation used the edited value, and edited it again."""
+    module = Sometimes()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+
+    with pytest.raises(RuntimeError, match="Sometimes must edit its buffer 'mean' in every"):
+        run(module, buffers, X * 100)
+
+
+def test_edit_from_outside_is_seen() -> None:
+    module = State()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+    found = run(module, buffers)
+    assert found.lost is None
+
+    module.mask.fill_(5)
+
+    assert found.lost == (module, "mask")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_always_copied_unless_they_are_deferred(training: bool) -> None:
+    """torch 2.13: batch_norm updates them without counting a version."""
+    norm = nn.BatchNorm1d(2).train(training)
+    x = torch.randn(4, 2)
+
+    for deferred in (True, False):
+        buffers = stage_buffers(norm, deferred=deferred)
+        run(norm, buffers, x)
+        mean = norm.running_mean
+        with run(norm, buffers, x).lent():
+            assert (norm.running_mean is mean) == (deferred and training)
 
 
 def test_snapshot_puts_back_buffers_and_inputs() -> None:
     module, x = State(), torch.ones(2)
-    buffers, buffer = StageBuffers([module]), module.calls
+    buffers, buffer = stage_buffers(module), module.calls
     snapshot = Snapshot([buffers], [Flat([x, "name"])], guarded=False)
 
     module(x.mul_(2))

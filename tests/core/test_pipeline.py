@@ -366,6 +366,21 @@ def test_layer_replaced_after_setup(pipeline: GPipe, module: nn.Sequential) -> N
         pipeline(rows(4))
 
 
+def test_layer_appended_after_setup(pipeline: GPipe, module: nn.Sequential) -> None:
+    module.append(nn.ReLU())
+
+    with pytest.raises(RuntimeError, match="it was set up for 4 and has 5 now"):
+        pipeline(rows(7))
+
+
+def test_cached_parametrizations_are_refused(pipeline: GPipe) -> None:
+    with (
+        nn.utils.parametrize.cached(),
+        pytest.raises(RuntimeError, match="must not run inside of .*cached"),
+    ):
+        pipeline(rows(7))
+
+
 def test_cpu_with_an_index() -> None:
     pipeline = GPipe(perceptron(4), [2, 2], devices=["cpu:0", "cpu:0"])
 

@@ -1,5 +1,6 @@
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -141,6 +142,58 @@ def test_settings_without_tensors_stay_one_leaf() -> None:
 class Holder:
     def __init__(self, held: Any) -> None:
         self.held = held
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Bunch(dict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "leaf, found",
+    [
+        (Slots(X), "got a Slots with one in its attribute 'held'"),
+        (SimpleNamespace(a={"k": [X]}), "got a SimpleNamespace with one in its attribute 'a'"),
+        (Bunch(x=X), "got a Bunch that holds one. Pass dict"),
+        ({"x": [Bunch(y={"z": X})]}, "got a Bunch that holds one"),
+        ({X}, "got a set that holds one"),
+        (Sample(1, Holder([X])), "got a Holder with one"),
+    ],
+)
+def test_tensors_in_objects_of_other_kinds_are_refused(leaf: Any, found: str) -> None:
+    """0.1: their gradients were lost, without an error, where there was one micro-batch."""
+    with pytest.raises(TypeError) as error:
+        flatten(leaf)
+
+    assert found in str(error.value)
+
+
+@dataclass
+class Scaled:
+    x: Any
+
+    def __post_init__(self) -> None:
+        self.scale = 2.0
+
+
+def test_attributes_of_a_dataclass_that_are_no_fields() -> None:
+    again = unflatten(flatten(Scaled(X)))
+
+    assert again == Scaled(X)
+    assert again.scale == 2.0
+
+
+def test_dataclass_without_tensors_is_left_alone() -> None:
+    node = Sample(1)
+    node.rest = node
+
+    assert map_tensors(lambda x: x * 2, {"node": node, "x": X})["node"] is node
 
 
 @pytest.mark.parametrize("held", [X, [X], {"x": X}], ids=["itself", "in a list", "in a dict"])

@@ -151,19 +151,20 @@ class PaddedSequences(MicroBatching):
 
     def _order(self, batch: Any) -> _Order:
         """The order of the rows of ``batch``; its lengths are read once, not for merge again."""
-        lengths = self._lengths_in(batch)
-        if self._latest is not None:
-            known, version, order = self._latest
-            if known() is lengths and version == _version(lengths):
+        lengths, longest = self._lengths_in(batch), self._padded_length_in(batch)
+        version = 0 if lengths.is_inference() else lengths._version
+        if self._latest is not None and not lengths.is_inference():
+            known, at, order = self._latest
+            if known() is lengths and at == version and order.longest == longest:
                 return order
-        order = _Order.of(lengths.tolist(), self._padded_length_in(batch), sort=self._sort)
+        order = _Order.of(lengths.tolist(), longest, sort=self._sort)
         if order.lengths and not 0 <= min(order.lengths) <= max(order.lengths) <= order.longest:
             raise ValueError(
                 "lengths must be between 0 and the padded length: got "
                 f"{min(order.lengths)}..{max(order.lengths)} in {self._lengths!r} for sequences "
                 f"padded to {order.longest} in {self._trim}."
             )
-        self._latest = weakref.ref(lengths), _version(lengths), order
+        self._latest = weakref.ref(lengths), version, order
         return order
 
     def _lengths_in(self, batch: Any) -> Tensor:
@@ -215,7 +216,7 @@ class _Order:
 
     def longest_of(self, first: int, size: int) -> int:
         """The length of the longest of some rows, at least 1 so that layers have something."""
-        return max([1, *self.lengths[first : first + size]])
+        return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The rows of ``tensor`` in this order."""
@@ -275,6 +276,10 @@ def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
             f"outputs to pad must have the shape (rows, up to {longest}, ...): got "
             f"{tuple(tensor.shape)}. Name the entries that have it, or write pad_outputs=False."
         )
+    if tensor.new_tensor(value).item() != value and value == value:
+        raise ValueError(
+            f"padding_value must be a value of the outputs' type: got {value} for {tensor.dtype}."
+        )
     missing = longest - tensor.size(1)
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing], value=value)
 
@@ -286,7 +291,7 @@ def _changed(
     leaves, spec = flatten(tree)
     names = entries(tree)
     if missing := [entry for entry in where or [] if entry not in names]:
-        raise ValueError(f"the entries {missing} must be in the output: it has {_names(tree)}.")
+        raise ValueError(f"there must be entries {missing}: got {_names(tree)}.")
     changed = [
         function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf
         for leaf, name in zip(leaves, names, strict=True)
@@ -313,10 +318,6 @@ def _counts(tensor: Tensor) -> bool:
     """Whether the values are integers."""
     kind = tensor.dtype
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _check_widths(outputs: Sequence[Any]) -> None:

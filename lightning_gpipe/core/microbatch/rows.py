@@ -27,6 +27,8 @@ class Rows(MicroBatching):
     """
 
     def __init__(self, at_least: int = 1) -> None:
+        if at_least < 1:
+            raise ValueError(f"at_least must be 1 or more, a number of rows: got {at_least}.")
         self._at_least = at_least
 
     def __repr__(self) -> str:
@@ -158,7 +160,10 @@ def _same(value: Any, other: Any) -> bool:
 def _equal(tensor: Tensor, other: Tensor) -> bool:
     if (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride()):
         return tensor.shape == other.shape  # the same memory: nothing to compare
-    return torch.equal(tensor.to(other.device), other)
+    there = tensor.to(other.device)
+    if not there.dtype.is_floating_point:
+        return torch.equal(there, other)
+    return torch.allclose(there, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.inplace import identity
 from lightning_gpipe.core.whole import carry
 
 
@@ -51,7 +52,9 @@ class Copies:
 
         if source == target or not any(map(moves, leaves)):
             return leaves, None
-        moved = [self._copy(leaf, target) if moves(leaf) else leaf for leaf in leaves]
+        # One tensor in two places stays one: a layer may edit it in place.
+        copies = {identity(leaf): self._copy(leaf, target) for leaf in leaves if moves(leaf)}
+        moved = [copies[identity(leaf)] if moves(leaf) else leaf for leaf in leaves]
         if target not in self._side:
             return moved, None
         return moved, self._side[target].arriving.record_event()

@@ -77,6 +77,39 @@ def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each["tokens"].shape[1] for each in method.split(batch, 2)] == [1, 1]
 
 
+def test_same_lengths_with_other_padding() -> None:
+    """0.1: the second batch got the length of the first."""
+    method, lengths = microbatching(), torch.tensor([2, 1])
+    narrow, wide = ({"tokens": torch.ones(2, n), "lengths": lengths} for n in (3, 5))
+
+    for batch in (narrow, wide, narrow):
+        merged = method.merge(method.split(batch, 2), batch)
+        assert merged["tokens"].shape == batch["tokens"].shape
+
+
+def test_lengths_made_in_inference_mode() -> None:
+    method = microbatching()
+    with torch.inference_mode():
+        batch = batch_of([1, 2], longest=4)
+        method.split(batch, 2)
+        batch["lengths"].fill_(4)
+
+        assert [each["tokens"].size(1) for each in method.split(batch, 2)] == [4, 4]
+
+
+def test_padding_value_of_another_type() -> None:
+    method, batch = microbatching(padding_value=0.5), batch_of([1, 3])
+
+    with pytest.raises(ValueError, match="padding_value must be a value of the outputs' type"):
+        method.merge(method.split(batch, 2), batch)
+
+
+def test_batch_padded_to_nothing() -> None:
+    batch = {"tokens": torch.ones(2, 0), "lengths": torch.tensor([0, 0])}
+
+    assert [each["tokens"].shape[1] for each in microbatching().split(batch, 2)] == [0]
+
+
 def test_copies_and_name() -> None:
     method = microbatching()
     method.split(batch_of([1, 2]), 2)
@@ -207,7 +240,7 @@ def test_batch_that_does_not_fit(change: Tree, message: str) -> None:
 @pytest.mark.parametrize(
     "padded, output, message",
     [
-        (["logits"], {"x": torch.ones(2, 1)}, "the entries ['logits'] must be in the output"),
+        (["logits"], {"x": torch.ones(2, 1)}, "there must be entries ['logits']: got ['x']"),
         (True, torch.ones(2, 9), "must have the shape (rows, up to 2, ...): got (2, 9)"),
         (True, torch.ones(2), "Name the entries that have it, or write pad_outputs=False"),
         (False, torch.ones(6, 2), "outputs must have the 2 rows of the batch"),
