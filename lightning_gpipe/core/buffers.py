@@ -5,8 +5,8 @@ on with every forward computes something else when it is run again. A recomputat
 buffers as the first forward did, and must not move them on a second time.
 
 What was found is kept by reference, which is enough for a layer that puts a new buffer in the place
-of the old one, and by value where layers edit. Which those are is seen in the first run, in which
-all are copied.
+of the old one, and by value where a layer may edit it. Large buffers, such as masks, are seldom
+edited: they are copied in the first run, and from then on if they were edited in it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 Place = tuple[nn.Module, str]
 
+_LARGE = 2**20  # bytes
+
 
 class Buffers:
     """The buffers that some modules have now.
 
     Args:
         modules: The modules.
-        copied: Whether the value in a place is kept, not only the buffer.
+        copied: Whether the value of a large buffer is kept, by its place.
         ignored: Whether edits of the buffer in a place do not matter.
     """
 
     def __init__(
         self,
         modules: Iterable[nn.Module],
+        *,
         copied: Callable[[Place], bool],
         ignored: Callable[[Place], bool] = lambda place: False,
     ) -> None:
@@ -44,7 +47,8 @@ class Buffers:
                 if buffer is None or ignored((module, name)):
                     continue
                 self._versions[module, name] = buffer, _version(buffer)
-                if copied((module, name)) or buffer.is_inference():
+                small = buffer.nbytes <= _LARGE or buffer.is_inference()
+                if small or copied((module, name)):
                     self._values[buffer] = buffer.clone()
 
     @property
@@ -68,7 +72,8 @@ class Buffers:
         for module, buffers in self._found:
             _put(module, buffers)
         for buffer, value in self._values.items():
-            buffer.copy_(value)
+            if not torch.equal(buffer, value):  # a graph of the user's may have saved it
+                buffer.copy_(value)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -104,6 +109,10 @@ class StageBuffers:
     def all(self) -> Buffers:
         """All buffers and their values."""
         return Buffers(self._modules, copied=lambda place: True)
+
+    def small(self) -> Buffers:
+        """All buffers, and the values of those that are not large."""
+        return Buffers(self._modules, copied=self._uncounted, ignored=self._left_alone)
 
     @contextmanager
     def running(self, circumstances: Hashable) -> Iterator[Buffers]:

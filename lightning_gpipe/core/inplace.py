@@ -23,7 +23,8 @@ from lightning_gpipe.core.whole import carry, is_whole
 class Edits:
     """Which inputs the layers of one stage edit.
 
-    That may depend on the structure of the input and on the training mode: the circumstances.
+    That may depend on the structure of the input, on which of it are tensors, and on the training
+    mode: the circumstances.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Edits:
             for k, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and (grad or is_whole(leaf))
         }
-        return Watch(self._known, circumstances, leaves, guarded)
+        return Watch(self._known, (circumstances, frozenset(guarded)), leaves, guarded)
 
 
 class Watch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import groupby
 
@@ -85,7 +85,7 @@ class MiniBatch:
             finally:
                 self.rejoin()
             for each in self._passes:
-                each.check_hooks()
+                each.settle()
                 if each.statistics is not None:
                     each.statistics.commit()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
@@ -119,9 +119,17 @@ class MiniBatch:
                     each.release()
         return [exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves for i in range(m)]
 
-    def _as_in_forward(self) -> AbstractContextManager[None]:
-        """Gives the process what recomputation needs of it, if there is any."""
-        return self._context.default_dtype_set() if self._kept.start else nullcontext()
+    def _as_in_forward(self) -> ExitStack:
+        """Gives the process what recomputation needs of it, and puts its generators back after.
+
+        Layers that checkpoint themselves set and reset a generator that others share.
+        """
+        stack = ExitStack()
+        if self._kept.start:
+            stack.enter_context(self._context.default_dtype_set())
+        if self._shared_devices:
+            stack.callback(SharedGenerators(self._shared_devices).rewind)
+        return stack
 
     def release(self) -> None:
         """Let go of everything, once the gradients were taken: an output may be kept for long."""
@@ -160,17 +168,19 @@ class MiniBatch:
             # One mode more costs little then, and a counter must not see the forward twice.
             self._expect_draws(unknown)
         elif unknown:
-            buffers = (stage.buffers for stage in self._stages)
-            snapshot = Snapshot(buffers, microbatches, guarded=self._context.grad)
+            every = (stage.buffers.all() for stage in self._stages)
+            snapshot = Snapshot(every, microbatches, guarded=self._context.grad)
+        elif self._context.grad:
+            small = (stage.buffers.small() for stage in self._stages)
+            snapshot = Snapshot(small, microbatches, guarded=True)
 
         outputs = self._forward(microbatches, shared)
         if not shared.moved():
             self._note_draws(unknown)
-        elif snapshot is not None or self._context.grad:
+        elif snapshot is not None:
             shared.rewind()
             self._expect_draws(self._stages)
-            again = microbatches if snapshot is None else snapshot.restore()
-            outputs = self._forward(again, shared)
+            outputs = self._forward(snapshot.restore(), shared)
             self._note_draws(self._stages)
         else:  # nothing is recomputed: what was drawn is good, if not the same on another run
             shared.rewind()
@@ -207,7 +217,7 @@ class MiniBatch:
         own = OwnGenerators({torch.device("cpu"), stage.device} - self._shared_devices)
         streams = None
         if shared is not None and stage.draws:
-            streams = shared.streams(stage.partition.index)
+            streams = shared.streams(stage.partition.index, grad=self._context.grad)
         return stage.begin(self._context, self._kept, Randomness(own, streams))
 
     def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:

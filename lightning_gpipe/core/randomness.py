@@ -25,11 +25,13 @@ all for one in which nothing was: a model without dropout sees the shuffled batc
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, cached_property
 from hashlib import blake2b
+from types import FrameType
 from typing import Any
 
 import torch
@@ -83,9 +85,12 @@ class PrivateStreams:
         drew: Whether anything was drawn so far.
     """
 
-    def __init__(self, seed: bytes, j: int, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, seed: bytes, j: int, devices: Iterable[torch.device], *, grad: bool = False
+    ) -> None:
         self._seed = seed
         self._j = j
+        self._grad = grad
         self._devices = frozenset(devices)
         self.drew = False
 
@@ -93,7 +98,7 @@ class PrivateStreams:
     def drawing(self, i: int) -> Iterator[None]:
         """Redirect what is drawn to the stream of micro-batch ``i``, from its beginning."""
         digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
-        with _PrivateStream(int.from_bytes(digest), self._devices) as stream:
+        with _PrivateStream(int.from_bytes(digest), self._devices, grad=self._grad) as stream:
             yield
         self.drew |= stream.drew
 
@@ -140,9 +145,9 @@ class SharedGenerators:
         self._generators = [default_generator(device) for device in self._devices]
         self._before = [generator.get_state() for generator in self._generators]
 
-    def streams(self, j: int) -> PrivateStreams:
-        """The streams of stage ``j``."""
-        return PrivateStreams(self._seed, j, self._devices)
+    def streams(self, j: int, *, grad: bool = False) -> PrivateStreams:
+        """The streams of stage ``j``; ``grad``: whether it runs with gradients."""
+        return PrivateStreams(self._seed, j, self._devices, grad=grad)
 
     @cached_property
     def _seed(self) -> bytes:
@@ -169,8 +174,9 @@ class _PrivateStream(TorchDispatchMode):
     # Guards the default generator of a device for the length of one draw.
     _lock = threading.Lock()
 
-    def __init__(self, seed: int, devices: frozenset[torch.device]) -> None:
+    def __init__(self, seed: int, devices: frozenset[torch.device], *, grad: bool = False) -> None:
         super().__init__()
+        self._grad = grad
         self._seed = seed
         self._devices = devices
         self._generators: dict[torch.device, Generator] = {}
@@ -191,6 +197,8 @@ class _PrivateStream(TorchDispatchMode):
         if device not in self._devices or not _is(kwargs.get("generator"), default):
             return func(*args, **kwargs)
 
+        if self._grad:
+            _refuse_checkpointing()
         stream = self._stream(device)
         if _takes_generator(func):
             self.drew = True
@@ -209,6 +217,30 @@ class _PrivateStream(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self._seed)
         return self._generators[device]
+
+
+def _refuse_checkpointing() -> None:
+    """Raise if a layer draws under a checkpointing of its own.
+
+    It would put the state of the shared generator back and draw from that: another mask.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    reentrant = not torch.is_grad_enabled() and _called_by("torch.utils.checkpoint")
+    if reentrant or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"):
+        raise RuntimeError(
+            "a layer must not draw random numbers under torch.utils.checkpoint in a pipeline whose "
+            "workers share a generator, as all do on the CPU: its backward would draw others. Use "
+            "the pipeline's activation_checkpointing instead, or checkpoint what does not draw."
+        )
+
+
+def _called_by(module: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is(generator: Generator | None, default: Generator) -> bool:

@@ -85,8 +85,24 @@ class Shadows:
                 slots[name] = parameter
 
     @property
+    def watched(self) -> bool:
+        """Whether somebody has hooks on a parameter, which must not be told of none."""
+        return any(
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+            for each in self.parameters
+        )
+
+    def keep_used(self, used: set[int]) -> None:
+        """Leave parameters out whose shadows, by id, are not among those that took part."""
+        self.parameters = [each for each in self.parameters if id(self._of[each]) in used]
+
+    def settle(self) -> None:
+        """Forward is done: what layers did to their own parameters in it was no edit."""
+        self._versions = {each: each._version for each in self._versions}
+
+    @property
     def edited(self) -> bool:
-        """Whether a parameter was edited in place since the shadows were made."""
+        """Whether a parameter was edited in place since forward."""
         return any(each._version != version for each, version in self._versions.items())
 
     @property

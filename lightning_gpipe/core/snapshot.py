@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from lightning_gpipe.core.buffers import StageBuffers
+from lightning_gpipe.core.buffers import Buffers
 from lightning_gpipe.core.pytree import Flat
 
 
@@ -25,9 +25,9 @@ class Snapshot:
     """
 
     def __init__(
-        self, buffers: Iterable[StageBuffers], inputs: Sequence[Flat], *, guarded: bool
+        self, buffers: Iterable[Buffers], inputs: Sequence[Flat], *, guarded: bool
     ) -> None:
-        self._buffers = [each.all() for each in buffers]
+        self._buffers = list(buffers)
         self._inputs = inputs if guarded else [_copy(flat) for flat in inputs]
 
     def restore(self) -> Sequence[Flat]:

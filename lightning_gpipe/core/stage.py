@@ -180,6 +180,8 @@ class StagePass:
         self._modules = stage.modules
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
+        self._watched = self.shadows.watched
+        self._used: set[int] = set()
 
     def forward(self, i: int, inputs: Flat) -> Flat:
         """Run the layers on micro-batch ``i``; the result is detached from this stage's graph."""
@@ -197,6 +199,8 @@ class StagePass:
             kept = _Kept(inputs, None, buffers)
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flat.leaves):
             self._microbatches[i] = kept
+            if self._watched:
+                self._used |= _leaves_behind(flat.leaves)
         return flat.detached()
 
     def recompute(self, i: int) -> None:
@@ -248,8 +252,18 @@ class StagePass:
             "forward is yet to be recomputed. Change the model after backward."
         )
 
-    def check_hooks(self) -> None:
-        """Raise if a layer registered a hook on one of its parameters while it ran."""
+    def settle(self) -> None:
+        """Take down what forward has shown, once all micro-batches are through.
+
+        Raises:
+            RuntimeError: If a layer registered a hook on one of its parameters while it ran.
+        """
+        self._check_hooks()
+        self.shadows.settle()
+        if self._watched:
+            self.shadows.keep_used(self._used)
+
+    def _check_hooks(self) -> None:
         parameter = self.shadows.hooked
         if parameter is not None:
             raise RuntimeError(
@@ -290,3 +304,18 @@ class StagePass:
                 watch.after(k, layer)
         watch.close()
         return x
+
+
+def _leaves_behind(outputs: list[Any]) -> set[int]:
+    """The ids of the leaves that backward would reach from ``outputs``."""
+    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(waiting)
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return found
