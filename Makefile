@@ -5,11 +5,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test check format clean
+.PHONY: help demo test soak check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests (under 10 minutes on 2 cores)"
+	@echo "make soak    4,000 drawn models, always others (about 15 minutes)"
 	@echo "make check   format, lint, types, layer order; changes nothing"
 	@echo "make format  format, and repair what the linter can"
 	@echo "make clean   remove .venv and the caches and builds of the tools"
@@ -19,6 +20,10 @@ demo: $(READY)
 
 test: check
 	$(BIN)/pytest
+
+soak: $(READY)
+	$(BIN)/pytest tests/test_drawn_models.py --hypothesis-profile=soak \
+	    --timeout=0 -o faulthandler_timeout=0
 
 check: $(READY)
 	$(BIN)/ruff format --check

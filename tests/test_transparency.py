@@ -7,24 +7,18 @@ the plain nn.Sequential gives; up to the order of floating-point sums, so all is
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
 from tests.core.models import (
-    Attention,
     Call,
     Fork,
-    Join,
     Through,
-    Unused,
     assert_same,
     gradients,
     perceptron,
@@ -35,86 +29,7 @@ from tests.core.models import (
 
 W = 3  # the width of all layers
 
-# Runs of layers to draw from, by the shape that they take and return.
-FLAT: dict[str, Callable[[], list[nn.Module]]] = {
-    "linear": lambda: [nn.Linear(W, W)],
-    "tanh": lambda: [nn.Tanh()],
-    "edit in place": lambda: [nn.Linear(W, W), nn.ReLU(inplace=True)],
-    "norm": lambda: [nn.LayerNorm(W)],
-    "unused parameter": lambda: [Unused(W)],
-    "trees": lambda: [Fork(W), Through(nn.Linear(W, W)), Join()],
-}
-SEQUENCE: dict[str, Callable[[], list[nn.Module]]] = {
-    **FLAT,
-    "attention": lambda: [Attention(W)],
-    "convolution": lambda: [nn.Conv1d(4, 4, 3, padding=1)],
-}
-IMAGE: dict[str, Callable[[], list[nn.Module]]] = {
-    "convolution": lambda: [nn.Conv2d(2, 2, 3, padding=1)],
-    "edit in place": lambda: [nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True)],
-    "tanh": lambda: [nn.Tanh()],
-    "norm": lambda: [nn.GroupNorm(1, 2)],
-}
 MODES: list[Mode] = ["always", "except_last", "never", 1, 3]
-
-
-def floating(*shape: int) -> Callable[[int], Tensor]:
-    return lambda count: torch.randn(count, *shape, dtype=torch.float64, requires_grad=True)
-
-
-KINDS: dict[str, tuple[dict[str, Callable[[], list[nn.Module]]], Callable[[int], Tensor]]] = {
-    "flat": (FLAT, floating(W)),
-    "sequence": (SEQUENCE, floating(4, W)),
-    "tokens": (SEQUENCE, lambda count: torch.randint(5, (count, 4))),
-    "image": (IMAGE, floating(2, 3, 4)),
-}
-
-
-@st.composite
-def models(draw: st.DrawFn) -> tuple[nn.Sequential, Callable[[int], Tensor]]:
-    """A model of 4 layers or more, some parameters frozen, and what makes it so many rows."""
-    kind = draw(st.sampled_from(sorted(KINDS)))
-    runs, make = KINDS[kind]
-    names = draw(st.lists(st.sampled_from(sorted(runs)), min_size=4, max_size=6))
-    start: list[nn.Module] = [nn.Embedding(5, W)] if kind == "tokens" else []
-    module = nn.Sequential(*start, *(layer for name in names for layer in runs[name]())).double()
-    for parameter in module.parameters():
-        parameter.requires_grad_(draw(st.integers(0, 9)) > 0)
-    return module, make
-
-
-@st.composite
-def arguments(draw: st.DrawFn, layers: int) -> dict[str, Any]:
-    """What else to construct a pipeline of so many layers with."""
-    n = draw(st.integers(1, 4))
-    ends = draw(st.lists(st.integers(1, layers - 1), min_size=n - 1, max_size=n - 1, unique=True))
-    bounds = [0, *sorted(ends), layers]
-    return {
-        "balance": [end - first for first, end in pairwise(bounds)],
-        "devices": ["cpu"] * draw(st.sampled_from([d for d in (1, 2, 3, 4) if n % d == 0])),
-        "chunks": draw(st.integers(1, 9)),
-        "activation_checkpointing": draw(st.sampled_from(MODES)),
-        "threads": draw(st.booleans()),
-    }
-
-
-@settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(data=st.data(), batch_size=st.integers(1, 11), seed=st.integers(0, 99))
-def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    module, make = data.draw(models())
-    plain, batch = deepcopy(module), make(batch_size)
-    assume(whole_batch_loss(deepcopy(module)(batch)).requires_grad)
-    pipeline = GPipe(module, **data.draw(arguments(len(module))))
-
-    try:
-        actual = step(pipeline, batch)
-    finally:
-        pipeline.close()
-
-    assert_same(actual._asdict(), step(plain, batch)._asdict())
 
 
 # Circumstances, each on two stages.
