@@ -23,7 +23,7 @@ __main__
 __init__
 callbacks.*  cli
 strategy
-precision  checkpoint_io  refusals
+precision  checkpoint_io  refusals  skip  flatten
 ════════ above may import Lightning, below may not ════════
 core
 core.swap
@@ -32,7 +32,8 @@ core.pipeline
 core.autograd
 core.minibatch
 core.worker
-core.stage  core.transport.local  core.transport.process_group
+core.stage_pass  core.transport.local  core.transport.process_group
+core.stage
 core.schedule  core.timeline  core.microbatch.*  core.pytree  core.partition  core.balance.*
     core.sharing  core.context  core.recompute  core.randomness  core.batchnorm  core.shadow
     core.buffers  core.inplace  core.modes  core.snapshot  core.locate  core.placement

@@ -214,8 +214,7 @@ def test_alive_between_forward_and_backward(mode: Mode, piped: Pipe) -> None:
 
         kept = KEPT[mode](m)
         boundaries = (N - 1) * m + m  # the inputs of all stages but the first, and the output
-        separate = kept if m > 1 else 0  # the last stage's outputs that have their graph
-        expected[m] = kept * N * ACTIVATIONS + (boundaries + separate) * BOUNDARY
+        expected[m] = kept * N * ACTIVATIONS + boundaries * BOUNDARY
 
     assert found == expected
 
@@ -237,10 +236,11 @@ def test_peak_of_what_is_alive(workers: int, piped: Pipe) -> None:
         with Allocating(meter, [x, *pipeline.parameters()]):
             run(pipeline, x)
         found[m] = meter.peak
-        # One micro-batch on one stage as in the plain module, one that is recomputed on every
-        # other worker, and for all of them the boundaries, the output and its gradient.
-        others = (workers - 1) * (ACTIVATIONS + BOUNDARY)
-        expected[m] = plain.peak + others + (N - 1 + 2) * m * BOUNDARY
+        # One micro-batch on one stage as in the plain module, but for the output, which its graph
+        # does not keep; one that is recomputed on every other worker; and for all of them the
+        # boundaries, the output and its gradient.
+        stages = plain.peak - BOUNDARY + (workers - 1) * ACTIVATIONS
+        expected[m] = stages + (N - 1 + 2) * m * BOUNDARY
 
     assert found == expected
 
@@ -260,7 +260,7 @@ def test_alive_with_threads(mode: Mode, piped: Pipe) -> None:
 
         kept = KEPT[mode](m)
         merged = int(m > 1)  # the output is then none that a layer returned
-        between = kept * N * ACTIVATIONS + ((N - merged) * m + merged * kept) * BOUNDARY
+        between = kept * N * ACTIVATIONS + (N - merged) * m * BOUNDARY
         assert settled(meter, between) == between
         y.sum().backward()
         # While Tanh works there are its input and its output, and each worker may be at it.

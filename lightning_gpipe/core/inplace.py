@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.whole import carry, is_whole
+from lightning_gpipe.core.whole import carry, is_elsewhere, is_whole
 
 
 class Edits:
@@ -35,7 +35,7 @@ class Edits:
         guarded = {
             k
             for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (grad or is_whole(leaf))
+            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
         }
         return Watch(self._known, (circumstances, frozenset(guarded)), leaves, guarded)
 
@@ -97,6 +97,12 @@ class Watch:
     def _check_overlaps(self) -> None:
         for k, editor in self._editors.items():
             edited = self._guarded[k]
+            if is_elsewhere(edited):
+                raise RuntimeError(
+                    f"{editor} must not edit a tensor that a skip connection takes to another "
+                    f"stage: it edited input {k} of its stage. Use the out-of-place form, such as "
+                    "nn.ReLU(inplace=False), or stash a clone."
+                )
             for other, leaf in self._guarded.items():
                 if identity(leaf) != identity(edited) and _overlap(leaf, edited):
                     raise RuntimeError(
@@ -112,6 +118,13 @@ def identity(tensor: Tensor) -> Hashable:
         return id(tensor)
     place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
     return *place, tensor.dtype, tensor.requires_grad
+
+
+def memory(value: object) -> int | None:
+    """Where a tensor's memory is, or None if there is none to share."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return None
+    return value.untyped_storage().data_ptr() or None
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

@@ -22,7 +22,8 @@ from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
 from lightning_gpipe.core.snapshot import Snapshot
-from lightning_gpipe.core.stage import Stage, StagePass
+from lightning_gpipe.core.stage import Stage
+from lightning_gpipe.core.stage_pass import StagePass
 from lightning_gpipe.core.timeline import Timeline
 from lightning_gpipe.core.transport import Exchange, Transport
 from lightning_gpipe.core.worker import Worker
@@ -218,7 +219,7 @@ class MiniBatch:
         streams = None
         if shared is not None and stage.draws:
             streams = shared.streams(stage.partition.index, grad=self._context.grad)
-        return stage.begin(self._context, self._kept, Randomness(own, streams))
+        return StagePass(stage, self._context, self._kept, Randomness(own, streams))
 
     def _run(self, half: Schedule, exchange: Exchange, context: Context) -> None:
         modes = self._context.modes or context.modes  # those of forward are for recomputation

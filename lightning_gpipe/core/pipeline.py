@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from rich.table import Table
 from torch import nn
+from typing_extensions import override
 
 from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
@@ -27,6 +28,9 @@ from lightning_gpipe.core.pytree import flatten, unflatten
 from lightning_gpipe.core.recompute import Mode, check_mode, count_recomputed
 from lightning_gpipe.core.schedule import fill_drain
 from lightning_gpipe.core.sharing import check_sharing, homes, places_away
+from lightning_gpipe.core.skip.flight import SkipName
+from lightning_gpipe.core.skip.layout import Route, routes_of, skips_of
+from lightning_gpipe.core.skip.table import skip_table
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.timeline import Timeline
 from lightning_gpipe.core.transport.local import LocalTransport
@@ -107,9 +111,10 @@ class GPipe(nn.Module):
 
         placed = [self.devices[j % len(self.devices)] for j in range(len(partitions))]
         check_sharing(partitions, placed)
+        routes = routes_of(skips_of(module, partitions), partitions)
         self._threads = threads
         self._stages = [
-            Stage(partition, device, deferred_batch_norm=deferred_batch_norm)
+            Stage(partition, device, deferred_batch_norm=deferred_batch_norm, routes=routes)
             for partition, device in zip(partitions, placed, strict=True)
         ]
         self._transport = LocalTransport(len(partitions), self.devices)
@@ -120,6 +125,7 @@ class GPipe(nn.Module):
         self._settle(homes(partitions, placed))
         # The same layers under the same names; nn.Sequential has no empty places.
         self._modules = cast(dict[str, nn.Module | None], module._modules)
+        self.__dict__["_module"] = module  # past nn.Module, which would make it a child
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -176,10 +182,25 @@ class GPipe(nn.Module):
         self._settle(dict.fromkeys(parameters, _with_index(torch.device(device))))
 
     def listing(self) -> Table:
-        """A table of the stages: their devices, layers and parameters."""
+        """A table of the stages: their devices, layers, parameters and skips that leave them."""
+        leaving = [
+            "\n".join(
+                f"{route.target}: {route.name}{_size(stage, route)}" for route in stage.leaving
+            )
+            for stage in self._stages
+        ]
         return listing(
-            [stage.partition for stage in self._stages], [s.device for s in self._stages]
+            [stage.partition for stage in self._stages],
+            [stage.device for stage in self._stages],
+            leaving if any(leaving) else (),
         )
+
+    def skip_layout(self) -> Table:
+        """A table of the skip connections: between which layers, and which stages they cross.
+
+        Once a micro-batch has run, with the bytes of those that go from stage to stage.
+        """
+        return skip_table(skips_of(self), [stage.partition for stage in self._stages], self._bytes)
 
     def extra_repr(self) -> str:
         devices = [str(device) for device in self.devices]
@@ -203,6 +224,21 @@ class GPipe(nn.Module):
         found = list(self)[index]
         return nn.Sequential(*found) if isinstance(found, list) else found
 
+    @property
+    def _sequential(self) -> nn.Sequential:
+        module: nn.Sequential = self.__dict__["_module"]
+        return module
+
+    # A module may have names with dots in them, and know which keys are theirs.
+
+    @override
+    def get_submodule(self, target: str) -> nn.Module:
+        return self._sequential.get_submodule(target) if target else self
+
+    @override
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._sequential._load_from_state_dict(*args)
+
     def _settle(self, homes: Mapping[nn.Parameter, torch.device]) -> None:
         """Move parameters to their homes, and let the stages elsewhere follow them."""
         self._homes |= homes
@@ -211,6 +247,10 @@ class GPipe(nn.Module):
                 move(parameter, device)
         for stage in self._stages:
             stage.followed = places_away(stage.modules, stage.device, self._homes)
+
+    @property
+    def _bytes(self) -> dict[SkipName, int]:
+        return {name: size for stage in self._stages for name, size in stage.skip_bytes.items()}
 
     def _check_layers(self) -> None:
         """Raise if the module has other layers than those that were cut."""
@@ -267,6 +307,12 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
             f"{stages} devices, or a balance with another number of stages."
         )
     return list(map(_with_index, chosen))
+
+
+def _size(stage: Stage, route: Route) -> str:
+    """How large a skip tensor was in the latest micro-batch, if one has run."""
+    size = stage.skip_bytes.get(route.name)
+    return "" if size is None else f" ({size:,} B)"
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MARK = "_gpipe_whole"
+_ELSEWHERE = "_gpipe_elsewhere"
 
 T = TypeVar("T", bound=Tensor)
 
@@ -53,7 +54,18 @@ def is_whole(value: object) -> bool:
 
 
 def carry(old: Tensor, new: T) -> T:
-    """Mark ``new``, which stands for ``old``, if that is marked."""
-    if is_whole(old):
-        setattr(new, _MARK, True)
+    """Mark ``new``, which stands for ``old``, as that is marked."""
+    for mark in (_MARK, _ELSEWHERE):
+        if hasattr(old, mark):
+            setattr(new, mark, True)
     return new
+
+
+def mark_elsewhere(tensor: Tensor) -> None:
+    """Mark a tensor whose memory another stage works on too, under another name."""
+    setattr(tensor, _ELSEWHERE, True)
+
+
+def is_elsewhere(value: object) -> bool:
+    """Whether ``value`` is marked by :func:`mark_elsewhere`."""
+    return hasattr(value, _ELSEWHERE)

@@ -16,7 +16,8 @@ import torch
 from lightning_gpipe.core.context import Context
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action, Kind
-from lightning_gpipe.core.stage import StagePass
+from lightning_gpipe.core.skip.layout import Route
+from lightning_gpipe.core.stage_pass import StagePass
 from lightning_gpipe.core.timeline import CudaClock, HostClock, Timeline
 from lightning_gpipe.core.transport import Cancelled, Exchange
 
@@ -81,20 +82,38 @@ class Worker:
 
     def _perform(self, action: Action, exchange: Exchange) -> None:
         stage_pass, i, j = self._passes[action.j], action.i, action.j
+        stage = stage_pass.stage
         match action.kind:
             case Kind.FORWARD:
-                inputs = exchange.receive(action)
+                inputs = self._receive(exchange, action, stage.arriving)
                 with self._timed(action):
                     outputs = stage_pass.forward(i, inputs)
-                exchange.send(Action(Kind.FORWARD, i, j + 1), outputs)
+                self._send(exchange, Action(Kind.FORWARD, i, j + 1), outputs, stage.leaving)
             case Kind.RECOMPUTE:
                 with self._timed(action):
                     stage_pass.recompute(i)
             case Kind.BACKWARD:
-                gradients = exchange.receive(action)
+                gradients = self._receive(exchange, action, stage.leaving)
                 with self._timed(action):
                     gradients = Flat(stage_pass.backward(i, gradients.leaves))
-                exchange.send(Action(Kind.BACKWARD, i, j - 1), gradients)
+                self._send(exchange, Action(Kind.BACKWARD, i, j - 1), gradients, stage.arriving)
+
+    def _receive(self, exchange: Exchange, at: Action, skips: Sequence[Route]) -> Flat:
+        """What ``at`` needs of the stage beside it, followed by the skip tensors it needs."""
+        value = exchange.receive(at)
+        if not skips:
+            return value
+        tensors = [exchange.receive(at, route).leaves[0] for route in skips]
+        return Flat([*value.leaves, *tensors], value.spec)
+
+    def _send(self, exchange: Exchange, to: Action, value: Flat, skips: Sequence[Route]) -> None:
+        """Send the skip tensors at the end of ``value`` where they go, and the rest to ``to``."""
+        main = max(0, len(value.leaves) - len(skips))  # without gradients there is nothing
+        tensors = value.leaves[main:] if value.leaves else [None] * len(skips)
+        for route, tensor in zip(skips, tensors, strict=True):
+            j = route.target if to.kind is Kind.FORWARD else route.source
+            exchange.send(to._replace(j=j), Flat([tensor]), route)
+        exchange.send(to, Flat(value.leaves[:main], value.spec) if skips else value)
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:

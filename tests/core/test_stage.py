@@ -10,7 +10,8 @@ from lightning_gpipe.core.context import Context
 from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.pytree import flatten
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness
-from lightning_gpipe.core.stage import Stage, StagePass
+from lightning_gpipe.core.stage import Stage
+from lightning_gpipe.core.stage_pass import StagePass
 from lightning_gpipe.core.whole import whole
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def stage(*layers: nn.Module) -> Stage:
 
 
 def begin(stage: Stage, kept: range = range(8)) -> StagePass:
-    return stage.begin(Context.capture([CPU]), kept, Randomness(OwnGenerators([CPU]), None))
+    return StagePass(stage, Context.capture([CPU]), kept, Randomness(OwnGenerators([CPU]), None))
 
 
 def leaf(x: Any = X) -> Tensor:

@@ -18,11 +18,15 @@ from lightning_gpipe.core.balance.costs import parameter_costs
 from lightning_gpipe.core.partition import Partition
 
 
-def listing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> Table:
+def listing(
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    skips: Sequence[str] = (),
+) -> Table:
     """List the stages, one row each::
 
-        stage  device  layers  number  kinds                    parameters  share
-            0  cuda:0    0..2       3  Embedding, Block x2         409,088  49.4%
+        stage  device  layers  number  kinds                    parameters  share  skips to
+            0  cuda:0    0..2       3  Embedding, Block x2         409,088  49.4%  1: 'x' 2 MiB
             1  cuda:1    3..6       4  Block x2, Norm, Linear      419,172  50.6%
 
     A parameter that stages share counts for the first of them, as it does for the balance.
@@ -30,6 +34,7 @@ def listing(partitions: Sequence[Partition], devices: Sequence[torch.device]) ->
     Args:
         partitions: The partitions of one module, first to last.
         devices: The device of each.
+        skips: What to write about the skip tensors that leave each; none for no such column.
     """
     costs = parameter_costs(layer for partition in partitions for layer in partition.layers)
     table = Table()
@@ -40,6 +45,8 @@ def listing(partitions: Sequence[Partition], devices: Sequence[torch.device]) ->
     table.add_column("kinds")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
+    if skips:
+        table.add_column("skips to")
     for partition, device in zip(partitions, devices, strict=True):
         parameters = sum(costs[partition.first : partition.last + 1])
         table.add_row(
@@ -50,6 +57,7 @@ def listing(partitions: Sequence[Partition], devices: Sequence[torch.device]) ->
             _kinds(partition.layers),
             f"{parameters:,}",
             f"{parameters / max(sum(costs), 1):.1%}",
+            *skips[partition.index : partition.index + 1],
         )
     return table
 

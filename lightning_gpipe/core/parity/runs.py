@@ -36,6 +36,7 @@ from lightning_gpipe.core.parity.values import (
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.pytree import map_tensors
 from lightning_gpipe.core.randomness import default_generator
+from lightning_gpipe.core.skip.flight import Table, carrying
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import carry
 
@@ -103,10 +104,13 @@ def run_plain(
     x, entering = _copied(input)
     seen: list[Values | None] = []
     drew = set()
+    skips: Table = {}
     source = None
     for stage in pipeline.stages:
         x = _moved(x, source, stage.device)
-        with following(stage), _current(stage.device):
+        for route in stage.arriving:
+            skips[route.name] = _moved(skips[route.name], None, stage.device)
+        with following(stage), _current(stage.device), carrying(skips):
             for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 before = _random_states(stage.device)
                 with _noting_where(k):

@@ -3,8 +3,9 @@
 Workers run their rows without knowing where the others are. All they know is the action that needs
 what they made: the output of stage j for micro-batch i goes to ``F(i, j+1)``, its input's gradient
 to ``B(i, j-1)``. The caller stands at both ends, as the stage before the first and the one after
-the last. How it gets there, through a queue in one process or over a network, is the transport's
-business.
+the last. A skip tensor goes straight to the action that pops it, past all stages between, and its
+gradient straight back. How it gets there, through a queue in one process or over a network, is the
+transport's business.
 
 What travels is a value taken apart, or the gradients of its leaves. Its tensors belong to no graph;
 whether they require a gradient is part of the value and travels with them.
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager
 
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action
+from lightning_gpipe.core.skip.layout import Route
 
 
 class Cancelled(BaseException):
@@ -28,12 +30,12 @@ class Exchange(ABC):
     """The mail of one half of one mini-batch."""
 
     @abstractmethod
-    def send(self, to: Action, value: Flat) -> None:
-        """Hand over what ``to`` needs."""
+    def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
+        """Hand over what ``to`` needs of its neighbour, or of a skip connection."""
 
     @abstractmethod
-    def receive(self, at: Action) -> Flat:
-        """Wait for what ``at`` needs, on the device of its stage.
+    def receive(self, at: Action, skip: Route | None = None) -> Flat:
+        """Wait for what ``at`` needs of its neighbour, or of a skip connection, on its device.
 
         Raises:
             Cancelled: If the run was given up.

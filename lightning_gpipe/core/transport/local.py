@@ -19,6 +19,7 @@ import torch
 
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
 from lightning_gpipe.core.transport.copies import Copies
 from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
@@ -30,8 +31,11 @@ _GRACE = 0.5
 _JOIN = 5.0
 
 
+_Address = tuple[Action, Route | None]
+
+
 class _Mail(NamedTuple):
-    to: Action
+    to: _Address
     value: Flat
     ready: torch.cuda.Event | None
 
@@ -45,17 +49,18 @@ class LocalExchange(Exchange):
         self._copies = copies
         places = len(devices) + 1
         self._inboxes: list[SimpleQueue[_Mail | None]] = [SimpleQueue() for _ in range(places)]
-        self._arrived: list[dict[Action, _Mail]] = [{} for _ in range(places)]
+        self._arrived: list[dict[_Address, _Mail]] = [{} for _ in range(places)]
         self._cancelled = threading.Event()
 
-    def send(self, to: Action, value: Flat) -> None:
-        leaves, ready = self._copies.send(value.leaves, self._sender_of(to), self._device_at(to))
-        self._inboxes[self._place_of(to)].put(_Mail(to, Flat(leaves, value.spec), ready))
+    def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
+        source = self._sender_of(to, skip)
+        leaves, ready = self._copies.send(value.leaves, source, self._device_at(to))
+        self._inboxes[self._place_of(to)].put(_Mail((to, skip), Flat(leaves, value.spec), ready))
 
-    def receive(self, at: Action) -> Flat:
-        place = self._place_of(at)
+    def receive(self, at: Action, skip: Route | None = None) -> Flat:
+        place, address = self._place_of(at), (at, skip)
         arrived = self._arrived[place]
-        while at not in arrived:
+        while address not in arrived:
             self.check()
             try:
                 mail = self._inboxes[place].get(timeout=_LOOK_UP)
@@ -67,7 +72,7 @@ class LocalExchange(Exchange):
                 continue
             if mail is not None:
                 arrived[mail.to] = mail
-        _, value, ready = arrived.pop(at)
+        _, value, ready = arrived.pop(address)
         if ready is not None:
             self._copies.accept(value.leaves, ready, self._device_at(at))
         return value
@@ -91,11 +96,12 @@ class LocalExchange(Exchange):
         j = min(max(action.j, 0), self._n - 1)
         return self._devices[j % len(self._devices)]
 
-    def _sender_of(self, action: Action) -> torch.device | None:
+    def _sender_of(self, action: Action, skip: Route | None) -> torch.device | None:
         """The device of the stage that makes what ``action`` needs; None for the caller's input."""
         if action.kind is Kind.FORWARD:
-            return self._device_at(action._replace(j=action.j - 1)) if action.j > 0 else None
-        return self._device_at(action._replace(j=action.j + 1))
+            j = action.j - 1 if skip is None else skip.source
+            return self._device_at(action._replace(j=j)) if j >= 0 else None
+        return self._device_at(action._replace(j=action.j + 1 if skip is None else skip.target))
 
 
 class LocalTransport(Transport):

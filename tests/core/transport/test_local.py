@@ -10,8 +10,10 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gpipe.core.pytree import flatten
+from lightning_gpipe.core.pytree import Flat, flatten
 from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.skip.flight import SkipName
+from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.transport import Cancelled, local
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.threads import Job
@@ -97,6 +99,48 @@ def test_tensor_arrives_on_the_device_of_the_stage_and_requires_what_it_did() ->
     x, y, three = exchange.receive(forward(0, 1)).leaves
     assert x.is_meta and y.is_meta and three == 3
     assert (x.requires_grad, y.requires_grad) == (True, False)
+
+
+def test_mail_of_skips_comes_apart_from_that_of_the_stage_beside() -> None:
+    exchange = LocalTransport(3, [CPU] * 3).open()
+    one, other = Route(SkipName(None, "one"), 0, 2), Route(SkipName(None, "other"), 1, 2)
+    copied = Route(SkipName(None, "one"), 0, 2)
+
+    exchange.send(forward(0, 2), Flat(["of the second"]), other)
+    exchange.send(forward(1, 2), Flat(["of the next micro-batch"]), one)
+    exchange.send(forward(0, 2), flatten("output"))
+    exchange.send(forward(0, 2), Flat(["of the first"]), one)
+
+    assert exchange.receive(forward(0, 2), copied).leaves == ["of the first"]
+    assert exchange.receive(forward(0, 2)).leaves == ["output"]
+    assert exchange.receive(forward(1, 2), one).leaves == ["of the next micro-batch"]
+    assert exchange.receive(forward(0, 2), other).leaves == ["of the second"]
+
+
+def test_gradients_of_skips_go_back_to_their_stage() -> None:
+    exchange = LocalTransport(4, [CPU, CPU]).open()
+    route = Route(SkipName(None, "x"), 0, 3)
+
+    exchange.send(Action(Kind.BACKWARD, 0, 2), Flat(["gradient"]))
+    exchange.send(Action(Kind.BACKWARD, 0, 0), Flat(["of the skip"]), route)
+
+    assert exchange.receive(Action(Kind.BACKWARD, 0, 0), route).leaves == ["of the skip"]
+    assert exchange.receive(Action(Kind.BACKWARD, 0, 2)).leaves == ["gradient"]
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -> None:
+    """What stays where it is are tensors on other devices than the sender's."""
+    meta = torch.device("meta")
+    devices, j = ([CPU, meta, meta], 2) if kind is Kind.FORWARD else ([meta, meta, CPU], 0)
+    exchange = LocalTransport(3, devices).open()
+    route, x = Route(SkipName(None, "x"), 0, 2), torch.ones(2, requires_grad=True)
+
+    exchange.send(Action(kind, 0, j), Flat([x, None]), route)
+
+    received, nothing = exchange.receive(Action(kind, 0, j), route).leaves
+    assert received.is_meta and received.requires_grad
+    assert nothing is None
 
 
 def test_given_up_exchange_wakes_whoever_waits(

@@ -1,0 +1,299 @@
+"""What a user writes: layers that make a tensor for a later layer, or use one.
+
+An nn.Sequential hands one value from layer to layer. A skip connection is a tensor that some later
+layer needs as well. To let it travel along would make every layer between know of it, and send it
+from stage to stage. So one layer *stashes* it under a name and another *pops* it; the layers
+between see nothing of it.
+
+The way to write this is torchgpipe's, so its models run here: ``forward`` is a generator that
+yields what it stashes and pops. :func:`with_skips` makes such a generator of a forward that takes
+its pops as arguments and returns its stashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+from uuid import UUID, uuid4
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.skip.flight import SkipName, Table, in_flight
+
+Layer = TypeVar("Layer", bound=type[nn.Module])
+M = TypeVar("M", bound=nn.Module)
+
+_DECLARED = "_gpipe_skips"
+
+
+class Namespace:
+    """Keeps the names in one part of a model apart from the same names in another part.
+
+    Example::
+
+        for _ in range(4):
+            ns = Namespace()
+            layers += [Stash().isolate(ns), nn.Tanh(), Pop().isolate(ns)]
+
+    Copies of a namespace, as in a copied model, are the same namespace.
+    """
+
+    def __init__(self) -> None:
+        self.id: UUID = uuid4()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Namespace) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+class stash(NamedTuple):  # reads as a verb: `yield stash("x", t)`
+    """Yielded by a forward to keep a tensor, or None, for a later layer."""
+
+    name: str
+    tensor: Tensor | None
+
+
+class pop(NamedTuple):
+    """Yielded by a forward to get what an earlier layer stashed, and take it away."""
+
+    name: str
+
+
+class Declared:
+    """Which skip tensors a class of layers stashes and pops."""
+
+    def __init__(self, stash: tuple[str, ...], pop: tuple[str, ...]) -> None:
+        self.stash = stash
+        self.pop = pop
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+    """Decorate a layer whose ``forward`` yields what it stashes and pops.
+
+    Example::
+
+        @skippable(stash=["residual"])
+        class Enter(nn.Module):
+            def forward(self, x):
+                yield stash("residual", x)
+                return self.layer(x)
+
+        @skippable(pop=["residual"])
+        class Leave(nn.Module):
+            def forward(self, x):
+                residual = yield pop("residual")
+                return x + residual
+
+    The class stays the class, with one method more: ``isolate(namespace, only=None)`` moves its
+    names, or those in ``only``, into a :class:`Namespace` and returns the layer.
+
+    Args:
+        stash: The names that each forward stashes, all of them.
+        pop: The names that each forward pops, all of them.
+
+    Raises:
+        TypeError: If a string is given in the place of a list of names, or a name is no string.
+    """
+    declared = Declared(_names(stash, "stash"), _names(pop, "pop"))
+
+    def decorate(layer: Layer) -> Layer:
+        run = layer.forward
+
+        @wraps(run)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = run(self, *args, **kwargs)
+            if isinstance(result, Generator):
+                return _drive(self, result)
+            _check_all_done(self, _wishes(declared))
+            return result
+
+        layer.forward = forward
+        setattr(layer, _DECLARED, declared)
+        layer.isolate = _isolate  # type: ignore[attr-defined]  # that is how it gets it
+        return layer
+
+    return decorate
+
+
+def with_skips(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+    """Decorate a layer whose ``forward`` takes its pops as arguments and returns its stashes.
+
+    Example::
+
+        @with_skips(stash=["residual"])
+        class Enter(nn.Module):
+            def forward(self, x):
+                return self.layer(x), {"residual": x}
+
+        @with_skips(pop=["residual"])
+        class Leave(nn.Module):
+            def forward(self, x, residual):
+                return x + residual
+
+    The pops follow the input in the order of ``pop``. A layer that stashes returns a pair of its
+    output and a dict. Otherwise as :func:`skippable`.
+    """
+    stashed, popped = _names(stash, "stash"), _names(pop, "pop")
+
+    def decorate(layer: Layer) -> Layer:
+        run = layer.forward
+
+        @wraps(run)
+        def forward(self: nn.Module, x: Any) -> Generator[Any, Tensor | None, Any]:
+            skips = []
+            for name in popped:
+                skips.append((yield _Pop(name)))
+            output = run(self, x, *skips)
+            if stashed:
+                output, tensors = _pair(self, output)
+                for name, tensor in tensors.items():
+                    yield _Stash(name, tensor)
+            return output
+
+        layer.forward = forward
+        return skippable(stashed, popped)(layer)
+
+    return decorate
+
+
+_Stash, _Pop = stash, pop  # the decorators' arguments have their names
+
+
+def declared_in(module: nn.Module) -> Declared | None:
+    """What the module itself stashes and pops, if it is skippable."""
+    return getattr(type(module), _DECLARED, None)
+
+
+def full_name(module: nn.Module, name: str) -> SkipName:
+    """The name in the namespace that the module was isolated into."""
+    namespaces: dict[str, Namespace] = module.__dict__.get("_namespaces", {})
+    namespace = namespaces.get(name)
+    return SkipName(None if namespace is None else namespace.id, name)
+
+
+def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
+    """Move the names of a skippable layer into a namespace; the method of the same name, typed.
+
+    Args:
+        layer: A skippable layer.
+        namespace: Where to move them.
+        only: Which names; None moves all.
+
+    Returns:
+        The layer.
+
+    Raises:
+        TypeError: If the layer is not skippable, or the namespace none.
+        ValueError: If ``only`` names what the layer does not declare.
+    """
+    return _isolate(layer, namespace, only=only)
+
+
+def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
+    declared = declared_in(self)
+    if declared is None or not isinstance(namespace, Namespace):
+        raise TypeError(
+            f"a skippable layer is isolated into a Namespace: got {type(self).__name__} and "
+            f"{namespace!r}. Decorate its class by @skippable, and pass Namespace()."
+        )
+    known = (*declared.stash, *declared.pop)
+    chosen = known if only is None else _names(only, "only")
+    if unknown := [name for name in chosen if name not in known]:
+        raise ValueError(
+            f"only must name what {type(self).__name__} stashes or pops: got {unknown}. It "
+            f"declares stash={list(declared.stash)} and pop={list(declared.pop)}."
+        )
+    namespaces = self.__dict__.get("_namespaces", {})
+    self.__dict__["_namespaces"] = {**namespaces, **dict.fromkeys(chosen, namespace)}
+    return self
+
+
+def _drive(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any:
+    """Run a forward to its end, doing what it yields."""
+    declared = declared_in(layer)
+    assert declared is not None
+    skips, missing = in_flight(), _wishes(declared)
+    answer: Tensor | None = None
+    while True:
+        try:
+            wish = forward.send(answer)
+        except StopIteration as end:
+            _check_all_done(layer, missing)
+            return end.value
+        answer = None
+        match wish:
+            case stash(name, tensor):
+                _check_declared(layer, "stash", name, declared.stash)
+                _check_tensor(layer, name, tensor)
+                skips[full_name(layer, name)] = tensor
+                missing.discard(("stash", name))
+            case pop(name):
+                _check_declared(layer, "pop", name, declared.pop)
+                answer = _take(layer, skips, full_name(layer, name))
+                missing.discard(("pop", name))
+            case _:
+                raise TypeError(
+                    f"the forward of {type(layer).__name__} must yield stash(name, tensor) or "
+                    f"pop(name): got {type(wish).__name__}. Return the output."
+                )
+
+
+def _check_declared(layer: nn.Module, verb: str, name: str, declared: tuple[str, ...]) -> None:
+    if name not in declared:
+        raise RuntimeError(
+            f"{type(layer).__name__} must declare what it does: got {verb}({name!r}) in its "
+            f"forward, and {verb}={list(declared)} on the class. Add it to @skippable({verb}=...)."
+        )
+
+
+def _check_tensor(layer: nn.Module, name: str, tensor: Any) -> None:
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"a skip connection carries a tensor or None: got {type(tensor).__name__} for {name!r} "
+            f"in {type(layer).__name__}. Stash several tensors under a name each."
+        )
+
+
+def _wishes(declared: Declared) -> set[tuple[str, str]]:
+    return {("stash", n) for n in declared.stash} | {("pop", n) for n in declared.pop}
+
+
+def _take(layer: nn.Module, skips: Table, name: SkipName) -> Tensor | None:
+    if name not in skips:
+        raise RuntimeError(
+            f"{name} must be stashed before {type(layer).__name__} pops it: no layer did. "
+            "verify_skippables(module) checks all declarations of a model."
+        )
+    return skips.pop(name)
+
+
+def _check_all_done(layer: nn.Module, missing: set[tuple[str, str]]) -> None:
+    if missing:
+        wishes = ", ".join(f"{verb}({name!r})" for verb, name in sorted(missing))
+        raise RuntimeError(
+            f"{type(layer).__name__} must do all that it declares: its forward ended without "
+            f"{wishes}. To pass nothing on, stash None."
+        )
+
+
+def _pair(layer: nn.Module, result: Any) -> tuple[Any, dict[str, Tensor | None]]:
+    match result:
+        case (output, dict() as tensors):
+            return output, tensors
+        case _:
+            raise TypeError(
+                f"the forward of {type(layer).__name__} must return (output, stashes), where "
+                f"stashes is a dict of tensors by name: got {type(result).__name__}."
+            )
+
+
+def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} must be a list of names: got {names!r}. Write [{names!r}].")
+    found = tuple(names)
+    if wrong := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"{argument} must be a list of names, as strings: got {wrong}.")
+    return tuple(dict.fromkeys(found))

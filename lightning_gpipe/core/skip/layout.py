@@ -1,0 +1,145 @@
+"""The skip layout: which layer stashes each skip tensor, which pops it, and what is wrong.
+
+Every skippable layer declares its names, so before anything runs it is known which tensors go
+where. All faults are found at construction and named together: a name that is stashed and never
+popped would keep a tensor for ever, one that is popped first would fail in the middle of a step.
+
+Layers count by their place in the nn.Sequential. Within one layer modules may call one another in
+any order, so of stashes and pops in the same layer only the names are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.partition import Partition
+from lightning_gpipe.core.skip.declare import declared_in, full_name
+from lightning_gpipe.core.skip.flight import SkipName, Table
+
+
+class Skip(NamedTuple):
+    """One skip connection, by the indices of the two layers."""
+
+    name: SkipName
+    stash: int
+    pop: int
+
+
+class Route(NamedTuple):
+    """A skip connection that crosses from one stage to a later one."""
+
+    name: SkipName
+    source: int
+    target: int
+
+
+class _Use(NamedTuple):
+    layer: int
+    path: str
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that everything stashed is popped by a later layer, and everything popped stashed.
+
+    Raises:
+        TypeError: Names every fault, with the layers.
+    """
+    skips_of(module)
+
+
+def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) -> list[Skip]:
+    """The skip connections between layers, in the order of their stashes.
+
+    Args:
+        layers: All layers.
+        partitions: How they are cut, if it is known, to name the stages as well.
+
+    Raises:
+        TypeError: Names every fault.
+    """
+    stashes, pops = _uses(layers, _stages(partitions))
+    faults = [*_repeated(stashes, "stashed"), *_repeated(pops, "popped")]
+    skips = []
+    for name in dict.fromkeys([*stashes, *pops]):
+        match stashes.get(name, []), pops.get(name, []):
+            case [stash, *_], []:
+                faults.append(f"{name} is stashed by {stash.path} and never popped")
+            case [], [pop, *_]:
+                faults.append(f"{name} is popped by {pop.path} and never stashed")
+            case [stash, *_], [pop, *_] if pop.layer < stash.layer:
+                faults.append(f"{name} is popped by {pop.path} before {stash.path} stashes it")
+            case [stash, *_], [pop, *_]:
+                skips.append(Skip(name, stash.layer, pop.layer))
+    if faults:
+        raise TypeError(
+            "every skip tensor must be stashed by one layer and popped by one that comes after it: "
+            f"got {'; '.join(faults)}. Layers that repeat names need a Namespace each: "
+            "layer.isolate(namespace)."
+        )
+    return skips
+
+
+def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Route]:
+    """The skip connections that leave their stage."""
+    stage_of = _stages(partitions)
+    routes = (Route(skip.name, stage_of[skip.stash], stage_of[skip.pop]) for skip in skips)
+    return [route for route in routes if route.source != route.target]
+
+
+def laid_out(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
+    """What layers find on their table, given what has arrived for them."""
+    return {route.name: tensor for route, tensor in zip(arriving, tensors, strict=True)}
+
+
+def cleared(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
+    """What goes to other stages, once the layers of this one have run.
+
+    Raises:
+        RuntimeError: If a tensor was not stashed, or is left that was not popped: a skippable
+            module within a layer did not run.
+    """
+    missing = [route.name for route in leaving if route.name not in table]
+    left = table.keys() - {route.name for route in leaving}
+    if missing or left:
+        raise RuntimeError(
+            "every skippable module within a layer must run in each forward: got none that "
+            + ", none that ".join(
+                [f"stashed {name}" for name in missing] + [f"popped {name}" for name in left]
+            )
+            + ". To pass nothing on, stash None."
+        )
+    return [table[route.name] for route in leaving]
+
+
+def _stages(partitions: Iterable[Partition]) -> dict[int, int]:
+    """The stage of each layer."""
+    return {k: p.index for p in partitions for k in range(p.first, p.last + 1)}
+
+
+def _uses(
+    layers: Iterable[nn.Module], stage_of: Mapping[int, int]
+) -> tuple[dict[SkipName, list[_Use]], dict[SkipName, list[_Use]]]:
+    stashes: dict[SkipName, list[_Use]] = {}
+    pops: dict[SkipName, list[_Use]] = {}
+    for k, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            declared = declared_in(module)
+            if declared is None:
+                continue
+            stage = f", stage {stage_of[k]}" if k in stage_of else ""
+            place = f"layer {k}{'.' + path if path else ''}"
+            use = _Use(k, f"{place} ({type(module).__name__}{stage})")
+            for name in declared.stash:
+                stashes.setdefault(full_name(module, name), []).append(use)
+            for name in declared.pop:
+                pops.setdefault(full_name(module, name), []).append(use)
+    return stashes, pops
+
+
+def _repeated(uses: dict[SkipName, list[_Use]], verb: str) -> Iterator[str]:
+    for name, places in uses.items():
+        if len(places) > 1:
+            yield f"{name} is {verb} by {' and by '.join(use.path for use in places)}"

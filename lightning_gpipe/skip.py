@@ -1,0 +1,16 @@
+"""Skip connections between layers of an nn.Sequential: stashed by one, popped by a later one.
+
+The names are torchgpipe's, and a model written for it runs after changing the import.
+"""
+
+from lightning_gpipe.core.skip.declare import (
+    Namespace,
+    isolate,
+    pop,
+    skippable,
+    stash,
+    with_skips,
+)
+from lightning_gpipe.core.skip.layout import verify_skippables
+
+__all__ = ["Namespace", "isolate", "pop", "skippable", "stash", "verify_skippables", "with_skips"]
