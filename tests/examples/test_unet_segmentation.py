@@ -1,0 +1,236 @@
+"""The U-Net of examples/: its canvases, its model, its run and its configuration."""
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from examples import unet_segmentation
+from examples.unet_segmentation import (
+    BACKGROUND,
+    INK,
+    PALETTE,
+    Canvases,
+    DigitsData,
+    UNet,
+    scans,
+    side_by_side,
+    u_net,
+)
+from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe.cli import main as cli
+from lightning_gpipe.skip import verify_skippables
+
+CONFIG = Path(__file__).parents[2] / "examples/configs/unet_segmentation.yaml"
+
+
+@pytest.fixture(scope="module")
+def data() -> DigitsData:
+    digits = DigitsData(canvases=64, validation_canvases=32, batch_size=8)
+    digits.setup("fit")
+    return digits
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Operators this small only wait for their threads where other programs want the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model() -> UNet:
+    torch.manual_seed(0)
+    return UNet(width=4, levels=3).double()
+
+
+# The canvases
+
+
+def drawn(canvases: Canvases) -> list[tuple[Tensor, Tensor]]:
+    return [canvases[i] for i in range(len(canvases))]
+
+
+def test_no_scan_is_in_both_sets(data: DigitsData):
+    training, validation = (
+        {tuple(scan.flatten().tolist()) for scan in each.scans}
+        for each in (data.training, data.validation)
+    )
+
+    assert not training & validation
+    assert len(training) == 1437
+    assert len(validation) == 360
+
+
+def test_both_sets_have_all_digits(data: DigitsData):
+    for canvases in data.training, data.validation:
+        assert canvases.digits.bincount().min() > 30
+
+
+def test_classes_are_those_of_the_pixels():
+    images, digits = scans()
+    canvases = Canvases(images, digits, range(20), noise=0.0)
+
+    for image, classes in drawn(canvases):
+        assert image.shape == (1, 48, 48)
+        assert torch.equal(image[0] > INK, classes != BACKGROUND)
+
+
+def test_classes_are_those_of_the_scans():
+    half_and_full_ink = torch.ones(2, 8, 8) * torch.tensor([0.5, 1.0])[:, None, None]
+    canvases = Canvases(half_and_full_ink, torch.tensor([3, 7]), range(5), noise=0.0)
+
+    for image, classes in drawn(canvases):
+        assert torch.equal((image[0] * 2).round(), 1.0 * (classes == 3) + 2.0 * (classes == 7))
+
+
+def test_same_number_is_the_same_canvas(data: DigitsData):
+    for i in 3, 31:
+        torch.testing.assert_close(data.training[i], data.training[i], rtol=0, atol=0)
+        assert not torch.equal(data.training[i][0], data.training[i + 1][0])
+    assert not set(data.training.numbers) & set(data.validation.numbers)
+
+
+def test_canvases_have_several_digits(data: DigitsData):
+    found = [len(classes.unique()) - 1 for _, classes in drawn(data.training)]
+
+    assert min(found) >= 1
+    assert sum(found) / len(found) > 3
+
+
+# The model
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_layers_keep_the_resolution(levels: int):
+    layers = u_net(4, levels)
+
+    verify_skippables(layers)
+
+    assert len(layers) == 6 * levels + 3
+    assert layers(torch.randn(2, 1, 16, 24)).shape == (2, 11, 16, 24)
+
+
+@pytest.mark.parametrize("balance", [[11, 10], [13, 8], [3, 3, 3, 3, 3, 3, 3]], ids=str)
+def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[int]):
+    images = torch.randn(8, 1, 16, 16, dtype=torch.float64)
+    model.train()(images)  # running statistics that are not the initial ones
+    expected, expected_gradients = scores_and_gradients(model.eval(), images)
+
+    pipeline = GPipe(model.layers, balance, devices=["cpu"] * len(balance), chunks=4)
+    model.layers = pipeline  # type: ignore[assignment]  # as GPipeStrategy does
+    piped, gradients = scores_and_gradients(model, images)
+
+    torch.testing.assert_close(piped, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
+    pipeline.close()
+
+
+def scores_and_gradients(model: UNet, images: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+    scores = model(images)
+    return scores, torch.autograd.grad(scores.square().sum(), list(model.layers.parameters()))
+
+
+def test_pictures_are_the_canvas_and_its_classes():
+    image = torch.tensor([[[[0.5, 2.0]]]])
+    classes = torch.tensor([[[3, BACKGROUND]]])
+
+    [picture] = side_by_side(image, classes)
+
+    assert picture.shape == (3, 1, 4)
+    assert picture[:, 0, :2].tolist() == [[0.5, 1.0]] * 3
+    torch.testing.assert_close(picture[:, 0, 2], PALETTE[3])
+    assert picture[:, 0, 3].tolist() == [0, 0, 0]
+
+
+# The run
+
+
+def run(output: Path, *arguments: str) -> dict[str, float]:
+    """Train for a few steps and return the last value of each metric that was logged."""
+    small = "--steps=3", "--width=4", "--canvas=24", "--batch-size=16", "--validation=16"
+    unet_segmentation.main([*small, f"--output={output}", *arguments])
+    rows = csv.DictReader((output / "version_0/metrics.csv").read_text().splitlines())
+    return {name: float(value) for row in rows for name, value in row.items() if value}
+
+
+def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    metrics = run(tmp_path)
+
+    report = capsys.readouterr().out
+    for line in (
+        "Shrink",
+        "Enlarge",
+        "skips to",
+        f"mean IoU                                            │ {metrics['val_mean_iou']:.3f} ",
+        "mean IoU of background everywhere                   │ 0.0",
+        f"Dice                                                │ {metrics['val_dice']:.3f} ",
+        "images per second ",
+        "bubble, measured ",
+        "bubble, by the schedule                             │ 11.1% ",  # 1 / (8 + 2 - 1)
+        "largest difference to the scores of a plain Trainer │ ",
+    ):
+        assert line in report
+    folder = tmp_path / "version_0"
+    assert (folder / "contact_sheet.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "checkpoints/best.ckpt").exists()
+    events = EventAccumulator(str(folder)).Reload()
+    assert [event.step for event in events.Images("canvas, truth, found")][-1] == 3
+
+
+def test_pipeline_learns_what_a_plain_run_learns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    plain = run(tmp_path / "plain", "--plain")
+    assert "bubble" not in capsys.readouterr().out
+    piped = run(tmp_path / "piped", "--chunks=1")  # batch norms see the whole batch, as in plain
+
+    assert piped["val_mean_iou"] == pytest.approx(plain["val_mean_iou"], abs=0.01)
+    assert piped["val_dice"] == pytest.approx(plain["val_dice"], abs=0.01)
+
+
+def test_checkpoint_with_other_scores_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    predict = unet_segmentation.predict
+
+    def predict_otherwise(trainer: L.Trainer, checkpoint: str, data: DigitsData) -> Tensor:
+        scores = predict(trainer, checkpoint, data)
+        return scores + 0.1 * isinstance(trainer.strategy, GPipeStrategy)
+
+    monkeypatch.setattr(unet_segmentation, "predict", predict_otherwise)
+
+    with pytest.raises(SystemExit, match="must be the same: they differ by 0.1"):
+        run(tmp_path)
+
+
+# The configuration
+
+
+# Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
+def test_configuration_trains_through_lightning_cli(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = {
+        "--config": CONFIG,
+        "--trainer.limit_train_batches": 2,
+        "--trainer.limit_val_batches": 1,
+        "--trainer.val_check_interval": 2,
+        "--trainer.logger.init_args.save_dir": tmp_path,
+    }
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "fit", *arguments])
+
+    trainer = cli().trainer
+
+    assert isinstance(trainer.strategy, GPipeStrategy)
+    assert trainer.num_devices == 2
+    assert trainer.global_step == 2
+    assert "val_dice" in trainer.callback_metrics
