@@ -10,7 +10,7 @@ READY := .venv/.ready
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests (under 10 minutes on 2 cores)"
-	@echo "make soak    4,000 drawn models, always others (about 15 minutes)"
+	@echo "make soak    4,000 drawn models, always others (a few minutes)"
 	@echo "make check   format, lint, types, layer order; changes nothing"
 	@echo "make format  format, and repair what the linter can"
 	@echo "make clean   remove .venv and the caches and builds of the tools"
