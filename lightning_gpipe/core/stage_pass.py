@@ -30,12 +30,14 @@ from lightning_gpipe.core.skip.layout import cleared, laid_out
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import mark_elsewhere
 
+Root = GradientEdge | Tensor
+
 
 class _Kept(NamedTuple):
     """What a stage keeps of a micro-batch until its backward."""
 
     inputs: Flat
-    roots: list[GradientEdge | None] | None  # where the graphs of the outputs end; None if dropped
+    roots: list[Root | None] | None  # where the graphs of the outputs end; None if dropped
     buffers: Buffers | None = None  # as the first forward found them, if it will be recomputed
 
 
@@ -112,7 +114,8 @@ class StagePass:
         pairs = zip(roots[len(roots) - len(gradients) :], gradients, strict=True)
         given = [(root, g) for root, g in pairs if root is not None and g is not None]
         if given:
-            torch.autograd.backward([root for root, _ in given], [g for _, g in given])
+            starts: Any = [root for root, _ in given]  # typed for one kind at a time
+            torch.autograd.backward(starts, [g for _, g in given])
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
         return [
             leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
@@ -216,12 +219,17 @@ class StagePass:
         return Flat([*leaves, *leaving], spec)
 
 
-def _roots(leaves: Iterable[Any]) -> list[GradientEdge | None]:
+def _roots(leaves: Iterable[Any]) -> list[Root | None]:
     """Where backward begins; the tensors themselves are for who asked for them to keep."""
     return [
-        get_gradient_edge(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None
-        for leaf in leaves
+        _root(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves
     ]
+
+
+def _root(tensor: Tensor) -> Root:
+    # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
+    written_in_python = isinstance(tensor.grad_fn, torch._C._FunctionBase)
+    return tensor if written_in_python else get_gradient_edge(tensor)
 
 
 def _leaves_behind(outputs: list[Any]) -> set[int]:

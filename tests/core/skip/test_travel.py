@@ -352,7 +352,9 @@ def test_error_of_the_functions_of_a_skip(threads: bool, piped: Pipe) -> None:
 def test_strategy_refuses_a_stash_without_a_pop(tmp_path: Path) -> None:
     layers = nn.Sequential(nn.Linear(6, WIDTH), Stash(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
-    with pytest.raises(TypeError, match=r"'skip' is stashed by layer 1 \(Stash, stage 0\) and never"):
+    with pytest.raises(
+        TypeError, match=r"'skip' is stashed by layer 1 \(Stash, stage 0\) and never"
+    ):
         trainer(tmp_path, GPipeStrategy(balance=[2, 2]), devices=2).fit(
             Classifier(layers=layers), Data()
         )
