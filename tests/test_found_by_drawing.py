@@ -1,5 +1,6 @@
 """What the drawn models found, each by itself; to be moved to the tests of what it was found in."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -131,3 +132,65 @@ def test_layers_that_checkpoint_themselves_leave_the_generator_alone(piped: Pipe
         loss.backward()
 
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
+    """0.1: the other put the generator back to before both: it seemed that only it drew."""
+    late, drawing, drawn = (threading.Event() for _ in range(3))
+
+    def draw_late(x: Tensor) -> Tensor:
+        if not late.is_set() or x[0, 0] < 0:
+            return x
+        drawing.wait(1)
+        y = F.dropout(x)
+        drawn.set()
+        return y
+
+    @torch.library.custom_op(
+        "tests::draw_slowly", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    )
+    def draw_slowly(x: Tensor) -> Tensor:
+        y = torch.rand_like(x)
+        drawing.set()
+        drawn.wait(1)
+        return y
+
+    torch.manual_seed(1)
+    layers = [Call(draw_late), nn.Linear(W, W), Call(lambda x: x + draw_slowly(x.detach()))]
+    module = nn.Sequential(*layers, nn.Linear(W, W)).double()
+    x = torch.cat([-torch.ones(6, W), torch.ones(2, W)]).double()  # late only in the last two rows
+    steps = []
+    for mode in ("never", "always"):
+        pipeline = piped(module, mode)
+        late.clear()
+        drawn.set()
+        step(pipeline, x)
+        pipeline.zero_grad()
+        late.set()
+        drawing.clear()
+        drawn.clear()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            steps.append(step(pipeline, x)._asdict())
+
+    assert_same(*steps)
+
+
+def test_forward_that_starts_to_draw_after_another_with_batch_norm() -> None:
+    """0.1: to run again, it wrote to the running statistics, which the first graph had saved."""
+    module = nn.Sequential(nn.BatchNorm1d(W), nn.Dropout(0.0)).double()
+    pipeline = GPipe(
+        module,
+        [1, 1],
+        devices=["cpu", "cpu"],
+        chunks=4,
+        activation_checkpointing="never",
+        deferred_batch_norm=False,
+    )
+    pipeline(rows(8))
+    first = pipeline(rows(8))
+    dropout = pipeline[1]
+    assert isinstance(dropout, nn.Dropout)
+    dropout.p = 0.5
+    (first.sum() + pipeline(rows(8)).sum()).backward()
+    pipeline.close()

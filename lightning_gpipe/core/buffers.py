@@ -73,7 +73,7 @@ class Buffers:
             _put(module, buffers)
         for buffer, value in self._values.items():
             if not torch.equal(buffer, value):  # a graph of the user's may have saved it
-                buffer.copy_(value)
+                buffer.data.copy_(value)  # no edit to a graph that has saved it since
 
     @contextmanager
     def lent(self) -> Iterator[None]:

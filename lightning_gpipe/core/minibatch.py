@@ -163,6 +163,10 @@ class MiniBatch:
         if not self._shared_devices:
             return self._forward(microbatches, None)
         shared = SharedGenerators(self._shared_devices)
+        if any(stage.draws for stage in self._stages):
+            # An operator without a generator of its own moves the shared one and puts it back, and
+            # would hide what another stage draws meanwhile for the first time.
+            self._expect_draws(self._stages)
         unknown = [stage for stage in self._stages if stage.draws is None]
         snapshot = None
         if self._context.modes:
