@@ -1,4 +1,4 @@
-"""What the drawn models found, each by itself; to be moved to the tests of what it was found in."""
+"""What the drawn models found, each by itself and as small as it could be made."""
 
 import threading
 import time

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_gpipe.core.buffers import Buffers
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.randomness import default_generator
 
@@ -25,7 +26,7 @@ def untouched(pipeline: GPipe) -> Iterator[None]:
     """
     generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
     states = [generator.get_state() for generator in generators]
-    buffers = _Buffers(pipeline.modules())
+    buffers = Buffers(pipeline.modules(), copied=lambda place: True)
     timeline = pipeline.timeline
     draws = [stage.draws for stage in pipeline.stages]
     try:
@@ -58,27 +59,3 @@ def without_dropout(modules: Iterable[nn.Module]) -> Iterator[None]:
                 case nn.RNNBase() | nn.MultiheadAttention():
                     put(module, "dropout", 0.0)
         yield
-
-
-class _Buffers:
-    """The buffers that some modules have now, and their values.
-
-    Unlike :class:`~lightning_gpipe.core.buffers.Buffers`, it also forgets buffers that a layer made
-    as it ran, and does not write to one that is as it was: a graph of the user's may have saved it.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._slots = [(module._buffers, dict(module._buffers)) for module in modules]
-        found = dict.fromkeys(b for _, slots in self._slots for b in slots.values())
-        self._values: list[tuple[Tensor, Tensor]] = [
-            (buffer, buffer.detach().clone()) for buffer in found if buffer is not None
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for slots, found in self._slots:
-            slots.clear()
-            slots.update(found)
-        for buffer, value in self._values:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)

@@ -60,7 +60,7 @@ def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) 
     Raises:
         TypeError: Names every fault.
     """
-    stashes, pops = _uses(layers, _stages(partitions))
+    stashes, pops = _uses(layers, stages_of(partitions))
     faults = [*_repeated(stashes, "stashed"), *_repeated(pops, "popped")]
     skips = []
     for name in dict.fromkeys([*stashes, *pops]):
@@ -84,7 +84,7 @@ def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) 
 
 def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Route]:
     """The skip connections that leave their stage."""
-    stage_of = _stages(partitions)
+    stage_of = stages_of(partitions)
     routes = (Route(skip.name, stage_of[skip.stash], stage_of[skip.pop]) for skip in skips)
     return [route for route in routes if route.source != route.target]
 
@@ -114,7 +114,7 @@ def cleared(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
     return [table[route.name] for route in leaving]
 
 
-def _stages(partitions: Iterable[Partition]) -> dict[int, int]:
+def stages_of(partitions: Iterable[Partition]) -> dict[int, int]:
     """The stage of each layer."""
     return {k: p.index for p in partitions for k in range(p.first, p.last + 1)}
 

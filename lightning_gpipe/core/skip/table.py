@@ -8,7 +8,7 @@ from rich.table import Table
 
 from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.skip.flight import SkipName
-from lightning_gpipe.core.skip.layout import Skip
+from lightning_gpipe.core.skip.layout import Skip, stages_of
 
 
 def skip_table(
@@ -25,7 +25,7 @@ def skip_table(
         partitions: The partitions of the module, first to last.
         sizes: The bytes of those that were sent, as far as they are known.
     """
-    stage_of = {k: p.index for p in partitions for k in range(p.first, p.last + 1)}
+    stage_of = stages_of(partitions)
     table = Table()
     for column in ("name", "stashed by", "popped by", "stages", "crosses"):
         table.add_column(column)
