@@ -1,0 +1,146 @@
+"""Contestants that do the same step, timed in turns.
+
+A machine is not equally fast all the time: a neighbour wakes up, a core gets warm. So nobody is
+timed for long: a round is one step of each contestant, in turns, and what is compared are steps of
+the same round. Before anything is timed, all must have computed the same gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do a step.
+
+    Attributes:
+        name: As the report has it.
+        step: Does one step, forward and backward of one mini-batch, to its end.
+        gradients: Does one from gradients of None, and returns what it made of them: one tensor per
+            parameter, in the order of the plain module.
+        threads: How many intra-op threads the calling thread has in the step; None leaves it.
+    """
+
+    name: str
+    step: Callable[[], object]
+    gradients: Callable[[], Sequence[Tensor]]
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long one contestant's steps took, in seconds, one per round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle one."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between them is the middle half."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+
+def agree(
+    contestants: Iterable[Contestant], *, rtol: float = 1e-3, atol: float = 1e-5
+) -> list[Tensor]:
+    """Raise unless all make the same gradients as the first; return those.
+
+    Args:
+        contestants: The reference first.
+        rtol: How far the largest difference of a parameter's gradient may be from zero, relative to
+            the largest entry of that gradient.
+        atol: The same for gradients that are close to zero, absolutely.
+
+    Raises:
+        AssertionError: Names who differs, in which parameter and by how much.
+    """
+    reference: list[Tensor] = []
+    for contestant in contestants:
+        with _threads(contestant.threads):
+            found = [gradient.detach().cpu().clone() for gradient in contestant.gradients()]
+        reference = reference or found
+        assert len(found) == len(reference), (
+            f"{contestant.name} must make {len(reference)} gradients: made {len(found)}"
+        )
+        for k, (gradient, expected) in enumerate(zip(found, reference, strict=True)):
+            size = float(expected.abs().max())
+            difference = float((gradient - expected).abs().max())
+            assert difference <= atol + rtol * size, (
+                f"{contestant.name} must compute the same gradients: parameter {k} differs by "
+                f"{difference:.2e}, its gradient is up to {size:.2e}"
+            )
+    return reference
+
+
+def contest(
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    synchronize: Callable[[], object] = lambda: None,
+) -> dict[str, Times]:
+    """Time every contestant once per round, in turns: A B C, A B C, ...
+
+    Args:
+        contestants: Who is timed.
+        rounds: How many rounds count.
+        warm_up: How many come before and do not.
+        synchronize: Waits until the device has done what it was told.
+    """
+    seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
+    for number in range(warm_up + rounds):
+        for each in contestants:
+            with _threads(each.threads), _no_collection():
+                synchronize()
+                start = time.perf_counter()
+                each.step()
+                synchronize()
+                taken = time.perf_counter() - start
+            if number >= warm_up:
+                seconds[each.name].append(taken)
+    return {name: Times(tuple(each)) for name, each in seconds.items()}
+
+
+def ratio(times: Mapping[str, Times], one: str, other: str) -> float:
+    """How long ``one`` takes relative to ``other``: the median over the rounds."""
+    pairs = zip(times[one].seconds, times[other].seconds, strict=True)
+    return statistics.median(a / b for a, b in pairs)
+
+
+@contextmanager
+def _threads(number: int | None):
+    before = torch.get_num_threads()
+    if number is not None and number != before:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+@contextmanager
+def _no_collection():
+    """Collect garbage before a step and not within: whose turn it is must not matter."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
