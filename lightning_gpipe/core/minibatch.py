@@ -233,10 +233,13 @@ class MiniBatch:
                 for worker, row in zip(self._workers, half.rows, strict=True)
             ]
             self._transport.run(exchange, jobs)
-        else:
+            return
+        with context.entered():
             for w, row in groupby(half.interleaved, half.worker_of):
-                self._workers[w].run(list(row), exchange, context)
-            context.forget_casts()
+                with self._workers[w].streaming():
+                    for action in row:
+                        self._workers[w].perform(action, exchange)
+        context.forget_casts()
 
 
 def _total(gradients: list[Tensor]) -> Tensor | None:

@@ -9,7 +9,7 @@ waits for the device during a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -26,8 +26,14 @@ class Span(NamedTuple):
     end: float
 
 
-class _Stamp(Protocol):
-    def seconds(self) -> float: ...
+class Later(Protocol):
+    """A moment that is known when somebody asks."""
+
+    def seconds(self) -> float:
+        """In seconds of ``time.perf_counter``."""
+
+
+Stamp = float | Later
 
 
 class Timeline:
@@ -39,16 +45,16 @@ class Timeline:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._records: list[tuple[int, Action, _Stamp, _Stamp]] = []
+        self._records: list[tuple[int, Action, Stamp, Stamp]] = []
 
-    def add(self, worker: int, action: Action, start: _Stamp, end: _Stamp) -> None:
+    def add(self, worker: int, action: Action, start: Stamp, end: Stamp) -> None:
         """Take down an action; called by workers, from their threads."""
         self._records.append((worker, action, start, end))
 
     @property
     def spans(self) -> list[Span]:
         """All actions so far, by start; on CUDA, waits for the device."""
-        spans = [Span(w, action, a.seconds(), b.seconds()) for w, action, a, b in self._records]
+        spans = [Span(w, action, _seconds(a), _seconds(b)) for w, action, a, b in self._records]
         return sorted(spans, key=lambda span: span.start)
 
     @property
@@ -77,15 +83,7 @@ class Timeline:
 class HostClock:
     """Time as the host sees it."""
 
-    class _Now(float):
-        __slots__ = ()
-
-        def seconds(self) -> float:
-            return float(self)
-
-    def now(self) -> _Stamp:
-        """This moment."""
-        return HostClock._Now(time.perf_counter())
+    now: Callable[[], Stamp] = staticmethod(time.perf_counter)  # this moment
 
 
 class CudaClock:
@@ -98,7 +96,7 @@ class CudaClock:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def now(self) -> _Stamp:
+    def now(self) -> Stamp:
         """The moment at which the stream gets here."""
         return _CudaStamp(self, self._event())
 
@@ -120,6 +118,10 @@ class _CudaStamp(NamedTuple):
 
     def seconds(self) -> float:
         return self.clock.seconds_of(self.event)
+
+
+def _seconds(stamp: Stamp) -> float:
+    return stamp if isinstance(stamp, float) else stamp.seconds()
 
 
 def _length(spans: Iterable[Span]) -> float:

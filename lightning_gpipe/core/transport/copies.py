@@ -26,11 +26,17 @@ class Copies:
     """Carries tensors from device to device; used from several threads."""
 
     def __init__(self, devices: list[torch.device]) -> None:
+        self._devices = frozenset(devices)
         self._side = {
             device: _SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
             for device in dict.fromkeys(devices)
             if device.type == "cuda"
         }
+
+    @property
+    def one_device(self) -> bool:
+        """Whether all is on one device, so that what a stage makes is where it is needed."""
+        return len(self._devices) == 1
 
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device

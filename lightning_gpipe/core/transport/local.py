@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import torch
 
@@ -32,12 +31,7 @@ _JOIN = 5.0
 
 
 _Address = tuple[Action, Route | None]
-
-
-class _Mail(NamedTuple):
-    to: _Address
-    value: Flat
-    ready: torch.cuda.Event | None
+_Mail = tuple[_Address, Flat, torch.cuda.Event | None]  # to whom, what, and when it may be read
 
 
 class LocalExchange(Exchange):
@@ -50,15 +44,19 @@ class LocalExchange(Exchange):
         places = len(devices) + 1
         self._inboxes: list[SimpleQueue[_Mail | None]] = [SimpleQueue() for _ in range(places)]
         self._arrived: list[dict[_Address, _Mail]] = [{} for _ in range(places)]
-        self._cancelled = threading.Event()
+        self._one_device = copies.one_device
+        self._cancelled = False
 
     def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
-        source = self._sender_of(to, skip)
-        leaves, ready = self._copies.send(value.leaves, source, self._device_at(to))
-        self._inboxes[self._place_of(to)].put(_Mail((to, skip), Flat(leaves, value.spec), ready))
+        ready = None
+        if not self._one_device or _from_outside(to, skip):
+            source, target = self._sender_of(to, skip), self._device_at(to.j)
+            leaves, ready = self._copies.send(value.leaves, source, target)
+            value = Flat(leaves, value.spec)
+        self._inboxes[self._place_of(to.j)].put(((to, skip), value, ready))
 
     def receive(self, at: Action, skip: Route | None = None) -> Flat:
-        place, address = self._place_of(at), (at, skip)
+        place, address = self._place_of(at.j), (at, skip)
         arrived = self._arrived[place]
         while address not in arrived:
             self.check()
@@ -71,37 +69,42 @@ class LocalExchange(Exchange):
                     ) from None
                 continue
             if mail is not None:
-                arrived[mail.to] = mail
+                arrived[mail[0]] = mail
         _, value, ready = arrived.pop(address)
         if ready is not None:
-            self._copies.accept(value.leaves, ready, self._device_at(at))
+            self._copies.accept(value.leaves, ready, self._device_at(at.j))
         return value
 
     def check(self) -> None:
-        if self._cancelled.is_set():
+        if self._cancelled:
             raise Cancelled
 
     def cancel(self) -> None:
         """Give the run up, and wake whoever waits."""
-        self._cancelled.set()
+        self._cancelled = True
         for inbox in self._inboxes:
             inbox.put(None)
 
-    def _place_of(self, action: Action) -> int:
-        inside = 0 <= action.j < self._n
-        return action.j % len(self._devices) if inside else len(self._devices)
+    def _place_of(self, j: int) -> int:
+        """The inbox of stage ``j``, or of the caller beside the first and the last."""
+        return j % len(self._devices) if 0 <= j < self._n else len(self._devices)
 
-    def _device_at(self, action: Action) -> torch.device:
-        """Where an action's stage is; the caller takes things where they were made."""
-        j = min(max(action.j, 0), self._n - 1)
-        return self._devices[j % len(self._devices)]
+    def _device_at(self, j: int) -> torch.device:
+        """Where stage ``j`` is; the caller takes things where they were made."""
+        return self._devices[min(max(j, 0), self._n - 1) % len(self._devices)]
 
-    def _sender_of(self, action: Action, skip: Route | None) -> torch.device | None:
-        """The device of the stage that makes what ``action`` needs; None for the caller's input."""
-        if action.kind is Kind.FORWARD:
-            j = action.j - 1 if skip is None else skip.source
-            return self._device_at(action._replace(j=j)) if j >= 0 else None
-        return self._device_at(action._replace(j=action.j + 1 if skip is None else skip.target))
+    def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
+        """The device of the stage that makes what ``to`` needs; None for the caller's input."""
+        if _from_outside(to, skip):
+            return None
+        if to.kind is Kind.FORWARD:
+            return self._device_at(to.j - 1 if skip is None else skip.source)
+        return self._device_at(to.j + 1 if skip is None else skip.target)
+
+
+def _from_outside(to: Action, skip: Route | None) -> bool:
+    """Whether this is the caller's input, which may be on any device."""
+    return to.j == 0 and skip is None and to.kind is Kind.FORWARD
 
 
 class LocalTransport(Transport):

@@ -206,6 +206,7 @@ def _copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return [copied(leaf) for leaf in leaves], None
 
+    monkeypatch.setattr(Copies, "one_device", False)
     monkeypatch.setattr(Copies, "send", send)
 
 
