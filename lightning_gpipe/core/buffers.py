@@ -20,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 Place = tuple[nn.Module, str]
 
+_Buffers = dict[nn.Module, dict[str, Tensor | None]]
+
 _LARGE = 2**20  # bytes
 
 
@@ -39,10 +41,11 @@ class Buffers:
         copied: Callable[[Place], bool],
         ignored: Callable[[Place], bool] = lambda place: False,
     ) -> None:
-        self._found = [(module, dict(module._buffers)) for module in modules]
+        self._modules = tuple(modules)
+        self._found = _buffers_of(self._modules)
         self._values: dict[Tensor, Tensor] = {}
         self._versions: dict[Place, tuple[Tensor, int]] = {}
-        for module, buffers in self._found:
+        for module, buffers in self._found.items():
             for name, buffer in buffers.items():
                 if buffer is None or ignored((module, name)):
                     continue
@@ -69,8 +72,7 @@ class Buffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back, with the values that they had."""
-        for module, buffers in self._found:
-            _put(module, buffers)
+        _put(self._modules, self._found)
         for buffer, value in self._values.items():
             if not torch.equal(buffer, value):  # a graph of the user's may have saved it
                 buffer.data.copy_(value)  # no edit to a graph that has saved it since
@@ -81,16 +83,16 @@ class Buffers:
 
         The buffers whose values were kept are not written to: a graph may have saved them.
         """
-        now = [(module, dict(module._buffers)) for module, _ in self._found]
-        for module, buffers in self._found:
-            _put(
-                module, {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
-            )
+        now = _buffers_of(self._modules)
+        lent = {
+            module: {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
+            for module, buffers in self._found.items()
+        }
+        _put(self._modules, lent)
         try:
             yield
         finally:
-            for module, buffers in now:
-                _put(module, buffers)
+            _put(self._modules, now)
 
 
 class StageBuffers:
@@ -147,10 +149,18 @@ class StageBuffers:
         return self._deferred and isinstance(module, _BatchNorm) and module.training
 
 
-def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    if module._buffers or buffers:
-        module._buffers.clear()
-        module._buffers.update(buffers)
+def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
+    """Those of the modules that have any."""
+    return {module: dict(module._buffers) for module in modules if module._buffers}
+
+
+def _put(modules: Iterable[nn.Module], buffers: _Buffers) -> None:
+    """Let ``modules`` have these buffers, and no others."""
+    for module in modules:
+        if module._buffers:
+            module._buffers.clear()
+    for module, own in buffers.items():
+        module._buffers.update(own)
 
 
 def _version(buffer: Tensor) -> int:

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from lightning_gpipe.core.modes import Modes
 # branch); these are PyTorch's own.
 _set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
 _inference_mode = torch.autograd.grad_mode.inference_mode
+
+_NOTHING = nullcontext()
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -100,18 +103,26 @@ class Context:
             contextvars.copy_context(),
         )
 
+    def lacking(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+        """What the calling thread must enter to have this state; nothing if it has it."""
+        found: list[Callable[[], AbstractContextManager[Any]]] = []
+        if torch.is_inference_mode_enabled() != self.inference:
+            found.append(partial(_inference_mode, self.inference))
+        for autocast in self.autocast:
+            if Autocast.of(autocast.device_type) != autocast:
+                found.append(autocast.entered)
+        if _default_device() != self.default_device:
+            found.append(lambda: self.default_device)
+        if torch.is_grad_enabled() != self.grad or found:  # inference mode changes it too
+            found.append(partial(_set_grad_enabled, self.grad))
+        return found
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Give the calling thread this state for the duration of a ``with`` block."""
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled() != self.inference:
-                stack.enter_context(_inference_mode(self.inference))
-            for autocast in self.autocast:
-                if Autocast.of(autocast.device_type) != autocast:
-                    stack.enter_context(autocast.entered())
-            if _default_device() != self.default_device:
-                stack.enter_context(self.default_device)
-            stack.enter_context(_set_grad_enabled(self.grad))
+            for manager in self.lacking():
+                stack.enter_context(manager())
             yield
 
     @contextmanager
@@ -173,7 +184,7 @@ def _top_hooks() -> Hooks | None:
 def _hooked(hooks: Hooks | None) -> AbstractContextManager[Any]:
     """Apply ``hooks``, or none, in a ``with`` block on whatever thread this is."""
     if _top_hooks() == hooks:
-        return nullcontext()
+        return _NOTHING
     # There is no taking hooks away, only others that do what is done without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
 

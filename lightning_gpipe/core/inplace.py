@@ -11,7 +11,7 @@ from then on copies those. Edits through ``tensor.data`` are not counted: PyTorc
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,14 @@ class Edits:
 
     def watch(self, circumstances: Hashable, leaves: list[Any], *, grad: bool) -> Watch:
         """Prepare one run on ``leaves``; without gradients, only marked tensors need care."""
-        guarded = {
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
-        }
-        return Watch(self._known, (circumstances, frozenset(guarded)), leaves, guarded)
+        guarded = tuple(
+            [
+                k
+                for k, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
+            ]
+        )
+        return Watch(self._known, (circumstances, guarded), leaves, guarded)
 
 
 class Watch:
@@ -52,28 +54,27 @@ class Watch:
         known: dict[Hashable, set[int]],
         circumstances: Hashable,
         leaves: list[Any],
-        guarded: set[int],
+        guarded: tuple[int, ...],
     ) -> None:
         self._known = known
         self._circumstances = circumstances
-        self._expected = known.get(circumstances, guarded)
-        self._guarded = {k: leaves[k] for k in guarded}
-        copies: dict[Hashable, Tensor] = {
-            identity(leaf): carry(leaf, leaf.clone())
-            for k, leaf in self._guarded.items()
-            if k in self._expected or leaf.is_inference()
-        }
-        self.leaves = list(leaves)
-        if copies:
-            for k, leaf in self._guarded.items():
-                self.leaves[k] = copies.get(identity(leaf), leaf)
-        self._versions = {k: _version(self.leaves[k]) for k in guarded}
+        self._given = leaves
+        self._guarded = guarded
+        self._expected = known.get(circumstances)
+        copied = guarded if self._expected is None else self._expected
+        self.leaves = _with_copies(leaves, guarded, copied)
+        # Not of those made in inference mode, whose edits PyTorch does not count.
+        self._versions = [
+            (k, leaf, leaf._version)
+            for k, leaf in [(k, self.leaves[k]) for k in guarded]
+            if not leaf.is_inference()
+        ]
         self._editors: dict[int, str] = {}
 
     def after(self, index: int, layer: nn.Module) -> None:
         """Take note of what a layer did, by its index in the whole module."""
-        for k, version in self._versions.items():
-            if _version(self.leaves[k]) != version and k not in self._editors:
+        for k, leaf, version in self._versions:
+            if leaf._version != version and k not in self._editors:
                 self._editors[k] = f"layer {index} ({type(layer).__name__})"
 
     def close(self) -> None:
@@ -83,6 +84,10 @@ class Watch:
             RuntimeError: If it was not copied, because earlier runs did not edit it, or if another
                 input is a part of it.
         """
+        if self._expected is None:
+            self._check_overlaps()
+            self._known[self._circumstances] = set(self._editors)
+            return
         for k, editor in self._editors.items():
             if k not in self._expected:
                 raise RuntimeError(
@@ -90,26 +95,39 @@ class Watch:
                     "of its stage for the first time after an earlier run that did not. Use the "
                     "out-of-place form, such as nn.ReLU(inplace=False)."
                 )
-        if self._circumstances not in self._known:
-            self._check_overlaps()
-            self._known[self._circumstances] = set(self._editors)
 
     def _check_overlaps(self) -> None:
         for k, editor in self._editors.items():
-            edited = self._guarded[k]
+            edited = self._given[k]
             if is_elsewhere(edited):
                 raise RuntimeError(
                     f"{editor} must not edit a tensor that a skip connection takes to another "
                     f"stage: it edited input {k} of its stage. Use the out-of-place form, such as "
                     "nn.ReLU(inplace=False), or stash a clone."
                 )
-            for other, leaf in self._guarded.items():
+            for other in self._guarded:
+                leaf = self._given[other]
                 if identity(leaf) != identity(edited) and _overlap(leaf, edited):
                     raise RuntimeError(
                         f"{editor} must not edit an input of which another input is a part: it "
                         f"edited input {k} of its stage, which shares memory with input {other}. "
                         "Use the out-of-place form, such as nn.ReLU(inplace=False)."
                     )
+
+
+def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[int]) -> list[Any]:
+    """The leaves with copies of those to be copied, and wherever else the same tensor is."""
+    copies: dict[Hashable, Tensor] = {
+        identity(leaves[k]): carry(leaves[k], leaves[k].clone())
+        for k in guarded
+        if k in copied or leaves[k].is_inference()
+    }
+    if not copies:
+        return leaves
+    result = list(leaves)
+    for k in guarded:
+        result[k] = copies.get(identity(leaves[k]), leaves[k])
+    return result
 
 
 def identity(tensor: Tensor) -> Hashable:
@@ -140,8 +158,3 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     marks = torch.zeros(number, dtype=torch.bool, device=one.device)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was edited; not counted for those made in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version

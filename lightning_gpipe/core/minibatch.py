@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -112,7 +113,8 @@ class MiniBatch:
                 for i, gradients in enumerate(self._output_gradients):
                     exchange.send(Action(Kind.BACKWARD, i, n - 1), Flat(gradients))
                 with self._as_in_forward():
-                    now = Context.capture(self._devices)
+                    # With gradients, as recomputation wants it; backward itself goes without.
+                    now = replace(Context.capture(self._devices), grad=True)
                     self._run(self._schedule.backward_half, exchange, now)
             finally:
                 self.rejoin()

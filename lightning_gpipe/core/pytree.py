@@ -23,6 +23,8 @@ from torch.utils import _pytree
 
 from lightning_gpipe.core.whole import carry
 
+LONE = _pytree.tree_flatten(None)[1]  # of a tree that is a leaf, as most are: a tensor
+
 
 class Flat(NamedTuple):
     """A tree taken apart: its leaves in order, and the structure that held them.
@@ -38,6 +40,8 @@ class Flat(NamedTuple):
 
         A tensor that is there twice stays one tensor.
         """
+        if len(self.leaves) == 1:
+            return Flat([_detached(self.leaves[0])], self.spec)
         made = {id(leaf): _detached(leaf) for leaf in self.leaves}
         return Flat([made[id(leaf)] for leaf in self.leaves], self.spec)
 
@@ -48,6 +52,8 @@ def flatten(tree: Any) -> Flat:
     Raises:
         TypeError: If it holds tensors where they cannot be found.
     """
+    if type(tree) is Tensor:
+        return Flat([tree], LONE)
     leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_closed)
     if any(map(_is_closed, leaves)):
         leaves, spec = _pytree.tree_flatten(_opened(tree), is_leaf=_is_closed)
@@ -59,6 +65,8 @@ def flatten(tree: Any) -> Flat:
 
 def unflatten(flat: Flat) -> Any:
     """Put a tree together again."""
+    if flat.spec is LONE:
+        return flat.leaves[0]
     assert flat.spec is not None, "bare leaves make no tree"
     return _pytree.tree_unflatten(flat.leaves, flat.spec)
 

@@ -54,17 +54,19 @@ class OwnGenerators:
         self._generators = [default_generator(device) for device in devices]
         self._states: dict[int, list[Tensor]] = {}
 
-    @contextmanager
-    def drawing(self, i: int) -> Iterator[None]:
-        """Note the state before micro-batch ``i``, then draw as usual."""
-        self._states[i] = self._snapshot()
-        yield
+    def note(self, i: int) -> None:
+        """Note the state before micro-batch ``i``, which draws as usual."""
+        if self._generators:
+            self._states[i] = self._snapshot()
+
+    def replaying(self, i: int) -> AbstractContextManager[None]:
+        """Draw from the state that was noted, and leave the generators as they were."""
+        return self._from(self._states.pop(i)) if self._generators else nullcontext()
 
     @contextmanager
-    def replaying(self, i: int) -> Iterator[None]:
-        """Draw from the state that was noted, and leave the generators as they were."""
+    def _from(self, states: list[Tensor]) -> Iterator[None]:
         now = self._snapshot()
-        self._restore(self._states.pop(i))
+        self._restore(states)
         try:
             yield
         finally:
@@ -121,20 +123,20 @@ class Randomness:
         """Whether the stage drew from streams of its own."""
         return self._private is not None and self._private.drew
 
-    @contextmanager
-    def drawing(self, i: int) -> Iterator[None]:
-        """Around the first forward of micro-batch ``i``."""
-        with self._own.drawing(i), self._streams(i):
-            yield
-
-    @contextmanager
-    def replaying(self, i: int) -> Iterator[None]:
-        """Around its recomputation, which draws the same numbers once more."""
-        with self._own.replaying(i), self._streams(i):
-            yield
-
-    def _streams(self, i: int) -> AbstractContextManager[None]:
+    def drawing(self, i: int, *, again: bool) -> AbstractContextManager[None]:
+        """For the first forward of micro-batch ``i``; ``again``: whether it will be recomputed."""
+        if again:
+            self._own.note(i)
         return nullcontext() if self._private is None else self._private.drawing(i)
+
+    def replaying(self, i: int) -> AbstractContextManager[None]:
+        """For its recomputation, which draws the same numbers once more."""
+        return self._own.replaying(i) if self._private is None else self._both(self._private, i)
+
+    @contextmanager
+    def _both(self, private: PrivateStreams, i: int) -> Iterator[None]:
+        with self._own.replaying(i), private.drawing(i):
+            yield
 
 
 class SharedGenerators:

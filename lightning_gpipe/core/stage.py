@@ -7,7 +7,7 @@ alive between a mini-batch's forward and its backward belongs to its pass, see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -89,6 +89,10 @@ class Stage:
         """Where batch norms put what they see of one mini-batch, if they defer it."""
         return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
 
+    def circumstances(self, mode: TrainingMode, structure: Hashable) -> int:
+        """A number for what the layers may depend on: a training mode and a structure of inputs."""
+        return self._circumstances.setdefault((mode, structure), len(self._circumstances))
+
     # Whether the stage draws random numbers: see Note [Drawing from a private stream].
 
     @property
@@ -138,6 +142,7 @@ class Stage:
         self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
         self.edits = Edits()
         self._draws: dict[TrainingMode, bool | None] = {}
+        self._circumstances: dict[tuple[TrainingMode, Hashable], int] = {}
 
     def _check_placement(self) -> None:
         for module in self.modules:

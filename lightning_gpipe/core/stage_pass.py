@@ -12,12 +12,13 @@ at once, when a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpipe.core.buffers import Buffers
@@ -31,6 +32,8 @@ from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import mark_elsewhere
 
 Root = GradientEdge | Tensor
+
+_NOTHING = nullcontext()
 
 
 class _Kept(NamedTuple):
@@ -61,6 +64,8 @@ class StagePass:
         self._modules = stage.modules
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
+        self._structure: tuple[Any, int] = (None, -1)  # of the latest inputs, and its number
+        self._repeats_plainly: bool | None = None
         self._watched = self.shadows.watched
         self._used: set[int] = set()
 
@@ -75,19 +80,23 @@ class StagePass:
             What the last layer returned, and then the skip tensors that leave; all detached from
             this stage's graph.
         """
-        numbers = self.randomness.drawing(i)
+        again = self._context.grad and i not in self._kept
+        numbers = self.randomness.drawing(i, again=again)
         if not self._context.grad:
             return self._run(inputs, numbers, first=True)
-        if i in self._kept:
-            with self._context.saving():
-                outputs = self._run(inputs, numbers, first=True)
-            kept = _Kept(inputs, _roots(outputs.leaves))
-        else:
-            running = self.stage.buffers.running((self._mode, inputs.spec))
+        if again:
+            running = self.stage.buffers.running(self._circumstances(inputs))
             with running as buffers, self._context.dropping():
                 outputs = self._run(inputs, numbers, first=True)
             kept = _Kept(inputs, None, buffers)
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves):
+            needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
+        else:
+            with self._context.saving():
+                outputs = self._run(inputs, numbers, first=True)
+            roots = list(map(_root, outputs.leaves))
+            kept = _Kept(inputs, roots)
+            needed = any(root is not None for root in roots)
+        if needed:
             self._microbatches[i] = kept
             if self._watched:
                 self._used |= _leaves_behind(outputs.leaves)
@@ -114,8 +123,9 @@ class StagePass:
         pairs = zip(roots[len(roots) - len(gradients) :], gradients, strict=True)
         given = [(root, g) for root, g in pairs if root is not None and g is not None]
         if given:
-            starts: Any = [root for root, _ in given]  # typed for one kind at a time
-            torch.autograd.backward(starts, [g for _, g in given])
+            _backward(*zip(*given, strict=True))
+        if len(leaves) == 1:
+            return [leaves[0].grad]
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
         return [
             leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
@@ -187,49 +197,75 @@ class StagePass:
     def _repeat(self, i: int) -> None:
         inputs, _, buffers = self._microbatches[i]
         assert buffers is not None, "kept for every micro-batch that is recomputed"
-        with (
-            self._context.entered(),
-            self._context.modes.entered(),
-            self._context.saving(),
-            self.stage.in_mode(self._mode),
-            buffers.lent(),
-        ):
+        with self._as_in_forward(), self._context.saving(), buffers.lent():
             inputs = inputs.detached()  # without the hooks that layers put on those of forward
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
-        self._microbatches[i] = _Kept(inputs, _roots(outputs.leaves))
+        self._microbatches[i] = _Kept(inputs, list(map(_root, outputs.leaves)))
+
+    def _as_in_forward(self) -> AbstractContextManager[Any]:
+        """Give the thread and the modules what they had in forward."""
+        if self._repeats_plainly is None:  # it is the same for all micro-batches
+            self._repeats_plainly = not (
+                self._context.lacking() or self._context.modes or self.stage.mode != self._mode
+            )
+        if self._repeats_plainly:
+            return _NOTHING
+        stack = ExitStack()
+        for each in (
+            self._context.entered(),
+            self._context.modes.entered(),
+            self.stage.in_mode(self._mode),
+        ):
+            stack.enter_context(each)
+        return stack
 
     def _run(self, inputs: Flat, numbers: Any, *, first: bool) -> Flat:
-        partition, statistics = self.stage.partition, self.statistics
-        collecting = nullcontext() if statistics is None else statistics.collecting(first)
-        watch = self.stage.edits.watch(
-            (self._mode, inputs.spec), inputs.leaves, grad=self._context.grad
+        stage, statistics = self.stage, self.statistics
+        collecting = _NOTHING if statistics is None else statistics.collecting(first)
+        watch = stage.edits.watch(
+            self._circumstances(inputs), inputs.leaves, grad=self._context.grad
         )
-        main = len(watch.leaves) - len(self.stage.arriving)
+        main = len(watch.leaves) - len(stage.arriving)
         x = unflatten(Flat(watch.leaves[:main], inputs.spec))
-        skips = laid_out(self.stage.arriving, watch.leaves[main:])
+        skips = laid_out(stage.arriving, watch.leaves[main:])
         with numbers, self.shadows.cast(), collecting, carrying(skips):
-            for k, layer in enumerate(partition.layers, start=partition.first):
+            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 x = layer(x)
                 watch.after(k, layer)
         watch.close()
-        leaves, spec = flatten(x)
-        leaving = cleared(skips, self.stage.leaving)
-        for route, tensor in zip(self.stage.leaving, leaving, strict=True):
-            self.stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
-        return Flat([*leaves, *leaving], spec)
+        outputs = flatten(x)
+        if not (skips or stage.leaving):
+            return outputs
+        leaving = cleared(skips, stage.leaving)
+        for route, tensor in zip(stage.leaving, leaving, strict=True):
+            stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
+        return Flat([*outputs.leaves, *leaving], outputs.spec)
+
+    def _circumstances(self, inputs: Flat) -> int:
+        structure, number = self._structure
+        if number < 0 or structure is not inputs.spec:
+            number = self.stage.circumstances(self._mode, inputs.spec)
+            self._structure = inputs.spec, number
+        return number
 
 
-def _roots(leaves: Iterable[Any]) -> list[Root | None]:
-    """Where backward begins; the tensors themselves are for who asked for them to keep."""
-    return [
-        _root(leaf) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves
-    ]
-
-
-def _root(tensor: Tensor) -> Root:
+def _root(leaf: Any) -> Root | None:
+    """Where backward begins; the tensor itself is for who asked for it to keep."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
     # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
-    written_in_python = isinstance(tensor.grad_fn, torch._C._FunctionBase)
-    return tensor if written_in_python else get_gradient_edge(tensor)
+    written_in_python = isinstance(leaf.grad_fn, torch._C._FunctionBase)
+    return leaf if written_in_python else get_gradient_edge(leaf)
+
+
+def _backward(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
+    """What ``torch.autograd.backward`` does once it has looked at what it was given.
+
+    Its look takes as long as backward through a small layer.
+    """
+    Variable._execution_engine.run_backward(
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def _leaves_behind(outputs: list[Any]) -> set[int]:

@@ -63,10 +63,10 @@ def streams(seed: bytes = b"seed", j: int = 0) -> PrivateStreams:
 def test_own_generators_replay_what_was_drawn() -> None:
     own = OwnGenerators([CPU])
 
-    with own.drawing(0):
-        first = torch.rand(3)
-    with own.drawing(1):
-        second = torch.rand(3)
+    own.note(0)
+    first = torch.rand(3)
+    own.note(1)
+    second = torch.rand(3)
     after = torch.default_generator.get_state()
     with own.replaying(1):
         again = torch.rand(3)
@@ -78,8 +78,8 @@ def test_own_generators_replay_what_was_drawn() -> None:
 
 def test_own_generators_come_back_after_an_error() -> None:
     own = OwnGenerators([CPU])
-    with own.drawing(0):
-        torch.rand(3)
+    own.note(0)
+    torch.rand(3)
     after = torch.default_generator.get_state()
 
     with pytest.raises(KeyError), own.replaying(0):
@@ -93,8 +93,8 @@ def test_own_generators_draw_as_the_plain_module_would() -> None:
     plain = torch.rand(3)
     torch.set_rng_state(state)
 
-    with OwnGenerators([CPU]).drawing(0):
-        drawn = torch.rand(3)
+    OwnGenerators([CPU]).note(0)
+    drawn = torch.rand(3)
 
     assert torch.equal(drawn, plain)
 
@@ -223,9 +223,9 @@ def test_devices_that_are_not_shared_are_left_alone() -> None:
 @pytest.mark.parametrize("private", [True, False])
 def test_recomputation_draws_the_same(private: bool) -> None:
     randomness = Randomness(OwnGenerators([CPU]), streams() if private else None)
-    with randomness.drawing(0):
+    with randomness.drawing(0, again=True):
         first = torch.rand(3)
-    with randomness.drawing(1):
+    with randomness.drawing(1, again=False):
         torch.rand(3)
 
     with randomness.replaying(0):
