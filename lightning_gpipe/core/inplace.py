@@ -32,14 +32,12 @@ class Edits:
 
     def watch(self, circumstances: Hashable, leaves: list[Any], *, grad: bool) -> Watch:
         """Prepare one run on ``leaves``; without gradients, only marked tensors need care."""
-        guarded = tuple(
-            [
-                k
-                for k, leaf in enumerate(leaves)
-                if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
-            ]
-        )
-        return Watch(self._known, (circumstances, guarded), leaves, guarded)
+        guarded = [
+            k
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
+        ]
+        return Watch(self._known, (circumstances, *guarded), leaves, guarded)
 
 
 class Watch:
@@ -54,7 +52,7 @@ class Watch:
         known: dict[Hashable, set[int]],
         circumstances: Hashable,
         leaves: list[Any],
-        guarded: tuple[int, ...],
+        guarded: list[int],
     ) -> None:
         self._known = known
         self._circumstances = circumstances
@@ -62,19 +60,16 @@ class Watch:
         self._guarded = guarded
         self._expected = known.get(circumstances)
         copied = guarded if self._expected is None else self._expected
-        self.leaves = _with_copies(leaves, guarded, copied)
-        # Not of those made in inference mode, whose edits PyTorch does not count.
-        self._versions = [
-            (k, leaf, leaf._version)
-            for k, leaf in [(k, self.leaves[k]) for k in guarded]
-            if not leaf.is_inference()
-        ]
+        if copied or [k for k in guarded if leaves[k].is_inference()]:
+            leaves = _with_copies(leaves, guarded, copied)
+        self.leaves = leaves
+        self._versions = [(k, leaves[k], _version(leaves[k])) for k in guarded]
         self._editors: dict[int, str] = {}
 
     def after(self, index: int, layer: nn.Module) -> None:
         """Take note of what a layer did, by its index in the whole module."""
         for k, leaf, version in self._versions:
-            if leaf._version != version and k not in self._editors:
+            if _version(leaf) != version and k not in self._editors:
                 self._editors[k] = f"layer {index} ({type(layer).__name__})"
 
     def close(self) -> None:
@@ -158,3 +153,8 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     marks = torch.zeros(number, dtype=torch.bool, device=one.device)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was edited; not counted for those made in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version

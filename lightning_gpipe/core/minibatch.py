@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +215,10 @@ class MiniBatch:
         ]
         for i, microbatch in enumerate(microbatches):
             exchange.send(Action(Kind.FORWARD, i, 0), microbatch.detached())
-        self._run(self._schedule.forward_half, exchange, self._context)
+        with ExitStack() as stack:
+            for each in self._passes:
+                stack.enter_context(each.shadows.cast())
+            self._run(self._schedule.forward_half, exchange, self._context)
         n = self._schedule.n
         return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]
 
@@ -237,7 +239,7 @@ class MiniBatch:
             self._transport.run(exchange, jobs)
             return
         with context.entered():
-            for w, row in groupby(half.interleaved, half.worker_of):
+            for w, row in half.turns:
                 with self._workers[w].streaming():
                     for action in row:
                         self._workers[w].perform(action, exchange)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from hashlib import blake2b
 from types import FrameType
@@ -56,17 +56,17 @@ class OwnGenerators:
 
     def note(self, i: int) -> None:
         """Note the state before micro-batch ``i``, which draws as usual."""
-        if self._generators:
+        if self:
             self._states[i] = self._snapshot()
 
-    def replaying(self, i: int) -> AbstractContextManager[None]:
-        """Draw from the state that was noted, and leave the generators as they were."""
-        return self._from(self._states.pop(i)) if self._generators else nullcontext()
+    def __bool__(self) -> bool:
+        return bool(self._generators)
 
     @contextmanager
-    def _from(self, states: list[Tensor]) -> Iterator[None]:
+    def replaying(self, i: int) -> Iterator[None]:
+        """Draw from the state that was noted, and leave the generators as they were."""
         now = self._snapshot()
-        self._restore(states)
+        self._restore(self._states.pop(i, []))
         try:
             yield
         finally:
@@ -123,15 +123,22 @@ class Randomness:
         """Whether the stage drew from streams of its own."""
         return self._private is not None and self._private.drew
 
-    def drawing(self, i: int, *, again: bool) -> AbstractContextManager[None]:
-        """For the first forward of micro-batch ``i``; ``again``: whether it will be recomputed."""
+    def drawing(self, i: int, *, again: bool) -> AbstractContextManager[None] | None:
+        """For the first forward of micro-batch ``i``: what to enter around it, if anything.
+
+        Args:
+            i: The micro-batch.
+            again: Whether it will be recomputed.
+        """
         if again:
             self._own.note(i)
-        return nullcontext() if self._private is None else self._private.drawing(i)
+        return None if self._private is None else self._private.drawing(i)
 
-    def replaying(self, i: int) -> AbstractContextManager[None]:
-        """For its recomputation, which draws the same numbers once more."""
-        return self._own.replaying(i) if self._private is None else self._both(self._private, i)
+    def replaying(self, i: int) -> AbstractContextManager[None] | None:
+        """The same for its recomputation, which draws the same numbers once more."""
+        if self._private is not None:
+            return self._both(self._private, i)
+        return self._own.replaying(i) if self._own else None
 
     @contextmanager
     def _both(self, private: PrivateStreams, i: int) -> Iterator[None]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 
@@ -94,6 +95,12 @@ class Schedule:
         """All actions in one sequence that a single thread can run, clock cycle by clock cycle."""
         start = self.simulation.start
         return tuple(sorted(start, key=lambda action: (start[action], self.worker_of(action))))
+
+    @cached_property
+    def turns(self) -> tuple[tuple[int, Row], ...]:
+        """The same sequence as the workers take turns in it: a worker, and what it runs."""
+        groups = groupby(self.interleaved, self.worker_of)
+        return tuple((worker, tuple(row)) for worker, row in groups)
 
     def _only(self, wanted: Callable[[Action], bool]) -> Schedule:
         return Schedule(self.m, self.n, tuple(tuple(filter(wanted, row)) for row in self.rows))

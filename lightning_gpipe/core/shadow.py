@@ -17,7 +17,8 @@ whatever changed that; what the copy gathers is added to what the parameter gets
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Shadows:
 
     Attributes:
         parameters: Those that have a shadow and require a gradient.
+        on: Whether the shadows are in the parameters' places now.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Shadows:
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: dict[nn.Parameter, int] = {}
+        self.on = False
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is None:
@@ -70,9 +73,20 @@ class Shadows:
                 self._swaps.append((module._parameters, name, self._of[parameter]))
         self.parameters = [parameter for parameter in self._of if parameter.requires_grad]
 
-    def cast(self) -> Cast:
+    @contextmanager
+    def cast(self) -> Iterator[None]:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        return Cast([*self._swaps, *self._as_in_forward()])
+        swaps = [*self._swaps, *self._as_in_forward()]
+        found = [slots[name] for slots, name, _ in swaps]
+        self.on = True
+        for slots, name, shadow in swaps:
+            slots[name] = shadow
+        try:
+            yield
+        finally:
+            for (slots, name, _), parameter in zip(swaps, found, strict=True):
+                slots[name] = parameter
+            self.on = False
 
     @property
     def watched(self) -> bool:
@@ -116,21 +130,3 @@ class Shadows:
             return None
         gradient, shadow.grad = shadow.grad, None
         return gradient
-
-
-class Cast:
-    """Has other parameters in some places for the duration of a ``with`` block."""
-
-    # A class: it is entered for every action, and costs half of what a generator does.
-
-    def __init__(self, swaps: Sequence[_Swap]) -> None:
-        self._swaps = swaps
-
-    def __enter__(self) -> None:
-        self._found = [slots[name] for slots, name, _ in self._swaps]
-        for slots, name, shadow in self._swaps:
-            slots[name] = shadow
-
-    def __exit__(self, *error: object) -> None:
-        for (slots, name, _), parameter in zip(self._swaps, self._found, strict=True):
-            slots[name] = parameter

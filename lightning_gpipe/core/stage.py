@@ -18,6 +18,7 @@ from lightning_gpipe.core.buffers import StageBuffers
 from lightning_gpipe.core.inplace import Edits
 from lightning_gpipe.core.partition import Partition
 from lightning_gpipe.core.shadow import Place, Shadows
+from lightning_gpipe.core.skip.declare import declared_in
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route
 
@@ -35,6 +36,7 @@ class Stage:
         skip_bytes: How large those that leave were in the latest micro-batch.
         followed: The places of parameters that live on another device.
         modules: The layers and all modules within them.
+        skips: Whether any of them stashes or pops skip tensors.
         buffers: Their buffers.
         edits: Which inputs they edit.
     """
@@ -139,6 +141,7 @@ class Stage:
     def _survey(self, modules: tuple[nn.Module, ...]) -> None:
         """Start with these modules, of which nothing is known yet."""
         self.modules = modules
+        self.skips = any(declared_in(module) is not None for module in modules)
         self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
         self.edits = Edits()
         self._draws: dict[TrainingMode, bool | None] = {}

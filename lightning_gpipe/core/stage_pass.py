@@ -23,15 +23,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpipe.core.buffers import Buffers
 from lightning_gpipe.core.context import Context
-from lightning_gpipe.core.inplace import memory
+from lightning_gpipe.core.inplace import Watch, memory
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
-from lightning_gpipe.core.skip.flight import carrying
+from lightning_gpipe.core.skip.flight import Table, carrying
 from lightning_gpipe.core.skip.layout import cleared, laid_out
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import mark_elsewhere
 
 Root = GradientEdge | Tensor
+Manager = AbstractContextManager[Any]
 
 _NOTHING = nullcontext()
 
@@ -80,10 +81,10 @@ class StagePass:
             What the last layer returned, and then the skip tensors that leave; all detached from
             this stage's graph.
         """
-        again = self._context.grad and i not in self._kept
-        numbers = self.randomness.drawing(i, again=again)
         if not self._context.grad:
-            return self._run(inputs, numbers, first=True)
+            return self._run(inputs, self.randomness.drawing(i, again=False), first=True)
+        again = i not in self._kept
+        numbers = self.randomness.drawing(i, again=again)
         if again:
             running = self.stage.buffers.running(self._circumstances(inputs))
             with running as buffers, self._context.dropping():
@@ -93,9 +94,9 @@ class StagePass:
         else:
             with self._context.saving():
                 outputs = self._run(inputs, numbers, first=True)
-            roots = list(map(_root, outputs.leaves))
+            roots = [_root(leaf) for leaf in outputs.leaves]
             kept = _Kept(inputs, roots)
-            needed = any(root is not None for root in roots)
+            needed = roots.count(None) < len(roots)
         if needed:
             self._microbatches[i] = kept
             if self._watched:
@@ -202,7 +203,7 @@ class StagePass:
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
         self._microbatches[i] = _Kept(inputs, list(map(_root, outputs.leaves)))
 
-    def _as_in_forward(self) -> AbstractContextManager[Any]:
+    def _as_in_forward(self) -> Manager:
         """Give the thread and the modules what they had in forward."""
         if self._repeats_plainly is None:  # it is the same for all micro-batches
             self._repeats_plainly = not (
@@ -219,19 +220,20 @@ class StagePass:
             stack.enter_context(each)
         return stack
 
-    def _run(self, inputs: Flat, numbers: Any, *, first: bool) -> Flat:
-        stage, statistics = self.stage, self.statistics
-        collecting = _NOTHING if statistics is None else statistics.collecting(first)
+    def _run(self, inputs: Flat, numbers: Manager | None, *, first: bool) -> Flat:
+        stage = self.stage
         watch = stage.edits.watch(
             self._circumstances(inputs), inputs.leaves, grad=self._context.grad
         )
-        main = len(watch.leaves) - len(stage.arriving)
-        x = unflatten(Flat(watch.leaves[:main], inputs.spec))
-        skips = laid_out(stage.arriving, watch.leaves[main:])
-        with numbers, self.shadows.cast(), collecting, carrying(skips):
-            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
-                x = layer(x)
-                watch.after(k, layer)
+        x, skips = self._laid_out(watch.leaves, inputs.spec)
+        around = self._around(numbers, skips, first=first)
+        if around:
+            with ExitStack() as stack:
+                for each in around:
+                    stack.enter_context(each)
+                x = self._through(x, watch)
+        else:
+            x = self._through(x, watch)
         watch.close()
         outputs = flatten(x)
         if not (skips or stage.leaving):
@@ -240,6 +242,32 @@ class StagePass:
         for route, tensor in zip(stage.leaving, leaving, strict=True):
             stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
         return Flat([*outputs.leaves, *leaving], outputs.spec)
+
+    def _around(self, numbers: Manager | None, skips: Table, *, first: bool) -> list[Manager]:
+        """What must hold while the layers run, as far as it does not anyway."""
+        found = [] if numbers is None else [numbers]
+        if not self.shadows.on:
+            found.append(self.shadows.cast())
+        if self.statistics is not None:
+            found.append(self.statistics.collecting(first))
+        if self.stage.skips:
+            found.append(carrying(skips))
+        return found
+
+    def _through(self, x: Any, watch: Watch) -> Any:
+        partition = self.stage.partition
+        for k, layer in enumerate(partition.layers, start=partition.first):
+            x = layer(x)
+            watch.after(k, layer)
+        return x
+
+    def _laid_out(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
+        """What the first layer takes, and the skip tensors that layers find on their table."""
+        arriving = self.stage.arriving
+        if not arriving:
+            return unflatten(Flat(leaves, spec)), {}
+        main = len(leaves) - len(arriving)
+        return unflatten(Flat(leaves[:main], spec)), laid_out(arriving, leaves[main:])
 
     def _circumstances(self, inputs: Flat) -> int:
         structure, number = self._structure

@@ -18,7 +18,7 @@ from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action, Kind
 from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.stage_pass import StagePass
-from lightning_gpipe.core.timeline import CudaClock, HostClock, Stamp, Timeline
+from lightning_gpipe.core.timeline import CudaClock, HostClock, Timeline
 from lightning_gpipe.core.transport import Cancelled, Exchange
 
 _VERBS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
@@ -58,16 +58,14 @@ class Worker:
     def perform(self, action: Action, exchange: Exchange) -> None:
         """Run one action: take what it needs, and hand over what it made."""
         exchange.check()
+        kind = action.kind
         try:
-            match action.kind:
-                case Kind.FORWARD:
-                    self._forward(action, exchange)
-                case Kind.RECOMPUTE:
-                    start = self._clock.now()
-                    self._passes[action.j].recompute(action.i)
-                    self._note(action, start)
-                case Kind.BACKWARD:
-                    self._backward(action, exchange)
+            if kind is Kind.FORWARD:
+                self._forward(action, exchange)
+            elif kind is Kind.BACKWARD:
+                self._backward(action, exchange)
+            else:
+                self._recompute(action)
         except Cancelled:
             raise
         except BaseException as error:
@@ -95,44 +93,58 @@ class Worker:
     def _forward(self, action: Action, exchange: Exchange) -> None:
         _, i, j = action
         stage_pass = self._passes[j]
-        inputs = self._receive(exchange, action, stage_pass.stage.arriving)
+        arriving, leaving = stage_pass.stage.arriving, stage_pass.stage.leaving
+        inputs = exchange.receive(action)
+        if arriving:
+            inputs = _joined(inputs, _receive_skips(exchange, action, arriving))
         start = self._clock.now()
         outputs = stage_pass.forward(i, inputs)
-        self._note(action, start)
-        self._send(exchange, Action(Kind.FORWARD, i, j + 1), outputs, stage_pass.stage.leaving)
+        self._timeline.add(self._index, action, start, self._clock.now())
+        to = Action(Kind.FORWARD, i, j + 1)
+        if leaving:
+            outputs = _send_skips(exchange, to, outputs, leaving)
+        exchange.send(to, outputs)
+
+    def _recompute(self, action: Action) -> None:
+        start = self._clock.now()
+        self._passes[action.j].recompute(action.i)
+        self._timeline.add(self._index, action, start, self._clock.now())
 
     def _backward(self, action: Action, exchange: Exchange) -> None:
         _, i, j = action
         stage_pass = self._passes[j]
-        given = self._receive(exchange, action, stage_pass.stage.leaving)
+        arriving, leaving = stage_pass.stage.leaving, stage_pass.stage.arriving
+        given = exchange.receive(action)
+        if arriving:
+            given = _joined(given, _receive_skips(exchange, action, arriving))
         start = self._clock.now()
         gradients = Flat(stage_pass.backward(i, given.leaves))
-        self._note(action, start)
-        self._send(exchange, Action(Kind.BACKWARD, i, j - 1), gradients, stage_pass.stage.arriving)
-
-    def _receive(self, exchange: Exchange, at: Action, skips: Sequence[Route]) -> Flat:
-        """What ``at`` needs of the stage beside it, followed by the skip tensors it needs."""
-        value = exchange.receive(at)
-        if not skips:
-            return value
-        tensors = [exchange.receive(at, route).leaves[0] for route in skips]
-        return Flat([*value.leaves, *tensors], value.spec)
-
-    def _send(self, exchange: Exchange, to: Action, value: Flat, skips: Sequence[Route]) -> None:
-        """Send the skip tensors at the end of ``value`` where they go, and the rest to ``to``."""
-        if not skips:
-            exchange.send(to, value)
-            return
-        main = max(0, len(value.leaves) - len(skips))  # without gradients there is nothing
-        tensors = value.leaves[main:] if value.leaves else [None] * len(skips)
-        for route, tensor in zip(skips, tensors, strict=True):
-            j = route.target if to.kind is Kind.FORWARD else route.source
-            exchange.send(to._replace(j=j), Flat([tensor]), route)
-        exchange.send(to, Flat(value.leaves[:main], value.spec))
-
-    def _note(self, action: Action, start: Stamp) -> None:
         self._timeline.add(self._index, action, start, self._clock.now())
+        to = Action(Kind.BACKWARD, i, j - 1)
+        if leaving:
+            gradients = _send_skips(exchange, to, gradients, leaving)
+        exchange.send(to, gradients)
 
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._timeline.schedule.m}"
         return f"{_VERBS[action.kind]} of {microbatch} on {self._passes[action.j].stage}"
+
+
+def _receive_skips(exchange: Exchange, at: Action, skips: Sequence[Route]) -> list[Any]:
+    """The skip tensors that ``at`` needs, or their gradients."""
+    return [exchange.receive(at, route).leaves[0] for route in skips]
+
+
+def _joined(value: Flat, tensors: list[Any]) -> Flat:
+    """What a stage beside sent, followed by skip tensors."""
+    return Flat([*value.leaves, *tensors], value.spec)
+
+
+def _send_skips(exchange: Exchange, to: Action, value: Flat, skips: Sequence[Route]) -> Flat:
+    """Send the skip tensors at the end of ``value`` where they go; the rest is for ``to``."""
+    main = max(0, len(value.leaves) - len(skips))  # without gradients there is nothing
+    tensors = value.leaves[main:] if value.leaves else [None] * len(skips)
+    for route, tensor in zip(skips, tensors, strict=True):
+        j = route.target if to.kind is Kind.FORWARD else route.source
+        exchange.send(to._replace(j=j), Flat([tensor]), route)
+    return Flat(value.leaves[:main], value.spec)

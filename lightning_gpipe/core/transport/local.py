@@ -45,35 +45,41 @@ class LocalExchange(Exchange):
         self._inboxes: list[SimpleQueue[_Mail | None]] = [SimpleQueue() for _ in range(places)]
         self._arrived: list[dict[_Address, _Mail]] = [{} for _ in range(places)]
         self._one_device = copies.one_device
+        # The inbox of each stage and, past the last and before the first, of the caller.
+        self._places = [*(j % len(devices) for j in range(n)), len(devices)]
         self._cancelled = False
 
     def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
         ready = None
-        if not self._one_device or _from_outside(to, skip):
+        if not self._one_device or to.j == 0:  # the caller's input may be on any device
             source, target = self._sender_of(to, skip), self._device_at(to.j)
             leaves, ready = self._copies.send(value.leaves, source, target)
             value = Flat(leaves, value.spec)
-        self._inboxes[self._place_of(to.j)].put(((to, skip), value, ready))
+        self._inboxes[self._places[to.j]].put(((to, skip), value, ready))
 
     def receive(self, at: Action, skip: Route | None = None) -> Flat:
-        place, address = self._place_of(at.j), (at, skip)
+        place, address = self._places[at.j], (at, skip)
         arrived = self._arrived[place]
         while address not in arrived:
-            self.check()
-            try:
-                mail = self._inboxes[place].get(timeout=_LOOK_UP)
-            except Empty:
-                if place == len(self._devices):  # a caller comes after the run: nothing is to come
-                    raise RuntimeError(
-                        f"the run must end with what {at} needs, but made none"
-                    ) from None
-                continue
-            if mail is not None:
-                arrived[mail[0]] = mail
+            self._open(place, at)
         _, value, ready = arrived.pop(address)
         if ready is not None:
             self._copies.accept(value.leaves, ready, self._device_at(at.j))
         return value
+
+    def _open(self, place: int, at: Action) -> None:
+        """Take the next piece of mail from an inbox, and wait for it a while if there is none."""
+        self.check()
+        try:
+            mail = self._inboxes[place].get(timeout=_LOOK_UP)
+        except Empty:
+            if place == len(self._devices):  # a caller comes after the run: nothing is to come
+                raise RuntimeError(
+                    f"the run must end with what {at} needs, but made none"
+                ) from None
+            return
+        if mail is not None:
+            self._arrived[place][mail[0]] = mail
 
     def check(self) -> None:
         if self._cancelled:
@@ -85,26 +91,16 @@ class LocalExchange(Exchange):
         for inbox in self._inboxes:
             inbox.put(None)
 
-    def _place_of(self, j: int) -> int:
-        """The inbox of stage ``j``, or of the caller beside the first and the last."""
-        return j % len(self._devices) if 0 <= j < self._n else len(self._devices)
-
     def _device_at(self, j: int) -> torch.device:
         """Where stage ``j`` is; the caller takes things where they were made."""
         return self._devices[min(max(j, 0), self._n - 1) % len(self._devices)]
 
     def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
         """The device of the stage that makes what ``to`` needs; None for the caller's input."""
-        if _from_outside(to, skip):
-            return None
         if to.kind is Kind.FORWARD:
-            return self._device_at(to.j - 1 if skip is None else skip.source)
+            j = to.j - 1 if skip is None else skip.source
+            return None if j < 0 else self._device_at(j)
         return self._device_at(to.j + 1 if skip is None else skip.target)
-
-
-def _from_outside(to: Action, skip: Route | None) -> bool:
-    """Whether this is the caller's input, which may be on any device."""
-    return to.j == 0 and skip is None and to.kind is Kind.FORWARD
 
 
 class LocalTransport(Transport):
