@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from lightning_gpipe.core.managers import Manager
+
 Place = tuple[nn.Module, str]
 
 _Buffers = dict[nn.Module, dict[str, Tensor | None]]
@@ -77,13 +79,17 @@ class Buffers:
             if not torch.equal(buffer, value):  # a graph of the user's may have saved it
                 buffer.data.copy_(value)  # no edit to a graph that has saved it since
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """Let the modules have what they had for a ``with`` block, in which they may change it.
+    def lent(self) -> list[Manager]:
+        """What lets the modules have what they had, in which they may change it.
 
-        The buffers whose values were kept are not written to: a graph may have saved them.
+        The buffers whose values were kept are not written to: a graph may have saved them. Where
+        there are none now and were none there is nothing to do.
         """
         now = _buffers_of(self._modules)
+        return [self._lent(now)] if now or self._found else []
+
+    @contextmanager
+    def _lent(self, now: _Buffers) -> Iterator[None]:
         lent = {
             module: {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
             for module, buffers in self._found.items()
@@ -116,20 +122,21 @@ class StageBuffers:
         """All buffers, and the values of those that are not large."""
         return Buffers(self._modules, copied=self._uncounted, ignored=self._left_alone)
 
-    @contextmanager
-    def running(self, circumstances: Hashable) -> Iterator[Buffers]:
-        """Keep the buffers for a ``with`` block that runs the layers, and learn what they edit.
-
-        Raises:
-            RuntimeError: If they edit a buffer that they did not edit before in ``circumstances``.
-        """
+    def before(self, circumstances: Hashable) -> Buffers:
+        """Keep the buffers as they are before a run of the layers."""
         known = self._edited.get(circumstances)
-        buffers = Buffers(
+        return Buffers(
             self._modules,
             copied=lambda place: known is None or place in known or self._uncounted(place),
             ignored=self._left_alone,
         )
-        yield buffers
+
+    def after(self, circumstances: Hashable, buffers: Buffers) -> None:
+        """Learn from the run which of them the layers edit.
+
+        Raises:
+            RuntimeError: If they edited one that they did not edit before in ``circumstances``.
+        """
         if buffers.lost is not None:
             module, name = buffers.lost
             raise RuntimeError(
@@ -138,7 +145,8 @@ class StageBuffers:
                 "was is needed for recomputation. Assign a new tensor to the buffer instead of "
                 "editing it, or write activation_checkpointing='never'."
             )
-        self._edited.setdefault(circumstances, buffers.edits)
+        if circumstances not in self._edited:
+            self._edited[circumstances] = buffers.edits
 
     def _uncounted(self, place: Place) -> bool:
         """Whether PyTorch does not count the edits: those of running statistics."""

@@ -16,21 +16,20 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from lightning_gpipe.core.managers import NOTHING, Manager
 from lightning_gpipe.core.modes import Modes
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
 _set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
 _inference_mode = torch.autograd.grad_mode.inference_mode
-
-_NOTHING = nullcontext()
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -103,9 +102,9 @@ class Context:
             contextvars.copy_context(),
         )
 
-    def lacking(self) -> list[Callable[[], AbstractContextManager[Any]]]:
+    def lacking(self) -> list[Callable[[], Manager]]:
         """What the calling thread must enter to have this state; nothing if it has it."""
-        found: list[Callable[[], AbstractContextManager[Any]]] = []
+        found: list[Callable[[], Manager]] = []
         if torch.is_inference_mode_enabled() != self.inference:
             found.append(partial(_inference_mode, self.inference))
         for autocast in self.autocast:
@@ -147,12 +146,12 @@ class Context:
         if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
             torch.clear_autocast_cache()
 
-    def saving(self) -> AbstractContextManager[Any]:
+    def saving(self) -> Manager:
         """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
         return _hooked(self.saved_tensors_hooks)
 
     @staticmethod
-    def dropping() -> AbstractContextManager[Any]:
+    def dropping() -> Manager:
         """Keep all hooks from what autograd saves in a ``with`` block only to be dropped."""
         return _hooked(None)
 
@@ -181,10 +180,10 @@ def _top_hooks() -> Hooks | None:
     return hooks
 
 
-def _hooked(hooks: Hooks | None) -> AbstractContextManager[Any]:
+def _hooked(hooks: Hooks | None) -> Manager:
     """Apply ``hooks``, or none, in a ``with`` block on whatever thread this is."""
     if _top_hooks() == hooks:
-        return _NOTHING
+        return NOTHING
     # There is no taking hooks away, only others that do what is done without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.context import Context, on_engine_thread
+from lightning_gpipe.core.managers import together
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
@@ -215,9 +216,7 @@ class MiniBatch:
         ]
         for i, microbatch in enumerate(microbatches):
             exchange.send(Action(Kind.FORWARD, i, 0), microbatch.detached())
-        with ExitStack() as stack:
-            for each in self._passes:
-                stack.enter_context(each.shadows.cast())
+        with together([each.shadows.cast() for each in self._passes]):
             self._run(self._schedule.forward_half, exchange, self._context)
         n = self._schedule.n
         return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]

@@ -28,7 +28,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, cached_property
 from hashlib import blake2b
 from types import FrameType
@@ -37,6 +37,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpipe.core.managers import Manager
 
 
 def default_generator(device: torch.device) -> Generator:
@@ -54,19 +56,19 @@ class OwnGenerators:
         self._generators = [default_generator(device) for device in devices]
         self._states: dict[int, list[Tensor]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._generators)
+
     def note(self, i: int) -> None:
         """Note the state before micro-batch ``i``, which draws as usual."""
         if self:
             self._states[i] = self._snapshot()
 
-    def __bool__(self) -> bool:
-        return bool(self._generators)
-
     @contextmanager
     def replaying(self, i: int) -> Iterator[None]:
         """Draw from the state that was noted, and leave the generators as they were."""
         now = self._snapshot()
-        self._restore(self._states.pop(i, []))
+        self._restore(self._states.pop(i))
         try:
             yield
         finally:
@@ -123,8 +125,8 @@ class Randomness:
         """Whether the stage drew from streams of its own."""
         return self._private is not None and self._private.drew
 
-    def drawing(self, i: int, *, again: bool) -> AbstractContextManager[None] | None:
-        """For the first forward of micro-batch ``i``: what to enter around it, if anything.
+    def drawing(self, i: int, *, again: bool) -> list[Manager]:
+        """What to enter around the first forward of micro-batch ``i``, if anything.
 
         Args:
             i: The micro-batch.
@@ -132,18 +134,14 @@ class Randomness:
         """
         if again:
             self._own.note(i)
-        return None if self._private is None else self._private.drawing(i)
+        return [] if self._private is None else [self._private.drawing(i)]
 
-    def replaying(self, i: int) -> AbstractContextManager[None] | None:
-        """The same for its recomputation, which draws the same numbers once more."""
+    def replaying(self, i: int) -> list[Manager]:
+        """What to enter around the recomputation, which draws the same numbers once more."""
+        found: list[Manager] = [self._own.replaying(i)] if self._own else []
         if self._private is not None:
-            return self._both(self._private, i)
-        return self._own.replaying(i) if self._own else None
-
-    @contextmanager
-    def _both(self, private: PrivateStreams, i: int) -> Iterator[None]:
-        with self._own.replaying(i), private.drawing(i):
-            yield
+            found.append(self._private.drawing(i))
+        return found
 
 
 class SharedGenerators:

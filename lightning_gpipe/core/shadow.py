@@ -17,8 +17,7 @@ whatever changed that; what the copy gathers is added to what the parameter gets
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -73,20 +72,9 @@ class Shadows:
                 self._swaps.append((module._parameters, name, self._of[parameter]))
         self.parameters = [parameter for parameter in self._of if parameter.requires_grad]
 
-    @contextmanager
-    def cast(self) -> Iterator[None]:
+    def cast(self) -> Cast:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        swaps = [*self._swaps, *self._as_in_forward()]
-        found = [slots[name] for slots, name, _ in swaps]
-        self.on = True
-        for slots, name, shadow in swaps:
-            slots[name] = shadow
-        try:
-            yield
-        finally:
-            for (slots, name, _), parameter in zip(swaps, found, strict=True):
-                slots[name] = parameter
-            self.on = False
+        return Cast(self, [*self._swaps, *self._as_in_forward()])
 
     @property
     def watched(self) -> bool:
@@ -130,3 +118,24 @@ class Shadows:
             return None
         gradient, shadow.grad = shadow.grad, None
         return gradient
+
+
+class Cast:
+    """Has the shadows in the parameters' places for the duration of a ``with`` block."""
+
+    # A class: it is entered for every recomputation, and costs half of what a generator does.
+
+    def __init__(self, shadows: Shadows, swaps: Sequence[_Swap]) -> None:
+        self._shadows = shadows
+        self._swaps = swaps
+
+    def __enter__(self) -> None:
+        self._found = [slots[name] for slots, name, _ in self._swaps]
+        self._shadows.on = True
+        for slots, name, shadow in self._swaps:
+            slots[name] = shadow
+
+    def __exit__(self, *error: object) -> None:
+        for (slots, name, _), parameter in zip(self._swaps, self._found, strict=True):
+            slots[name] = parameter
+        self._shadows.on = False

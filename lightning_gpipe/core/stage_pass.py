@@ -13,28 +13,21 @@ at once, when a user runs the pipeline twice before one backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_gpipe.core.buffers import Buffers
 from lightning_gpipe.core.context import Context
-from lightning_gpipe.core.inplace import Watch, memory
+from lightning_gpipe.core.inplace import memory
+from lightning_gpipe.core.managers import Manager, together
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
+from lightning_gpipe.core.roots import Root, leaves_behind, root_of, run_backward
 from lightning_gpipe.core.skip.flight import Table, carrying
 from lightning_gpipe.core.skip.layout import cleared, laid_out
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import mark_elsewhere
-
-Root = GradientEdge | Tensor
-Manager = AbstractContextManager[Any]
-
-_NOTHING = nullcontext()
 
 
 class _Kept(NamedTuple):
@@ -66,7 +59,7 @@ class StagePass:
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
         self._structure: tuple[Any, int] = (None, -1)  # of the latest inputs, and its number
-        self._repeats_plainly: bool | None = None
+        self._lacks: bool | None = None  # whether recomputation must be given what forward had
         self._watched = self.shadows.watched
         self._used: set[int] = set()
 
@@ -86,21 +79,23 @@ class StagePass:
         again = i not in self._kept
         numbers = self.randomness.drawing(i, again=again)
         if again:
-            running = self.stage.buffers.running(self._circumstances(inputs))
-            with running as buffers, self._context.dropping():
+            circumstances = self._circumstances(inputs)
+            buffers = self.stage.buffers.before(circumstances)
+            with self._context.dropping():
                 outputs = self._run(inputs, numbers, first=True)
+            self.stage.buffers.after(circumstances, buffers)
             kept = _Kept(inputs, None, buffers)
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
         else:
             with self._context.saving():
                 outputs = self._run(inputs, numbers, first=True)
-            roots = [_root(leaf) for leaf in outputs.leaves]
+            roots = [root_of(leaf) for leaf in outputs.leaves]
             kept = _Kept(inputs, roots)
             needed = roots.count(None) < len(roots)
         if needed:
             self._microbatches[i] = kept
             if self._watched:
-                self._used |= _leaves_behind(outputs.leaves)
+                self._used |= leaves_behind(outputs.leaves)
         return self._sent(outputs)
 
     def recompute(self, i: int) -> None:
@@ -121,10 +116,7 @@ class StagePass:
             return []  # nothing in it needs a gradient
         (leaves, _), roots, _ = self._microbatches.pop(i)
         assert roots is not None, "recompute comes before backward in every schedule"
-        pairs = zip(roots[len(roots) - len(gradients) :], gradients, strict=True)
-        given = [(root, g) for root, g in pairs if root is not None and g is not None]
-        if given:
-            _backward(*zip(*given, strict=True))
+        run_backward(roots[len(roots) - len(gradients) :], gradients)
         if len(leaves) == 1:
             return [leaves[0].grad]
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
@@ -198,42 +190,31 @@ class StagePass:
     def _repeat(self, i: int) -> None:
         inputs, _, buffers = self._microbatches[i]
         assert buffers is not None, "kept for every micro-batch that is recomputed"
-        with self._as_in_forward(), self._context.saving(), buffers.lent():
+        with together([*self._as_in_forward(), self._context.saving(), *buffers.lent()]):
             inputs = inputs.detached()  # without the hooks that layers put on those of forward
             outputs = self._run(inputs, self.randomness.replaying(i), first=False)
-        self._microbatches[i] = _Kept(inputs, list(map(_root, outputs.leaves)))
+        self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
 
-    def _as_in_forward(self) -> Manager:
-        """Give the thread and the modules what they had in forward."""
-        if self._repeats_plainly is None:  # it is the same for all micro-batches
-            self._repeats_plainly = not (
-                self._context.lacking() or self._context.modes or self.stage.mode != self._mode
-            )
-        if self._repeats_plainly:
-            return _NOTHING
-        stack = ExitStack()
-        for each in (
-            self._context.entered(),
-            self._context.modes.entered(),
-            self.stage.in_mode(self._mode),
-        ):
-            stack.enter_context(each)
-        return stack
+    def _as_in_forward(self) -> list[Manager]:
+        """What gives the thread and the modules what they had in forward, if they lack it."""
+        context = self._context
+        if self._lacks is None:  # the same for all micro-batches
+            other_mode = self.stage.mode != self._mode
+            self._lacks = bool(context.lacking() or context.modes or other_mode)
+        if not self._lacks:
+            return []
+        return [context.entered(), context.modes.entered(), self.stage.in_mode(self._mode)]
 
-    def _run(self, inputs: Flat, numbers: Manager | None, *, first: bool) -> Flat:
+    def _run(self, inputs: Flat, numbers: list[Manager], *, first: bool) -> Flat:
         stage = self.stage
         watch = stage.edits.watch(
             self._circumstances(inputs), inputs.leaves, grad=self._context.grad
         )
         x, skips = self._laid_out(watch.leaves, inputs.spec)
-        around = self._around(numbers, skips, first=first)
-        if around:
-            with ExitStack() as stack:
-                for each in around:
-                    stack.enter_context(each)
-                x = self._through(x, watch)
-        else:
-            x = self._through(x, watch)
+        with together(self._around(numbers, skips, first=first)):
+            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
+                x = layer(x)
+                watch.after(k, layer)
         watch.close()
         outputs = flatten(x)
         if not (skips or stage.leaving):
@@ -243,9 +224,9 @@ class StagePass:
             stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
         return Flat([*outputs.leaves, *leaving], outputs.spec)
 
-    def _around(self, numbers: Manager | None, skips: Table, *, first: bool) -> list[Manager]:
+    def _around(self, numbers: list[Manager], skips: Table, *, first: bool) -> list[Manager]:
         """What must hold while the layers run, as far as it does not anyway."""
-        found = [] if numbers is None else [numbers]
+        found = list(numbers)
         if not self.shadows.on:
             found.append(self.shadows.cast())
         if self.statistics is not None:
@@ -253,13 +234,6 @@ class StagePass:
         if self.stage.skips:
             found.append(carrying(skips))
         return found
-
-    def _through(self, x: Any, watch: Watch) -> Any:
-        partition = self.stage.partition
-        for k, layer in enumerate(partition.layers, start=partition.first):
-            x = layer(x)
-            watch.after(k, layer)
-        return x
 
     def _laid_out(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
         """What the first layer takes, and the skip tensors that layers find on their table."""
@@ -275,37 +249,3 @@ class StagePass:
             number = self.stage.circumstances(self._mode, inputs.spec)
             self._structure = inputs.spec, number
         return number
-
-
-def _root(leaf: Any) -> Root | None:
-    """Where backward begins; the tensor itself is for who asked for it to keep."""
-    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
-        return None
-    # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
-    written_in_python = isinstance(leaf.grad_fn, torch._C._FunctionBase)
-    return leaf if written_in_python else get_gradient_edge(leaf)
-
-
-def _backward(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
-    """What ``torch.autograd.backward`` does once it has looked at what it was given.
-
-    Its look takes as long as backward through a small layer.
-    """
-    Variable._execution_engine.run_backward(
-        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def _leaves_behind(outputs: list[Any]) -> set[int]:
-    """The ids of the leaves that backward would reach from ``outputs``."""
-    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = set(waiting)
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
-    return found

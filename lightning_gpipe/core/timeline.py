@@ -83,7 +83,7 @@ class Timeline:
 class HostClock:
     """Time as the host sees it."""
 
-    now: Callable[[], Stamp] = staticmethod(time.perf_counter)  # this moment
+    now: Callable[[], float] = staticmethod(time.perf_counter)  # this moment
 
 
 class CudaClock:

@@ -8,12 +8,12 @@ being in a line.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from lightning_gpipe.core.context import Context
+from lightning_gpipe.core.managers import NOTHING, Manager
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action, Kind
 from lightning_gpipe.core.skip.layout import Route
@@ -86,9 +86,9 @@ class Worker:
             if stream != self._stream:
                 stream.wait_stream(self._stream)
 
-    def streaming(self) -> AbstractContextManager[Any]:
+    def streaming(self) -> Manager:
         """A context manager that makes the worker's stream the current one of its device."""
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
     def _forward(self, action: Action, exchange: Exchange) -> None:
         _, i, j = action

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.managers import Manager, together
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.snapshot import Snapshot
 
@@ -28,9 +29,14 @@ def stage_buffers(*modules: nn.Module, deferred: bool = False) -> StageBuffers:
 
 
 def run(module: nn.Module, buffers: StageBuffers, x: Tensor = X) -> Buffers:
-    with buffers.running("training") as found:
-        module(x)
+    found = buffers.before("training")
+    module(x)
+    buffers.after("training", found)
     return found
+
+
+def lent(buffers: Buffers) -> Manager:
+    return together(buffers.lent())
 
 
 def test_lent_values_are_changed_in_the_buffers_stead() -> None:
@@ -38,7 +44,7 @@ def test_lent_values_are_changed_in_the_buffers_stead() -> None:
     buffers, buffer = stage_buffers(module), module.calls
     found = run(module, buffers)
 
-    with found.lent():
+    with lent(found):
         before = module.calls.item()
         module(X)
 
@@ -53,7 +59,7 @@ def test_large_buffers_are_not_copied_once_they_are_known() -> None:
     run(module, buffers)
     mask = module.mask
 
-    with run(module, buffers).lent():
+    with lent(run(module, buffers)):
         assert module.mask is mask
         assert module.calls == 1
 
@@ -78,7 +84,7 @@ def test_buffers_that_did_not_exist() -> None:
     module = Lazy()
     found = run(module, stage_buffers(module))
 
-    with found.lent():
+    with lent(found):
         assert module._buffers == {"late": None}
         module(X)
 
@@ -91,7 +97,7 @@ def test_buffers_that_are_replaced_need_no_copy() -> None:
     run(module, buffers)
     old = module.late
 
-    with run(module, buffers).lent():
+    with lent(run(module, buffers)):
         assert old is not None
         assert torch.equal(module._buffers["late"], old)  # type: ignore[arg-type]  # it is there
 
@@ -115,7 +121,7 @@ def test_buffer_edited_for_the_first_time_in_a_later_run() -> None:
     buffers = stage_buffers(module)
     run(module, buffers)
 
-    with run(module, buffers, X * 100).lent():
+    with lent(run(module, buffers, X * 100)):
         assert module.mean == 1
 
 
@@ -150,7 +156,7 @@ def test_running_statistics_are_always_copied_unless_they_are_deferred(training:
         buffers = stage_buffers(norm, deferred=deferred)
         run(norm, buffers, x)
         mean = norm.running_mean
-        with run(norm, buffers, x).lent():
+        with lent(run(norm, buffers, x)):
             assert (norm.running_mean is mean) == (deferred and training)
 
 

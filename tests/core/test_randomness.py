@@ -1,12 +1,12 @@
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_gpipe.core.managers import together
 from lightning_gpipe.core.randomness import (
     OwnGenerators,
     PrivateStreams,
@@ -75,6 +75,19 @@ def test_own_generators_replay_what_was_drawn() -> None:
     assert torch.equal(again, second)
     assert not torch.equal(again, first)
     assert torch.equal(torch.default_generator.get_state(), after)
+
+
+def test_own_generators_replay_what_a_layer_draws_and_puts_back() -> None:
+    own = OwnGenerators([CPU])
+    own.note(0)
+    with torch.random.fork_rng(devices=[]):
+        first = torch.rand(3)
+    torch.rand(5)
+
+    with own.replaying(0), torch.random.fork_rng(devices=[]):
+        again = torch.rand(3)
+
+    assert torch.equal(first, again)
 
 
 def test_own_generators_come_back_after_an_error() -> None:
@@ -224,14 +237,12 @@ def test_devices_that_are_not_shared_are_left_alone() -> None:
 @pytest.mark.parametrize("private", [True, False])
 def test_recomputation_draws_the_same(private: bool) -> None:
     randomness = Randomness(OwnGenerators([CPU]), streams() if private else None)
-    with randomness.drawing(0, again=True) or nullcontext():
+    with together(randomness.drawing(0, again=True)):
         first = torch.rand(3)
-    with randomness.drawing(1, again=False) or nullcontext():
+    with together(randomness.drawing(1, again=False)):
         torch.rand(3)
 
-    replaying = randomness.replaying(0)
-    assert replaying is not None
-    with replaying:
+    with together(randomness.replaying(0)):
         again = torch.rand(3)
 
     assert torch.equal(first, again)

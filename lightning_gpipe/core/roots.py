@@ -1,0 +1,53 @@
+"""Where backward through a stage begins, how it is run, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Root = GradientEdge | Tensor
+
+
+def root_of(leaf: Any) -> Root | None:
+    """Where backward of an output begins; the tensor itself is for who asked for it to keep."""
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
+    # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
+    written_in_python = isinstance(leaf.grad_fn, torch._C._FunctionBase)
+    return leaf if written_in_python else get_gradient_edge(leaf)
+
+
+def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
+    """Run backward from those roots that have a gradient.
+
+    It is what ``torch.autograd.backward`` does once it has looked at what it was given: its look
+    takes as long as backward through a small layer.
+    """
+    given = [
+        (r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None
+    ]
+    if given:
+        starts, values = zip(*given, strict=True)
+        Variable._execution_engine.run_backward(
+            starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+def leaves_behind(outputs: Iterable[Any]) -> set[int]:
+    """The ids of the leaves that backward would reach from ``outputs``."""
+    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
+    seen = set(waiting)
+    found = set()
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return found
