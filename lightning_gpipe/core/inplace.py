@@ -47,6 +47,17 @@ class Watch:
         leaves: What to run them on. What was one tensor in two places still is.
     """
 
+    __slots__ = (
+        "_circumstances",
+        "_editors",
+        "_expected",
+        "_given",
+        "_guarded",
+        "_known",
+        "_versions",
+        "leaves",
+    )
+
     def __init__(
         self,
         known: dict[Hashable, set[int]],
@@ -59,17 +70,17 @@ class Watch:
         self._given = leaves
         self._guarded = guarded
         self._expected = known.get(circumstances)
-        copied = guarded if self._expected is None else self._expected
-        if copied or [k for k in guarded if leaves[k].is_inference()]:
-            leaves = _with_copies(leaves, guarded, copied)
-        self.leaves = leaves
-        self._versions = [(k, leaves[k], _version(leaves[k])) for k in guarded]
         self._editors: dict[int, str] = {}
+        self.leaves, self._versions = leaves, _versions(leaves, guarded)
+        copied = guarded if self._expected is None else self._expected
+        if copied or len(self._versions) < len(guarded):
+            self.leaves = _with_copies(leaves, guarded, copied)
+            self._versions = _versions(self.leaves, guarded)
 
     def after(self, index: int, layer: nn.Module) -> None:
         """Take note of what a layer did, by its index in the whole module."""
         for k, leaf, version in self._versions:
-            if _version(leaf) != version and k not in self._editors:
+            if leaf._version != version and k not in self._editors:
                 self._editors[k] = f"layer {index} ({type(layer).__name__})"
 
     def close(self) -> None:
@@ -155,6 +166,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _version(tensor: Tensor) -> int:
-    """How often a tensor was edited; not counted for those made in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
+def _versions(leaves: list[Any], guarded: list[int]) -> list[tuple[int, Tensor, int]]:
+    """How often tensors were edited; PyTorch does not count it for those of inference mode."""
+    return [(k, leaves[k], leaves[k]._version) for k in guarded if not leaves[k].is_inference()]

@@ -125,15 +125,17 @@ class Randomness:
         """Whether the stage drew from streams of its own."""
         return self._private is not None and self._private.drew
 
-    def drawing(self, i: int, *, again: bool) -> list[Manager]:
-        """What to enter around the first forward of micro-batch ``i``, if anything.
+    @property
+    def private(self) -> bool:
+        """Whether the stage has streams of its own."""
+        return self._private is not None
 
-        Args:
-            i: The micro-batch.
-            again: Whether it will be recomputed.
-        """
-        if again:
-            self._own.note(i)
+    def note(self, i: int) -> None:
+        """Before the first forward of a micro-batch ``i`` that will be recomputed."""
+        self._own.note(i)
+
+    def drawing(self, i: int) -> list[Manager]:
+        """What to enter around the first forward of micro-batch ``i``, if anything."""
         return [] if self._private is None else [self._private.drawing(i)]
 
     def replaying(self, i: int) -> list[Manager]:

@@ -17,9 +17,12 @@ def root_of(leaf: Any) -> Root | None:
     """Where backward of an output begins; the tensor itself is for who asked for it to keep."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
+    node = leaf.grad_fn
+    if node is None:
+        return get_gradient_edge(leaf)
     # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
-    written_in_python = isinstance(leaf.grad_fn, torch._C._FunctionBase)
-    return leaf if written_in_python else get_gradient_edge(leaf)
+    written_in_python = isinstance(node, torch._C._FunctionBase)
+    return leaf if written_in_python else GradientEdge(node, leaf.output_nr)
 
 
 def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:

@@ -52,6 +52,16 @@ class Action(NamedTuple):
 Row = tuple[Action, ...]
 
 
+@lru_cache(maxsize=2**16)
+def successor(action: Action) -> Action:
+    """The action that needs what ``action`` makes: of the same micro-batch on the stage beside.
+
+    Past the last stage and before the first it stands for the caller.
+    """
+    step = 1 if action.kind is Kind.FORWARD else -1
+    return Action(action.kind, action.i, action.j + step)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """For each worker, the ordered actions of one mini-batch; stage j belongs to worker j mod d.

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_gpipe.core.buffers import Buffers
 from lightning_gpipe.core.context import Context
 from lightning_gpipe.core.inplace import memory
-from lightning_gpipe.core.managers import Manager, together
+from lightning_gpipe.core.managers import NOTHING, Manager, together
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
 from lightning_gpipe.core.roots import Root, leaves_behind, root_of, run_backward
@@ -55,6 +55,8 @@ class StagePass:
         self.statistics = stage.statistics()
         self._context = context
         self._kept = kept
+        # Whether a first forward needs nothing around it but the shadows.
+        self._bare = not (randomness.private or self.statistics or stage.skips)
         self._modules = stage.modules
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
@@ -75,20 +77,19 @@ class StagePass:
             this stage's graph.
         """
         if not self._context.grad:
-            return self._run(inputs, self.randomness.drawing(i, again=False), first=True)
-        again = i not in self._kept
-        numbers = self.randomness.drawing(i, again=again)
-        if again:
+            return self._run(i, inputs, first=True)
+        if i not in self._kept:
+            self.randomness.note(i)
             circumstances = self._circumstances(inputs)
             buffers = self.stage.buffers.before(circumstances)
             with self._context.dropping():
-                outputs = self._run(inputs, numbers, first=True)
+                outputs = self._run(i, inputs, first=True)
             self.stage.buffers.after(circumstances, buffers)
             kept = _Kept(inputs, None, buffers)
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
         else:
             with self._context.saving():
-                outputs = self._run(inputs, numbers, first=True)
+                outputs = self._run(i, inputs, first=True)
             roots = [root_of(leaf) for leaf in outputs.leaves]
             kept = _Kept(inputs, roots)
             needed = roots.count(None) < len(roots)
@@ -192,7 +193,7 @@ class StagePass:
         assert buffers is not None, "kept for every micro-batch that is recomputed"
         with together([*self._as_in_forward(), self._context.saving(), *buffers.lent()]):
             inputs = inputs.detached()  # without the hooks that layers put on those of forward
-            outputs = self._run(inputs, self.randomness.replaying(i), first=False)
+            outputs = self._run(i, inputs, first=False)
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
 
     def _as_in_forward(self) -> list[Manager]:
@@ -205,13 +206,14 @@ class StagePass:
             return []
         return [context.entered(), context.modes.entered(), self.stage.in_mode(self._mode)]
 
-    def _run(self, inputs: Flat, numbers: list[Manager], *, first: bool) -> Flat:
+    def _run(self, i: int, inputs: Flat, *, first: bool) -> Flat:
         stage = self.stage
         watch = stage.edits.watch(
             self._circumstances(inputs), inputs.leaves, grad=self._context.grad
         )
         x, skips = self._laid_out(watch.leaves, inputs.spec)
-        with together(self._around(numbers, skips, first=first)):
+        bare = first and self._bare and self.shadows.on
+        with NOTHING if bare else self._around(i, skips, first=first):
             for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 x = layer(x)
                 watch.after(k, layer)
@@ -224,16 +226,16 @@ class StagePass:
             stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
         return Flat([*outputs.leaves, *leaving], outputs.spec)
 
-    def _around(self, numbers: list[Manager], skips: Table, *, first: bool) -> list[Manager]:
+    def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
         """What must hold while the layers run, as far as it does not anyway."""
-        found = list(numbers)
+        found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         if not self.shadows.on:
             found.append(self.shadows.cast())
         if self.statistics is not None:
             found.append(self.statistics.collecting(first))
         if self.stage.skips:
             found.append(carrying(skips))
-        return found
+        return together(found)
 
     def _laid_out(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
         """What the first layer takes, and the skip tensors that layers find on their table."""

@@ -15,7 +15,7 @@ import torch
 from lightning_gpipe.core.context import Context
 from lightning_gpipe.core.managers import NOTHING, Manager
 from lightning_gpipe.core.pytree import Flat
-from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.schedule import Action, Kind, successor
 from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.stage_pass import StagePass
 from lightning_gpipe.core.timeline import CudaClock, HostClock, Timeline
@@ -91,19 +91,17 @@ class Worker:
         return NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
     def _forward(self, action: Action, exchange: Exchange) -> None:
-        _, i, j = action
-        stage_pass = self._passes[j]
+        stage_pass = self._passes[action.j]
         arriving, leaving = stage_pass.stage.arriving, stage_pass.stage.leaving
         inputs = exchange.receive(action)
         if arriving:
             inputs = _joined(inputs, _receive_skips(exchange, action, arriving))
         start = self._clock.now()
-        outputs = stage_pass.forward(i, inputs)
+        outputs = stage_pass.forward(action.i, inputs)
         self._timeline.add(self._index, action, start, self._clock.now())
-        to = Action(Kind.FORWARD, i, j + 1)
         if leaving:
-            outputs = _send_skips(exchange, to, outputs, leaving)
-        exchange.send(to, outputs)
+            outputs = _send_skips(exchange, action, outputs, leaving)
+        exchange.send(successor(action), outputs)
 
     def _recompute(self, action: Action) -> None:
         start = self._clock.now()
@@ -111,19 +109,17 @@ class Worker:
         self._timeline.add(self._index, action, start, self._clock.now())
 
     def _backward(self, action: Action, exchange: Exchange) -> None:
-        _, i, j = action
-        stage_pass = self._passes[j]
+        stage_pass = self._passes[action.j]
         arriving, leaving = stage_pass.stage.leaving, stage_pass.stage.arriving
         given = exchange.receive(action)
         if arriving:
             given = _joined(given, _receive_skips(exchange, action, arriving))
         start = self._clock.now()
-        gradients = Flat(stage_pass.backward(i, given.leaves))
+        gradients = Flat(stage_pass.backward(action.i, given.leaves))
         self._timeline.add(self._index, action, start, self._clock.now())
-        to = Action(Kind.BACKWARD, i, j - 1)
         if leaving:
-            gradients = _send_skips(exchange, to, gradients, leaving)
-        exchange.send(to, gradients)
+            gradients = _send_skips(exchange, action, gradients, leaving)
+        exchange.send(successor(action), gradients)
 
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._timeline.schedule.m}"
@@ -140,11 +136,11 @@ def _joined(value: Flat, tensors: list[Any]) -> Flat:
     return Flat([*value.leaves, *tensors], value.spec)
 
 
-def _send_skips(exchange: Exchange, to: Action, value: Flat, skips: Sequence[Route]) -> Flat:
-    """Send the skip tensors at the end of ``value`` where they go; the rest is for ``to``."""
+def _send_skips(exchange: Exchange, by: Action, value: Flat, skips: Sequence[Route]) -> Flat:
+    """Send the skip tensors at the end of what ``by`` made where they go, and return the rest."""
     main = max(0, len(value.leaves) - len(skips))  # without gradients there is nothing
     tensors = value.leaves[main:] if value.leaves else [None] * len(skips)
     for route, tensor in zip(skips, tensors, strict=True):
-        j = route.target if to.kind is Kind.FORWARD else route.source
-        exchange.send(to._replace(j=j), Flat([tensor]), route)
+        j = route.target if by.kind is Kind.FORWARD else route.source
+        exchange.send(by._replace(j=j), Flat([tensor]), route)
     return Flat(value.leaves[:main], value.spec)

@@ -237,9 +237,10 @@ def test_devices_that_are_not_shared_are_left_alone() -> None:
 @pytest.mark.parametrize("private", [True, False])
 def test_recomputation_draws_the_same(private: bool) -> None:
     randomness = Randomness(OwnGenerators([CPU]), streams() if private else None)
-    with together(randomness.drawing(0, again=True)):
+    randomness.note(0)
+    with together(randomness.drawing(0)):
         first = torch.rand(3)
-    with together(randomness.drawing(1, again=False)):
+    with together(randomness.drawing(1)):
         torch.rand(3)
 
     with together(randomness.replaying(0)):

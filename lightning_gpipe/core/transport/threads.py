@@ -89,7 +89,7 @@ class Outcomes:
         return partial(self._run, job)
 
     def wait(self, timeout: float) -> None:
-        """Wait for the next job to end, ``timeout`` seconds at most."""
+        """Wait until all have ended, or one by an error, ``timeout`` seconds at most."""
         with suppress(Empty):
             self._wake.get(timeout=timeout)
 
@@ -106,7 +106,8 @@ class Outcomes:
             self.errors.append(error)
         finally:
             self._ended.append(None)
-            self._wake.put(None)
+            if self.errors or not self.pending:  # whoever waits is not woken for less
+                self._wake.put(None)
 
 
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
