@@ -1,19 +1,27 @@
 # `make test` and `make demo` need only python3 (3.11 or newer) and make. Each makes .venv and
-# installs into it once; a change of the dependencies makes it install again.
+# installs into it once; a change of the dependencies makes it install again. `make bench` does the
+# same with .venv-bench, which has the packages that we are compared with. Where a Python has what it
+# takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+BENCH := .venv-bench/bin/python
+ifeq ($(origin BENCH), file)
+BENCH_READY := .venv-bench/.ready
+endif
 
-.PHONY: help demo test soak check format clean
+.PHONY: help demo test soak bench bench-gpu check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests (under 10 minutes on 2 cores)"
 	@echo "make soak    4,000 drawn models, always others (a few minutes)"
+	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
+	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
 	@echo "make check   format, lint, types, layer order; changes nothing"
 	@echo "make format  format, and repair what the linter can"
-	@echo "make clean   remove .venv and the caches and builds of the tools"
+	@echo "make clean   remove the environments, and the caches and builds of the tools"
 
 demo: $(READY)
 	$(BIN)/python examples/char_lm.py
@@ -24,6 +32,12 @@ test: check
 soak: $(READY)
 	$(BIN)/pytest tests/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
+
+bench: $(BENCH_READY)
+	$(BENCH) -m benchmarks cpu $(ARGS)
+
+bench-gpu: $(BENCH_READY)
+	$(BENCH) -m benchmarks gpu $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check
@@ -36,7 +50,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -44,4 +58,11 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	    --constraint constraints.txt --editable '.[dev,examples]'
+	@touch $@
+
+.venv-bench/.ready: pyproject.toml constraints.txt
+	@echo "Installing lightning-gpipe and what it is compared with into .venv-bench (once)"
+	@$(PYTHON) -m venv --clear .venv-bench
+	@.venv-bench/bin/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[bench]'
 	@touch $@

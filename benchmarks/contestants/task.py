@@ -64,4 +64,8 @@ def stepping(
         step()
         return [each.grad for each in parameters if each.grad is not None]
 
-    return Contestant(name, step, gradients, threads)
+    def clear() -> None:
+        for each in parameters:
+            each.grad = None
+
+    return Contestant(name, step, gradients, threads, clear=clear)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from benchmarks.contestants.skips import with_skips_of
 from benchmarks.contestants.task import Task
-from benchmarks.harness import Contestant
+from benchmarks.harness import Contestant, competitor
 
 
+@competitor("torchgpipe")
 def torchgpipe(
     task: Task,
     balance: Sequence[int],
@@ -23,17 +25,13 @@ def torchgpipe(
     name: str = "torchgpipe",
     threads: int | None = None,
 ) -> Contestant:
-    """The same stages and micro-batches under torchgpipe.
-
-    Raises:
-        ImportError: If it is not installed: see benchmarks/README.md.
-    """
+    """The same stages and micro-batches under torchgpipe."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it was written for PyTorch 1.8
-        from torchgpipe import GPipe
+        from torchgpipe import GPipe, skip
 
         model = GPipe(
-            task.copy_of_module(),
+            with_skips_of(skip, task.copy_of_module()),
             list(balance),
             devices=list(devices),
             chunks=chunks,

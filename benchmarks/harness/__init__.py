@@ -8,7 +8,7 @@ beside what was claimed. Its file says what is claimed in its docstring, and has
     python -m benchmarks.overhead --save     # and as dated files in benchmarks/results/
 """
 
-from benchmarks.harness.contest import Contestant, Times, agree, contest, ratio
+from benchmarks.harness.contest import Contestant, Times, agree, competitor, contest, ratio
 from benchmarks.harness.options import Options, options
 from benchmarks.harness.report import Report, Target
 
@@ -19,6 +19,7 @@ __all__ = [
     "Target",
     "Times",
     "agree",
+    "competitor",
     "contest",
     "options",
     "ratio",

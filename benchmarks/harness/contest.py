@@ -8,14 +8,19 @@ the same round. Before anything is timed, all must have computed the same gradie
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -24,34 +29,60 @@ class Contestant:
 
     Attributes:
         name: As the report has it.
-        step: Does one step, forward and backward of one mini-batch, to its end.
+        step: Does one step, forward and backward of one mini-batch, to its end. A float that it
+            returns is how many seconds that took, where the clock around it would say too much.
         gradients: Does one from gradients of None, and returns what it made of them: one tensor per
             parameter, in the order of the plain module.
         threads: How many intra-op threads the calling thread has in the step; None leaves it.
+        installed: Whether it can take part; one that cannot keeps its row in the report.
+        clear: Drops the gradients that the latest step made.
     """
 
     name: str
     step: Callable[[], object]
     gradients: Callable[[], Sequence[Tensor]]
     threads: int | None = None
+    installed: bool = True
+    clear: Callable[[], object] = lambda: None
+
+
+def competitor(package: str) -> Callable[[Callable[P, Contestant]], Callable[P, Contestant]]:
+    """Decorate what makes a contestant of a package that may not be installed.
+
+    Without the package it makes one that is not timed: its row says so, its ratios are unknown.
+    """
+
+    def decorate(make: Callable[P, Contestant]) -> Callable[P, Contestant]:
+        @wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> Contestant:
+            try:
+                return make(*args, **kwargs)
+            except ModuleNotFoundError as error:
+                if (error.name or "").partition(".")[0] != package:
+                    raise
+            return Contestant(str(kwargs.get("name", package)), list, list, installed=False)
+
+        return made
+
+    return decorate
 
 
 @dataclass(frozen=True)
 class Times:
-    """How long one contestant's steps took, in seconds, one per round."""
+    """How long one contestant's steps took, in seconds, one per round; none if it took none."""
 
     seconds: tuple[float, ...]
 
     @property
     def median(self) -> float:
         """The middle one."""
-        return statistics.median(self.seconds)
+        return statistics.median(self.seconds) if self.seconds else math.nan
 
     @property
     def quartiles(self) -> tuple[float, float]:
         """Between them is the middle half."""
         if len(self.seconds) < 2:
-            return self.seconds[0], self.seconds[0]
+            return self.median, self.median
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
@@ -72,6 +103,8 @@ def agree(
     """
     reference: list[Tensor] = []
     for contestant in contestants:
+        if not contestant.installed:
+            continue
         with _threads(contestant.threads):
             found = [gradient.detach().cpu().clone() for gradient in contestant.gradients()]
         reference = reference or found
@@ -104,35 +137,51 @@ def contest(
         synchronize: Waits until the device has done what it was told.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
+    gc.collect()
+    gc.freeze()  # what is there already need not be searched for garbage before every step
     for number in range(warm_up + rounds):
         for each in contestants:
+            if not each.installed:
+                continue
             with _threads(each.threads), _no_collection():
                 synchronize()
                 start = time.perf_counter()
-                each.step()
+                own = each.step()
                 synchronize()
                 taken = time.perf_counter() - start
             if number >= warm_up:
-                seconds[each.name].append(taken)
+                seconds[each.name].append(own if isinstance(own, float) else taken)
+    gc.unfreeze()
     return {name: Times(tuple(each)) for name, each in seconds.items()}
 
 
-def ratio(times: Mapping[str, Times], one: str, other: str) -> float:
-    """How long ``one`` takes relative to ``other``: the median over the rounds."""
-    pairs = zip(times[one].seconds, times[other].seconds, strict=True)
-    return statistics.median(a / b for a, b in pairs)
+def ratio(times: Mapping[str, Times], one: str, other: str, *, beyond: str | None = None) -> float:
+    """How long ``one`` takes relative to ``other``: the median over the rounds, or NaN.
+
+    Args:
+        times: Of one contest.
+        one: A contestant.
+        other: Another.
+        beyond: A third, whose time is taken from both: what it does is not what is compared.
+    """
+    if not (times[one].seconds and times[other].seconds):
+        return math.nan
+    base = times[beyond].seconds if beyond else [0.0] * len(times[one].seconds)
+    rounds = zip(times[one].seconds, times[other].seconds, base, strict=True)
+    return statistics.median((a - c) / (b - c) for a, b, c in rounds)
 
 
 @contextmanager
 def _threads(number: int | None):
+    if number is None:
+        yield
+        return
     before = torch.get_num_threads()
-    if number is not None and number != before:
-        torch.set_num_threads(number)
+    torch.set_num_threads(number)  # even if it has them: it is what its new threads begin with
     try:
         yield
     finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,22 @@ class Target:
     at_least: float | None = None
 
     @property
+    def known(self) -> bool:
+        """Whether there was somebody to compare with."""
+        return not math.isnan(self.found)
+
+    @property
     def met(self) -> bool:
         """Whether it is there."""
         enough = self.at_least is None or self.found >= self.at_least
         return enough and (self.at_most is None or self.found <= self.at_most)
+
+    @property
+    def verdict(self) -> str:
+        """What to say of it."""
+        if not self.known:
+            return "not measured"
+        return ("met" if self.met else "NOT met") if self.bound else "for information"
 
     @property
     def bound(self) -> str:
@@ -69,8 +82,11 @@ class Report:
     def times(self, times: Mapping[str, Times], *more: Mapping[str, str]) -> None:
         """Add a row for each contestant, with its cell of each of ``more`` at the end."""
         for name, each in times.items():
-            low, high = each.quartiles
             cells = [cells.get(name, "") for cells in more]
+            if not each.seconds:
+                self.rows.append((name, "not installed", "", *cells))
+                continue
+            low, high = each.quartiles
             middle = f"{1e3 * low:.2f} .. {1e3 * high:.2f}"
             self.rows.append((name, f"{1e3 * each.median:.2f}", middle, *cells))
 
@@ -109,9 +125,9 @@ class Report:
             "targets": [
                 {
                     "claim": each.claim,
-                    "found": round(each.found, 4),
+                    "found": round(each.found, 4) if each.known else None,
                     "target": each.bound or None,
-                    "met": each.met,
+                    "met": each.met if each.known else None,
                 }
                 for each in self.targets
             ],
@@ -140,6 +156,5 @@ class Report:
         for k, column in enumerate(("", "found", "target", "")):
             ratios.add_column(column, justify="right" if k in (1, 2) else "left")
         for each in self.targets:
-            verdict = ("met" if each.met else "NOT met") if each.bound else "for information"
-            ratios.add_row(each.claim, f"{each.found:.3f}", each.bound, verdict)
+            ratios.add_row(each.claim, f"{each.found:.3f}", each.bound, each.verdict)
         return [table, ratios]

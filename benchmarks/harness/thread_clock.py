@@ -1,0 +1,78 @@
+"""What the time of a thread goes by: computing, waiting for a core, or waiting for something else.
+
+The engine's own clock tells when an action began and ended, and that is all a run should pay for.
+An audit also wants to know what the thread had of that time. So it gives the workers a clock whose
+readings are moments as before, and say besides how long the thread has computed until then and how
+long it was ready to and had no core. One takes two to three microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from unittest.mock import patch
+
+from lightning_gpipe.core import worker
+
+_ACCOUNT = Path("/proc/thread-self/schedstat")  # ns computed, ns queued for a core, how often
+ACCOUNTED = _ACCOUNT.exists()
+
+# os.pread would let go of the interpreter lock, and then wait for it: what is to be measured.
+_pread = ctypes.PyDLL(None).pread
+_pread.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_long]
+
+
+class Moment(float):
+    """A time of ``time.perf_counter``, in seconds.
+
+    Attributes:
+        computed: How many seconds the thread had computed by then.
+        queued: How many it had been ready to, without a core; 0 where the kernel does not tell.
+    """
+
+    computed: float
+    queued: float
+
+    def seconds(self) -> Moment:
+        return self
+
+
+class ThreadClock:
+    """Stands in for the clock of a worker, and must be read on one thread only."""
+
+    def now(self) -> Moment:
+        moment = Moment(time.perf_counter())
+        moment.computed = time.thread_time()
+        moment.queued = self._queued() if ACCOUNTED else 0.0
+        return moment
+
+    def _queued(self) -> float:
+        size = _pread(self._file, self._text, len(self._text), 0)
+        return 1e-9 * int(self._text.raw[:size].split()[1])
+
+    @cached_property
+    def _file(self) -> int:
+        return os.open(_ACCOUNT, os.O_RDONLY)  # from then on the account of the thread that opened
+
+    @cached_property
+    def _text(self) -> ctypes.Array[ctypes.c_char]:
+        return ctypes.create_string_buffer(80)
+
+    def __del__(self) -> None:
+        if "_file" in self.__dict__:
+            os.close(self._file)
+
+
+@contextmanager
+def thread_clocks() -> Iterator[None]:
+    """Give one to each worker of a mini-batch that begins in a ``with`` block, on a GPU too."""
+    with (
+        patch.object(worker, "HostClock", ThreadClock),
+        patch.object(worker, "CudaClock", lambda stream: ThreadClock()),
+    ):
+        yield

@@ -1,0 +1,99 @@
+"""Every contestant does the step that the others do; what ends badly says so, and ends."""
+
+import multiprocessing
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+
+from benchmarks.contestants.fairscale import fairscale
+from benchmarks.contestants.ours import ours
+from benchmarks.contestants.pipelining import pipelining
+from benchmarks.contestants.plain import accumulated, mean_square, plain
+from benchmarks.contestants.task import Task
+from benchmarks.harness import agree, contest
+
+SHARED: dict[str, Any] = {"chunks": 3, "mode": "always", "devices": ["cpu", "cpu"]}
+
+
+def words() -> Task:
+    """Two layers on six words; the first layer knows five."""
+    torch.manual_seed(0)
+    x = torch.tensor([0, 1, 2, 3, 1, 4])
+    return Task(
+        nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)), x, torch.randn(6, 2), mean_square
+    )
+
+
+def names() -> set[str]:
+    return {process.name for process in multiprocessing.active_children()}
+
+
+def test_one_process_or_thread_or_none() -> None:
+    task = words()
+
+    with ours(task, [1, 1], **SHARED) as piped:
+        agree([plain(task), accumulated(task, chunks=3), piped])
+
+
+def test_pipelining() -> None:
+    task = words()
+
+    with pipelining(task, [1, 1], chunks=3, schedule=Schedule1F1B, untimed=1) as processes:
+        agree([plain(task), processes])
+        assert {"pipelining-stage-0", "pipelining-stage-1"} <= names()
+        (times,) = contest([processes], rounds=2, warm_up=0).values()
+
+        agree([plain(task), processes])  # gradients do not add up from step to step
+        assert len(times.seconds) == 2
+
+    assert not names()
+
+
+def test_error_in_a_process_reaches_the_caller() -> None:
+    task = words()
+    task.x[-1] = 5  # in the last micro-batch
+
+    with pytest.raises(RuntimeError) as raised, pipelining(task, [1, 1], chunks=3) as processes:
+        processes.step()
+
+    assert "pipelining-stage-0 failed" in str(raised.value)
+    assert "IndexError: index out of range" in str(raised.value)
+    assert not names()
+
+
+def test_process_that_is_gone() -> None:
+    task = words()
+
+    with pipelining(task, [1, 1], chunks=3) as processes:
+        for process in multiprocessing.active_children():
+            process.kill()
+            process.join()
+
+        with pytest.raises(RuntimeError, match="pipelining-stage-. ended without an answer"):
+            processes.step()
+
+    assert not names()
+
+
+def test_fairscale_leaves_no_thread() -> None:
+    pytest.importorskip("fairscale")
+    task, before = words(), threading.active_count()
+
+    with fairscale(task, [1, 1], **SHARED) as theirs:
+        agree([plain(task), theirs])
+        assert threading.active_count() == before + 1
+
+    assert threading.active_count() == before
+
+
+def test_fairscale_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fairscale", "fairscale.nn"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with fairscale(words(), [1, 1], **SHARED, name="theirs") as theirs:
+        assert (theirs.name, theirs.installed) == ("theirs", False)

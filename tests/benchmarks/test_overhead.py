@@ -1,0 +1,19 @@
+"""The benchmark runs; what it measures is not for a test to judge."""
+
+import pytest
+
+from benchmarks.overhead import main
+
+
+def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--stages=2", "--chunks=4", "--rounds=1"])
+
+    report = capsys.readouterr().out
+    for row in (
+        "torchgpipe, never",
+        "ours, 2 threads, always",
+        "ours, one device, never",
+        "ScheduleGPipe, 2 processes, 2 stages",
+        "ours, 2 threads, 2 stages / ScheduleGPipe",
+    ):
+        assert row in report
