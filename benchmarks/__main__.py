@@ -74,7 +74,7 @@ KINDS = {
             Run("overhead", 100),
             Run("cpu_pipeline", 180),
             Run("peers", 240),
-            Run("memory", 180),
+            Run("memory", 240),
             Run("trainer_overhead", 180),
             Run("recomputation", 120),
             Run("bubble_audit", 120),

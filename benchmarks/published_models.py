@@ -4,22 +4,18 @@ U-Net (5, 64) and AmoebaNet-D (18, 208) at their published size, on small images
 in float32 the order of sums alone moves U-Net's output by a hundredth; without dropout. One forward
 and backward each way; output, loss and all gradients must agree to 1e-9.
 
-    .venv/bin/python benchmarks/published_models.py unet        # half a minute each way, 7 GiB
-    .venv/bin/python benchmarks/published_models.py amoebanet   # the same, 3 GiB
+    python -m benchmarks.published_models unet        # half a minute each way, 7 GiB
+    python -m benchmarks.published_models amoebanet   # the same, 3 GiB
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, balance_by_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script
 from benchmarks.models import amoebanetd, unet
+from lightning_gpipe import GPipe, balance_by_parameters
 
 MODELS = {"unet": lambda: unet(5, 64), "amoebanet": lambda: amoebanetd(18, 208)}
 

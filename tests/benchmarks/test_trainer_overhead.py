@@ -17,7 +17,7 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_overhead.main(small.split())
 
     report = capsys.readouterr().out
-    for row in ("transformer, ours", "tiny, plain Lightning", "tiny, torch.utils.checkpoint"):
+    for row in ("demo, ours", "tiny, plain Lightning", "tiny, torch.utils.checkpoint"):
         assert row in report
 
 
