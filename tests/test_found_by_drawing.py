@@ -147,7 +147,7 @@ def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
         return y
 
     @torch.library.custom_op(
-        "tests::draw_slowly", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+        "tests::draw_slowly", mutates_args=(), tags=[torch.Tag.nondeterministic_seeded]
     )
     def draw_slowly(x: Tensor) -> Tensor:
         y = torch.rand_like(x)

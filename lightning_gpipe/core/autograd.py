@@ -85,7 +85,7 @@ class _Run(Function):
             gradients = minibatch.backward()
             with minibatch.on_streams():
                 entering = [_on(device, gradients[i], k) for i, k, device in ctx.entries]
-                parameters = [minibatch.take_gradient(each) for each in minibatch.parameters]
+                parameters = minibatch.take_gradients()
         finally:
             minibatch.release()
         return (None, None, None, *entering, *parameters)

@@ -45,6 +45,7 @@ class MiniBatch:
 
     Attributes:
         timeline: What ran when.
+        parameters: After forward, those that will have a gradient, each once.
         spent: Whether backward has begun.
     """
 
@@ -70,12 +71,8 @@ class MiniBatch:
         self._workers: list[Worker] = []
         self._output_gradients: list[Gradients] = []
         self.timeline = Timeline(schedule)
+        self.parameters: list[nn.Parameter] = []
         self.spent = False
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that will have a gradient, each once."""
-        return list(dict.fromkeys(p for each in self._passes for p in each.shadows.parameters))
 
     def forward(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run the forward half, and return each micro-batch's output on the last device."""
@@ -91,6 +88,8 @@ class MiniBatch:
                 if each.statistics is not None:
                     each.statistics.commit()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
+        every = (p for each in self._passes for p in each.shadows.parameters)
+        self.parameters = list({id(parameter): parameter for parameter in every}.values())
         return outputs
 
     def note_gradient(self, i: int, k: int, gradient: Tensor | None) -> None:
@@ -101,7 +100,7 @@ class MiniBatch:
         """Run the backward half, and return the gradients of each micro-batch's input.
 
         Of a micro-batch in which no input needs one, the list may be empty. The gradients of the
-        parameters are taken with :meth:`take_gradient`, within :meth:`on_streams`.
+        parameters are taken with :meth:`take_gradients`, within :meth:`on_streams`.
         """
         self.spent = True
         m, n = self._schedule.m, self._schedule.n
@@ -137,6 +136,7 @@ class MiniBatch:
     def release(self) -> None:
         """Let go of everything, once the gradients were taken: an output may be kept for long."""
         self._output_gradients, self._passes, self._workers = [], [], []
+        self.parameters = []
 
     @contextmanager
     def on_streams(self) -> Iterator[None]:
@@ -152,10 +152,13 @@ class MiniBatch:
         for worker in self._workers:
             worker.rejoin()
 
-    def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of ``parameter`` over all micro-batches and stages, given away."""
-        gradients = [each.shadows.take_gradient(parameter) for each in self._passes]
-        return _total([g.to(parameter.device) for g in gradients if g is not None])
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradients of :attr:`parameters` over all micro-batches and stages, given away."""
+        taken: dict[int, list[Tensor]] = {}
+        for each in self._passes:
+            for parameter, gradient in each.shadows.take_gradients():
+                taken.setdefault(id(parameter), []).append(gradient.to(parameter.device))
+        return [_total(taken.get(id(parameter), [])) for parameter in self.parameters]
 
     def _reproducibly(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run forward so that what is drawn depends on no timing.
@@ -247,9 +250,9 @@ class MiniBatch:
 
 def _total(gradients: list[Tensor]) -> Tensor | None:
     """The sum; sparse gradients, as embeddings have on request, come last and stay so if alone."""
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
     gradients.sort(key=lambda gradient: gradient.is_sparse)
-    if not gradients:
-        return None
     total = gradients[0]
     for gradient in gradients[1:]:
         total = total.add_(gradient)

@@ -34,6 +34,7 @@ class Shadows:
         grad: Whether gradients are recorded; without, nothing needs a shadow but what is followed.
         device: Where the stage is.
         followed: The places with parameters that live elsewhere.
+        recomputed: Whether forward will be run again, so that edits in between matter.
 
     Attributes:
         parameters: Those that have a shadow and require a gradient.
@@ -47,30 +48,40 @@ class Shadows:
         grad: bool,
         device: torch.device,
         followed: Collection[Place] = (),
+        recomputed: bool = True,
     ) -> None:
-        self._of: dict[nn.Parameter, nn.Parameter] = {}
+        # By id, as is all about parameters here: to hash a tensor is to call Python.
+        self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
-        self._versions: dict[nn.Parameter, int] = {}
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        self._counted: list[nn.Parameter] = []  # whose edits matter
         self.on = False
         for module in modules:
-            for name, parameter in module._parameters.items():
+            slots = module._parameters
+            for name, parameter in slots.items():
                 if parameter is None:
                     continue
-                if grad and not parameter.is_inference():
-                    self._versions[parameter] = parameter._version
                 follows = bool(followed) and (module, name) in followed
-                if not follows and not (grad and parameter.requires_grad):
-                    if grad:
-                        self._frozen.append((module._parameters, name, parameter))
-                    continue
-                if parameter not in self._of:
-                    value = parameter.detach()
-                    if follows:
-                        value = value.to(device, copy=True)
-                    self._of[parameter] = nn.Parameter(value, parameter.requires_grad)
-                self._swaps.append((module._parameters, name, self._of[parameter]))
-        self.parameters = [parameter for parameter in self._of if parameter.requires_grad]
+                if follows or (grad and parameter.requires_grad):
+                    self._swaps.append((slots, name, self._shadow(parameter, follows, device)))
+                elif grad:
+                    self._frozen.append((slots, name, parameter))
+        self.parameters = [each for each, _ in self._of.values() if each.requires_grad]
+        if grad and recomputed:
+            frozen = {id(each): each for _, _, each in self._frozen}
+            self._counted = [*(each for each, _ in self._of.values()), *frozen.values()]
+        self.settle()
+
+    def _shadow(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
+        """The shadow of a parameter, the same in all its places."""
+        found = self._of.get(id(parameter))
+        if found is not None:
+            return found[1]
+        value = parameter.detach().to(device, copy=True) if follows else parameter
+        shadow = nn.Parameter(value, parameter.requires_grad)  # an alias of the value
+        self._of[id(parameter)] = parameter, shadow
+        return shadow
 
     def cast(self) -> Cast:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
@@ -86,21 +97,21 @@ class Shadows:
 
     def keep_used(self, used: set[int]) -> None:
         """Leave parameters out whose shadows, by id, are not among those that took part."""
-        self.parameters = [each for each in self.parameters if id(self._of[each]) in used]
+        self.parameters = [each for each in self.parameters if id(self._of[id(each)][1]) in used]
 
     def settle(self) -> None:
         """Forward is done: what layers did to their own parameters in it was no edit."""
-        self._versions = {each: each._version for each in self._versions}
+        self._versions = [(p, p._version) for p in self._counted if not p.is_inference()]
 
     @property
     def edited(self) -> bool:
         """Whether a parameter was edited in place since forward."""
-        return any(each._version != version for each, version in self._versions.items())
+        return any(parameter._version != version for parameter, version in self._versions)
 
     @property
     def hooked(self) -> nn.Parameter | None:
         """A parameter on which a layer registered a hook while it ran, if there is one."""
-        for parameter, shadow in self._of.items():
+        for parameter, shadow in self._of.values():
             if shadow._backward_hooks or getattr(shadow, "_post_accumulate_grad_hooks", None):
                 return parameter
         return None
@@ -111,13 +122,15 @@ class Shadows:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
                 yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
 
-    def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum of the parameter's gradients, given away: the shadow forgets it."""
-        shadow = self._of.get(parameter)
-        if shadow is None:
-            return None
-        gradient, shadow.grad = shadow.grad, None
-        return gradient
+    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The sums of the parameters' gradients, given away: the shadows forget them."""
+        taken = []
+        for parameter, shadow in self._of.values():
+            gradient = shadow.grad
+            if gradient is not None:
+                shadow.grad = None
+                taken.append((parameter, gradient))
+        return taken
 
 
 class Cast:

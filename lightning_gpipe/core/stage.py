@@ -83,9 +83,15 @@ class Stage:
                 waiting += [child for child in module._modules.values() if child is not None][::-1]
         return tuple(found)
 
-    def shadows(self, grad: bool) -> Shadows:
+    def shadows(self, *, grad: bool, recomputed: bool) -> Shadows:
         """Shadows for one mini-batch."""
-        return Shadows(self.modules, grad=grad, device=self.device, followed=self.followed)
+        return Shadows(
+            self.modules,
+            grad=grad,
+            device=self.device,
+            followed=self.followed,
+            recomputed=recomputed,
+        )
 
     def statistics(self) -> DeferredStatistics | None:
         """Where batch norms put what they see of one mini-batch, if they defer it."""

@@ -51,7 +51,7 @@ class StagePass:
     def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
         self.stage = stage
         self.randomness = randomness
-        self.shadows = stage.shadows(context.grad)
+        self.shadows = stage.shadows(grad=context.grad, recomputed=kept.start > 0)
         self.statistics = stage.statistics()
         self._context = context
         self._kept = kept
