@@ -81,7 +81,7 @@ def limit(task: Task, balance: list[int], *, chunks: int) -> Contestant:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options("cpu_pipeline", __doc__, rounds=25, argv=argv, **SIZES)
+    given = options("cpu_pipeline", __doc__, rounds=20, argv=argv, **SIZES)
     task, balance, m = transformer_task(given), halves(given), given.chunks
     with ExitStack() as stack:
         one = plain(task, name="plain, one thread", threads=1)

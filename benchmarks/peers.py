@@ -46,7 +46,7 @@ GPIPE, ONE_F_ONE_B = "ScheduleGPipe", "Schedule1F1B"
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options("peers", __doc__, rounds=11, argv=argv, **SIZES)
+    given = options("peers", __doc__, rounds=11, argv=argv, **SIZES | {"blocks": 4})
     with field(given, transformer_task(given)) as contestants:
         agree(contestants)
         times = contest(contestants, rounds=given.rounds)
