@@ -503,3 +503,41 @@ def test_hook_on_input_and_output_together(plain: nn.Sequential, piped: Pipe) ->
 
     assert len(seen) == 2
     assert_same(seen[1], seen[0])
+
+
+class Lends(nn.Module):
+    """Has a module that it does not use."""
+
+    def __init__(self, lent: nn.Module) -> None:
+        super().__init__()
+        self.lent = lent
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Borrows(nn.Module):
+    """Uses a module that it does not show to nn.Module."""
+
+    def __init__(self, lent: nn.Module) -> None:
+        super().__init__()
+        self.borrowed = (lent,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrowed[0](x)
+
+
+def test_hook_on_a_parameter_that_another_stage_uses(piped: Pipe) -> None:
+    """0.1: only its own stage was asked whether it took part: its gradient was lost."""
+    lent = nn.Linear(3, 3).double()
+    layers = [Lends(lent), *(nn.Linear(3, 3).double() for _ in range(4)), Borrows(lent)]
+    module = nn.Sequential(*layers)
+    module(rows(6, 3)).square().sum().backward()
+    expected = lent.weight.grad
+    lent.weight.grad = None
+    lent.weight.register_hook(lambda gradient: None)
+
+    piped(module, copy=False)(rows(6, 3)).square().sum().backward()
+
+    assert lent.weight.grad is not None
+    torch.testing.assert_close(lent.weight.grad, expected)

@@ -103,7 +103,10 @@ class Context:
         )
 
     def lacking(self) -> list[Callable[[], Manager]]:
-        """What the calling thread must enter to have this state; nothing if it has it."""
+        """What the calling thread must enter to have this state; nothing if it has it.
+
+        They are functions that make context managers, as some act when they are made.
+        """
         found: list[Callable[[], Manager]] = []
         if torch.is_inference_mode_enabled() != self.inference:
             found.append(partial(_inference_mode, self.inference))

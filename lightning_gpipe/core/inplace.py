@@ -44,19 +44,8 @@ class Watch:
     """One run of a stage's layers.
 
     Attributes:
-        leaves: What to run them on. What was one tensor in two places still is.
+        leaves: What to run them on, not to be changed. What was one tensor in two places still is.
     """
-
-    __slots__ = (
-        "_circumstances",
-        "_editors",
-        "_expected",
-        "_given",
-        "_guarded",
-        "_known",
-        "_versions",
-        "leaves",
-    )
 
     def __init__(
         self,
@@ -71,11 +60,11 @@ class Watch:
         self._guarded = guarded
         self._expected = known.get(circumstances)
         self._editors: dict[int, str] = {}
-        self.leaves, self._versions = leaves, _versions(leaves, guarded)
+        self.leaves, self._versions = leaves, _counts(leaves, guarded)
         copied = guarded if self._expected is None else self._expected
         if copied or len(self._versions) < len(guarded):
             self.leaves = _with_copies(leaves, guarded, copied)
-            self._versions = _versions(self.leaves, guarded)
+            self._versions = _counts(self.leaves, guarded)
 
     def after(self, index: int, layer: nn.Module) -> None:
         """Take note of what a layer did, by its index in the whole module."""
@@ -166,6 +155,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _versions(leaves: list[Any], guarded: list[int]) -> list[tuple[int, Tensor, int]]:
+def _counts(leaves: list[Any], guarded: list[int]) -> list[tuple[int, Tensor, int]]:
     """How often tensors were edited; PyTorch does not count it for those of inference mode."""
     return [(k, leaves[k], leaves[k]._version) for k in guarded if not leaves[k].is_inference()]

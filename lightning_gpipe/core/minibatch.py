@@ -83,8 +83,11 @@ class MiniBatch:
                 outputs = self._reproducibly(microbatches)
             finally:
                 self.rejoin()
+            used = set[int]().union(*(each.used for each in self._passes))
             for each in self._passes:
                 each.settle()
+                if each.watched:
+                    each.shadows.keep_used(used)
                 if each.statistics is not None:
                     each.statistics.commit()
         self._output_gradients = [[None] * len(output.leaves) for output in outputs]
@@ -214,13 +217,15 @@ class MiniBatch:
         exchange = self._transport.open()
         self.timeline = Timeline(self._schedule)
         self._passes = [self._begin(stage, shared) for stage in self._stages]
+        watched = any(each.shadows.watched for each in self._passes)
+        for each in self._passes:
+            each.watched = watched
         self._workers = [
             Worker(w, device, self._passes, self.timeline) for w, device in enumerate(self._devices)
         ]
         for i, microbatch in enumerate(microbatches):
             exchange.send(Action(Kind.FORWARD, i, 0), microbatch.detached())
-        with together([each.shadows.cast() for each in self._passes]):
-            self._run(self._schedule.forward_half, exchange, self._context)
+        self._run(self._schedule.forward_half, exchange, self._context)
         n = self._schedule.n
         return [exchange.receive(Action(Kind.FORWARD, i, n)) for i in range(len(microbatches))]
 
@@ -240,11 +245,10 @@ class MiniBatch:
             ]
             self._transport.run(exchange, jobs)
             return
-        with context.entered():
+        prepared = [w.prepared(row) for w, row in zip(self._workers, half.rows, strict=True)]
+        with context.entered(), together(prepared):
             for w, row in half.turns:
-                with self._workers[w].streaming():
-                    for action in row:
-                        self._workers[w].perform(action, exchange)
+                self._workers[w].run_inline(row, exchange, context)
         context.forget_casts()
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 Root = GradientEdge | Tensor
 
@@ -36,7 +35,7 @@ def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None
     ]
     if given:
         starts, values = zip(*given, strict=True)
-        Variable._execution_engine.run_backward(
+        _engine_run_backward(
             starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
 

@@ -54,7 +54,7 @@ Row = tuple[Action, ...]
 
 @lru_cache(maxsize=2**16)
 def successor(action: Action) -> Action:
-    """The action that needs what ``action`` makes: of the same micro-batch on the stage beside.
+    """The action that needs what a forward or backward makes, on the stage beside.
 
     Past the last stage and before the first it stands for the caller.
     """

@@ -35,6 +35,7 @@ class Shadows:
         device: Where the stage is.
         followed: The places with parameters that live elsewhere.
         recomputed: Whether forward will be run again, so that edits in between matter.
+        open: Where casts are noted while they are entered.
 
     Attributes:
         parameters: Those that have a shadow and require a gradient.
@@ -49,12 +50,14 @@ class Shadows:
         device: torch.device,
         followed: Collection[Place] = (),
         recomputed: bool = True,
+        open: list[Cast] | None = None,
     ) -> None:
         # By id, as is all about parameters here: to hash a tensor is to call Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
+        self._open = [] if open is None else open
         self._counted: list[nn.Parameter] = []  # whose edits matter
         self.on = False
         for module in modules:
@@ -78,14 +81,16 @@ class Shadows:
         found = self._of.get(id(parameter))
         if found is not None:
             return found[1]
-        value = parameter.detach().to(device, copy=True) if follows else parameter
-        shadow = nn.Parameter(value, parameter.requires_grad)  # an alias of the value
+        value = parameter.detach()
+        if follows:
+            value = value.to(device, copy=True)
+        shadow = nn.Parameter(value, parameter.requires_grad)
         self._of[id(parameter)] = parameter, shadow
         return shadow
 
     def cast(self) -> Cast:
         """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        return Cast(self, [*self._swaps, *self._as_in_forward()])
+        return Cast(self, [*self._swaps, *self._as_in_forward()], self._open)
 
     @property
     def watched(self) -> bool:
@@ -138,17 +143,24 @@ class Cast:
 
     # A class: it is entered for every recomputation, and costs half of what a generator does.
 
-    def __init__(self, shadows: Shadows, swaps: Sequence[_Swap]) -> None:
+    def __init__(self, shadows: Shadows, swaps: Sequence[_Swap], open: list[Cast]) -> None:
         self._shadows = shadows
         self._swaps = swaps
+        self._open = open
 
     def __enter__(self) -> None:
         self._found = [slots[name] for slots, name, _ in self._swaps]
+        self._open.append(self)  # from now on it can be undone
         self._shadows.on = True
         for slots, name, shadow in self._swaps:
             slots[name] = shadow
 
     def __exit__(self, *error: object) -> None:
+        self.undo()
+        self._open.remove(self)
+
+    def undo(self) -> None:
+        """Put the parameters back; may be done again, if an interrupt came in between."""
         for (slots, name, _), parameter in zip(self._swaps, self._found, strict=True):
             slots[name] = parameter
         self._shadows.on = False

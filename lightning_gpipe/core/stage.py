@@ -17,7 +17,7 @@ from lightning_gpipe.core.batchnorm import DeferredStatistics
 from lightning_gpipe.core.buffers import StageBuffers
 from lightning_gpipe.core.inplace import Edits
 from lightning_gpipe.core.partition import Partition
-from lightning_gpipe.core.shadow import Place, Shadows
+from lightning_gpipe.core.shadow import Cast, Place, Shadows
 from lightning_gpipe.core.skip.declare import declared_in
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route
@@ -56,6 +56,7 @@ class Stage:
         self.skip_bytes: dict[SkipName, int] = {}
         self.followed: frozenset[Place] = frozenset()
         self._deferred_batch_norm = deferred_batch_norm
+        self._open: list[Cast] = []
         self._survey(self.modules_now())
 
     def __str__(self) -> str:
@@ -67,6 +68,9 @@ class Stage:
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
+        while self._open:  # an interrupt came when shadows were taken off
+            self._open[-1].undo()
+            self._open.pop()
         modules = self.modules_now()
         if modules != self.modules:
             self._survey(modules)
@@ -91,6 +95,7 @@ class Stage:
             device=self.device,
             followed=self.followed,
             recomputed=recomputed,
+            open=self._open,
         )
 
     def statistics(self) -> DeferredStatistics | None:

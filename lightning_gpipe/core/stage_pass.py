@@ -24,7 +24,7 @@ from lightning_gpipe.core.managers import NOTHING, Manager, together
 from lightning_gpipe.core.pytree import Flat, flatten, unflatten
 from lightning_gpipe.core.randomness import Randomness
 from lightning_gpipe.core.roots import Root, leaves_behind, root_of, run_backward
-from lightning_gpipe.core.skip.flight import Table, carrying
+from lightning_gpipe.core.skip.flight import Table, carrying, in_flight
 from lightning_gpipe.core.skip.layout import cleared, laid_out
 from lightning_gpipe.core.stage import Stage
 from lightning_gpipe.core.whole import mark_elsewhere
@@ -46,6 +46,8 @@ class StagePass:
         randomness: Where its random numbers come from.
         shadows: What collects the gradients of its parameters.
         statistics: What its batch norms saw, if they defer it.
+        watched: Whether to look which parameters take part, as somebody has hooks on one.
+        used: The ids of the shadows that did, of this stage or another.
     """
 
     def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
@@ -60,10 +62,10 @@ class StagePass:
         self._modules = stage.modules
         self._mode = stage.mode
         self._microbatches: dict[int, _Kept] = {}
-        self._structure: tuple[Any, int] = (None, -1)  # of the latest inputs, and its number
+        self._structure: tuple[Any, int] | None = None  # of the latest inputs, and its number
         self._lacks: bool | None = None  # whether recomputation must be given what forward had
-        self._watched = self.shadows.watched
-        self._used: set[int] = set()
+        self.watched = False
+        self.used: set[int] = set()
 
     def forward(self, i: int, inputs: Flat) -> Flat:
         """Run the layers on micro-batch ``i``.
@@ -92,11 +94,11 @@ class StagePass:
                 outputs = self._run(i, inputs, first=True)
             roots = [root_of(leaf) for leaf in outputs.leaves]
             kept = _Kept(inputs, roots)
-            needed = roots.count(None) < len(roots)
+            needed = any(root is not None for root in roots)
         if needed:
             self._microbatches[i] = kept
-            if self._watched:
-                self._used |= leaves_behind(outputs.leaves)
+            if self.watched:
+                self.used |= leaves_behind(outputs.leaves)
         return self._sent(outputs)
 
     def recompute(self, i: int) -> None:
@@ -118,7 +120,7 @@ class StagePass:
         (leaves, _), roots, _ = self._microbatches.pop(i)
         assert roots is not None, "recompute comes before backward in every schedule"
         run_backward(roots[len(roots) - len(gradients) :], gradients)
-        if len(leaves) == 1:
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor):
             return [leaves[0].grad]
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
         return [
@@ -153,8 +155,6 @@ class StagePass:
         """
         self._check_hooks()
         self.shadows.settle()
-        if self._watched:
-            self.shadows.keep_used(self._used)
 
     def _check_hooks(self) -> None:
         parameter = self.shadows.hooked
@@ -219,6 +219,7 @@ class StagePass:
                 watch.after(k, layer)
         watch.close()
         outputs = flatten(x)
+        skips = skips if stage.skips else in_flight()
         if not (skips or stage.leaving):
             return outputs
         leaving = cleared(skips, stage.leaving)
@@ -246,8 +247,7 @@ class StagePass:
         return unflatten(Flat(leaves[:main], spec)), laid_out(arriving, leaves[main:])
 
     def _circumstances(self, inputs: Flat) -> int:
-        structure, number = self._structure
-        if number < 0 or structure is not inputs.spec:
+        if self._structure is None or self._structure[0] is not inputs.spec:
             number = self.stage.circumstances(self._mode, inputs.spec)
             self._structure = inputs.spec, number
-        return number
+        return self._structure[1]

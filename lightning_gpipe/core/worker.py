@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lightning_gpipe.core.context import Context
-from lightning_gpipe.core.managers import NOTHING, Manager
+from lightning_gpipe.core.managers import NOTHING, Manager, together
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.schedule import Action, Kind, successor
+from lightning_gpipe.core.skip.flight import carrying
 from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.stage_pass import StagePass
 from lightning_gpipe.core.timeline import CudaClock, HostClock, Timeline
@@ -51,9 +52,25 @@ class Worker:
 
     def run(self, row: Iterable[Action], exchange: Exchange, context: Context) -> None:
         """Run ``row`` in the caller's context, on the stream that the caller was using."""
-        with self.streaming(), context.entered():
+        with self.streaming(), context.entered(), self.prepared(row):
             for action in row:
                 self.perform(action, exchange)
+
+    def run_inline(self, row: Iterable[Action], exchange: Exchange, context: Context) -> None:
+        """Run ``row`` on the caller's thread, once the context is entered and all is prepared."""
+        # On a device of its own the context may lack what it does not lack on the caller's.
+        own = [] if self._stream is None else [self.streaming(), context.entered()]
+        with together(own):
+            for action in row:
+                self.perform(action, exchange)
+
+    def prepared(self, row: Iterable[Action]) -> Manager:
+        """Prepare the stages that run forward in ``row``; what they need there they need in all.
+
+        It is the thread that runs them that does so: an interrupt strikes the caller's.
+        """
+        stages = sorted({action.j for action in row if action.kind is Kind.FORWARD})
+        return together([carrying({}), *(self._passes[j].shadows.cast() for j in stages)])
 
     def perform(self, action: Action, exchange: Exchange) -> None:
         """Run one action: take what it needs, and hand over what it made."""

@@ -4,7 +4,16 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_gpipe.core.schedule import Action, Kind, Schedule, fill_drain, needs, simulate, table
+from lightning_gpipe.core.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    fill_drain,
+    needs,
+    simulate,
+    successor,
+    table,
+)
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 
@@ -176,6 +185,27 @@ def test_recompute_comes_right_before_its_backward() -> None:
 
 
 # What is needed.
+
+
+def test_turns_are_the_sequence_by_worker() -> None:
+    turns = fill_drain(2, 2).forward_half.turns
+
+    assert [(worker, [f"{action}@{action.j}" for action in row]) for worker, row in turns] == [
+        (0, ["F0@0", "F1@0"]),
+        (1, ["F0@1", "F1@1"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    "action, expected",
+    [
+        (Action(F, 3, 0), Action(F, 3, 1)),
+        (Action(B, 3, 1), Action(B, 3, 0)),
+        (Action(B, 3, 0), Action(B, 3, -1)),  # the caller
+    ],
+)
+def test_successor(action: Action, expected: Action) -> None:
+    assert successor(action) == expected
 
 
 def test_what_a_forward_needs() -> None:

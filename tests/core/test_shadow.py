@@ -35,6 +35,24 @@ def test_cast_puts_shadows_in_the_places_and_takes_them_out() -> None:
     assert layer.bias is bias
 
 
+class Marked(nn.Parameter):
+    """A parameter of the user's own kind."""
+
+
+def test_parameter_of_a_subclass_has_a_shadow() -> None:
+    """0.1: its shadow was made from it instead of from its value, which nn.Parameter refused."""
+    layer = linear()
+    layer.weight = Marked(layer.weight.detach())
+
+    with shadows_of(layer).cast():
+        layer(torch.ones(1, 2)).sum().backward()
+        gradient = layer.weight.grad
+
+    assert gradient is not None
+    assert type(layer.weight) is Marked
+    assert layer.weight.grad is None
+
+
 def test_cast_takes_shadows_out_after_an_error() -> None:
     layer = linear()
     weight = layer.weight

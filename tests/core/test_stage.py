@@ -83,6 +83,30 @@ def test_backward_gives_the_gradient_of_the_input(kept: range) -> None:
     torch.testing.assert_close(gradient, 2 * (1 - torch.tanh(2 * X) ** 2))
 
 
+class Constant(nn.Module):
+    """Returns its weight, whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 2))
+
+    def forward(self, x: Any) -> Tensor:
+        return self.weight * 2
+
+
+@pytest.mark.parametrize("value", [3, None, "name"])
+@pytest.mark.parametrize("kept", [range(1), range(0)], ids=["kept", "recomputed"])
+def test_backward_of_an_input_that_is_no_tensor(value: Any, kept: range) -> None:
+    """0.1: a sole input was taken to be a tensor, and backward raised AttributeError."""
+    run = begin(stage(Constant()), kept)
+    run.forward(0, flatten(value))
+    if not kept:
+        run.recompute(0)
+
+    assert run.backward(0, [torch.ones(1, 2)]) == [None]
+    assert [torch.equal(g, 2 * torch.ones(1, 2)) for _, g in run.shadows.take_gradients()] == [True]
+
+
 def test_dropped_activations_are_freed_after_forward() -> None:
     double = Double()
     run = begin(stage(double, nn.Tanh(), nn.Tanh()), kept=range(0))

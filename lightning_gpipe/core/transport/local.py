@@ -51,7 +51,7 @@ class LocalExchange(Exchange):
 
     def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
         ready = None
-        if not self._one_device or to.j == 0:  # the caller's input may be on any device
+        if not self._one_device or to.j == 0:  # what the caller sends may be on any device
             source, target = self._sender_of(to, skip), self._device_at(to.j)
             leaves, ready = self._copies.send(value.leaves, source, target)
             value = Flat(leaves, value.spec)
@@ -61,13 +61,13 @@ class LocalExchange(Exchange):
         place, address = self._places[at.j], (at, skip)
         arrived = self._arrived[place]
         while address not in arrived:
-            self._open(place, at)
+            self._fetch(place, at)
         _, value, ready = arrived.pop(address)
         if ready is not None:
             self._copies.accept(value.leaves, ready, self._device_at(at.j))
         return value
 
-    def _open(self, place: int, at: Action) -> None:
+    def _fetch(self, place: int, at: Action) -> None:
         """Take the next piece of mail from an inbox, and wait for it a while if there is none."""
         self.check()
         try:
@@ -79,7 +79,8 @@ class LocalExchange(Exchange):
                 ) from None
             return
         if mail is not None:
-            self._arrived[place][mail[0]] = mail
+            to, _, _ = mail
+            self._arrived[place][to] = mail
 
     def check(self) -> None:
         if self._cancelled:
