@@ -47,6 +47,18 @@ class Watch:
         leaves: What to run them on, not to be changed. What was one tensor in two places still is.
     """
 
+    # One is made for every action.
+    __slots__ = (
+        "_circumstances",
+        "_editors",
+        "_expected",
+        "_given",
+        "_guarded",
+        "_known",
+        "_versions",
+        "leaves",
+    )
+
     def __init__(
         self,
         known: dict[Hashable, set[int]],

@@ -17,13 +17,9 @@ NOTHING: Manager = nullcontext()
 
 def together(managers: Sequence[Manager]) -> Manager:
     """One that enters all of ``managers``, the first one first."""
-    match managers:
-        case []:
-            return NOTHING
-        case [manager]:
-            return manager
-        case _:
-            return _all(managers)
+    if not managers:
+        return NOTHING
+    return managers[0] if len(managers) == 1 else _all(managers)
 
 
 @contextmanager

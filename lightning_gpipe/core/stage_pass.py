@@ -94,7 +94,7 @@ class StagePass:
                 outputs = self._run(i, inputs, first=True)
             roots = [root_of(leaf) for leaf in outputs.leaves]
             kept = _Kept(inputs, roots)
-            needed = any(root is not None for root in roots)
+            needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
             if self.watched:

@@ -7,7 +7,7 @@ being in a line.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,27 +50,32 @@ class Worker:
         self._stream = torch.cuda.current_stream(device) if on_cuda else None
         self._clock = CudaClock(self._stream) if self._stream is not None else HostClock()
 
-    def run(self, row: Iterable[Action], exchange: Exchange, context: Context) -> None:
+    def run(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
         """Run ``row`` in the caller's context, on the stream that the caller was using."""
         with self.streaming(), context.entered(), self.prepared(row):
             for action in row:
                 self.perform(action, exchange)
 
-    def run_inline(self, row: Iterable[Action], exchange: Exchange, context: Context) -> None:
+    def run_inline(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
         """Run ``row`` on the caller's thread, once the context is entered and all is prepared."""
-        # On a device of its own the context may lack what it does not lack on the caller's.
-        own = [] if self._stream is None else [self.streaming(), context.entered()]
-        with together(own):
-            for action in row:
-                self.perform(action, exchange)
+        if self._stream is not None:
+            # On a device of its own the context may lack what it does not lack on the caller's.
+            self.run(row, exchange, context)
+            return
+        for action in row:
+            self.perform(action, exchange)
 
-    def prepared(self, row: Iterable[Action]) -> Manager:
-        """Prepare the stages that run forward in ``row``; what they need there they need in all.
+    def prepared(self, row: Sequence[Action]) -> Manager:
+        """Prepare the worker's stages for ``row``: for forwards their shadows are put in place.
 
-        It is the thread that runs them that does so: an interrupt strikes the caller's.
+        It is the thread that runs the layers that does so: an interrupt strikes the caller's.
         """
-        stages = sorted({action.j for action in row if action.kind is Kind.FORWARD})
-        return together([carrying({}), *(self._passes[j].shadows.cast() for j in stages)])
+        found: list[Manager] = [carrying({})]
+        if row[0].kind is Kind.FORWARD:  # and so are all of a half
+            workers = len(self._timeline.schedule.rows)
+            own = (each.shadows for each in self._passes[self._index :: workers])
+            found += [shadows.cast() for shadows in own if not shadows.on]
+        return together(found)
 
     def perform(self, action: Action, exchange: Exchange) -> None:
         """Run one action: take what it needs, and hand over what it made."""
