@@ -21,6 +21,7 @@ from lightning_gpipe.core.context import Context, on_engine_thread
 from lightning_gpipe.core.managers import together
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.randomness import OwnGenerators, Randomness, SharedGenerators
+from lightning_gpipe.core.roots import root_of, run_backward
 from lightning_gpipe.core.schedule import Action, Kind, Schedule
 from lightning_gpipe.core.snapshot import Snapshot
 from lightning_gpipe.core.stage import Stage
@@ -157,11 +158,17 @@ class MiniBatch:
 
     def take_gradients(self) -> list[Tensor | None]:
         """The gradients of :attr:`parameters` over all micro-batches and stages, given away."""
-        taken: dict[int, list[Tensor]] = {}
+        taken: dict[int, tuple[nn.Parameter, list[Tensor]]] = {}
         for each in self._passes:
             for parameter, gradient in each.shadows.take_gradients():
-                taken.setdefault(id(parameter), []).append(gradient.to(parameter.device))
-        return [_total(taken.get(id(parameter), [])) for parameter in self.parameters]
+                _, gradients = taken.setdefault(id(parameter), (parameter, []))
+                gradients.append(gradient.to(parameter.device))
+        found = [_total(taken.pop(id(each), (each, []))[1]) for each in self.parameters]
+        for parameter, gradients in taken.values():
+            # No forward used it, so it was left out, but a recomputation did: that of another
+            # stage, which has it behind the back of nn.Module.
+            run_backward([root_of(parameter)], [_total(gradients)])
+        return found
 
     def _reproducibly(self, microbatches: Sequence[Flat]) -> list[Flat]:
         """Run forward so that what is drawn depends on no timing.
