@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from tests.core.models import Call, Step, assert_same, perceptron, rows, step
+from tests.core.waiting import PATIENCE
 
 
 def slowly(x: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def test_two_threads_take_turns(devices: list[str], gradients: bool) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in threads)
 
     assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
@@ -50,13 +51,14 @@ def test_two_threads_take_turns(devices: list[str], gradients: bool) -> None:
 
 def test_error_of_one_thread_is_not_the_others() -> None:
     """0.1: the thread that waited for its turn took the other's error, and both hung."""
-    started = threading.Event()
+    started, asked = threading.Event(), threading.Event()
     ends: dict[str, BaseException | Step] = {}
 
     def fail_once(x: Tensor) -> Tensor:
         if not started.is_set():
             started.set()
-            time.sleep(0.2)
+            asked.wait(PATIENCE)
+            time.sleep(0.1)  # by then the other thread waits
             raise ValueError("once")
         return x
 
@@ -71,9 +73,10 @@ def test_error_of_one_thread_is_not_the_others() -> None:
 
     first = threading.Thread(target=run, args=("first",), daemon=True)
     first.start()
-    assert started.wait(10)
+    assert started.wait(PATIENCE)
+    asked.set()
     run("second")
-    first.join(10)
+    first.join(PATIENCE)
 
     assert isinstance(ends["first"], ValueError)
     second = ends["second"]

@@ -1,19 +1,30 @@
 """Promise: no hang. What a layer raises reaches the caller, and the next step is a sound one."""
 
-import time
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from tests.core.faults import Fuse, OwnError, interrupt_the_caller, interruptible, throw, workers
+from lightning_gpipe.core.transport import local
+from tests.core.faults import (
+    Busy,
+    Fuse,
+    OwnError,
+    interrupt_the_caller,
+    interruptible,
+    no_time_out,
+    throw,
+    workers,
+)
 from tests.core.models import assert_same, rows, step
+from tests.core.waiting import PATIENCE
 
-SECOND = 1.0  # no fault may take longer to reach the caller
 M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1
 
 # After how many calls of its forward, or of its backward, a layer meets micro-batch 1:
@@ -21,6 +32,18 @@ M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1
 #   F0 F1 ...  and  R3 B3 R2 B2 R1 B1 R0 B0
 FIRST_FORWARD, RECOMPUTE, BACKWARD = ("forward", 1), ("forward", M + 2), ("backward", 2)
 VERBS = {FIRST_FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward"}
+
+
+@pytest.fixture(autouse=True)
+def _no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_time_out(monkeypatch)
+    monkeypatch.setattr(local, "_GRACE", PATIENCE)
+
+
+@pytest.fixture
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a caller wait but shortly for a layer at work: there is one that does not end."""
+    monkeypatch.setattr(local, "_GRACE", 0.05)
 
 
 @pytest.fixture
@@ -42,6 +65,9 @@ def pipeline(request: pytest.FixtureRequest, plain: nn.Sequential) -> Iterator[G
     )
     yield pipeline
     pipeline.close()
+
+
+on_threads = pytest.mark.parametrize("pipeline", [True], indirect=True, ids=["threads"])
 
 
 def light(pipeline: GPipe, stage: int, at: tuple[str, int], fault: Callable[[], None]) -> None:
@@ -68,11 +94,9 @@ def test_error_in_a_layer(
     raised = error("by the layer")
     light(pipeline, stage, at, throw(raised))
 
-    start = time.monotonic()
     with pytest.raises(error) as caught:
         step(pipeline, rows(7))
 
-    assert time.monotonic() - start < SECOND
     assert caught.value is raised
     where = f"stage {stage} (layers {2 * stage}..{2 * stage + 1}, cpu)"
     assert raised.__notes__ == [f"raised in {VERBS[at]} of micro-batch 1 of {M} on {where}"]
@@ -125,45 +149,70 @@ def test_error_after_error(pipeline: GPipe, plain: nn.Sequential) -> None:
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
 
 
-def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(pipeline: GPipe) -> None:
-    light(pipeline, 0, ("forward", 2), lambda: time.sleep(2 if pipeline._threads else 0))
-    light(pipeline, 1, FIRST_FORWARD, throw(OwnError()))
+def fail_while_another_layer_is_busy(pipeline: GPipe) -> Busy:
+    """Let stage 1 fail in the middle of what stage 0 does, and see that the caller is told then."""
+    busy = Busy()
 
-    start = time.monotonic()
+    def fail() -> None:
+        assert busy.begun.wait(PATIENCE)
+        raise OwnError
+
+    light(pipeline, 0, ("forward", 2), busy)
+    light(pipeline, 1, FIRST_FORWARD, fail)
     with pytest.raises(OwnError):
         step(pipeline, rows(7))
+    assert not busy.over
+    return busy
 
-    assert time.monotonic() - start < SECOND
+
+@pytest.mark.usefixtures("_short_grace")
+@on_threads
+def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(
+    pipeline: GPipe, plain: nn.Sequential
+) -> None:
+    busy = fail_while_another_layer_is_busy(pipeline)
+
+    busy.end()
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
 
 
+@pytest.mark.usefixtures("_short_grace")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("at", VERBS, ids=VERBS.values())
 def test_caller_is_interrupted(
-    pipeline: GPipe, plain: nn.Sequential, at: tuple[str, int], stage: int
+    pipeline: GPipe,
+    plain: nn.Sequential,
+    at: tuple[str, int],
+    stage: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    light(pipeline, stage, at, interrupt_the_caller)
+    # An interrupt that strikes just before the caller begins to wait is seen when it looks up.
+    monkeypatch.setattr(local, "_LOOK_UP", 0.05)
+    busy = Busy()  # without threads it is the caller's layer, whose work the interrupt ends
+    light(pipeline, stage, at, partial(interrupt_the_caller, busy))
 
-    start = time.monotonic()
     with interruptible(), pytest.raises(KeyboardInterrupt):
         step(pipeline, rows(7))
 
-    assert time.monotonic() - start < SECOND
+    assert not busy.over
+    busy.end()
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
     pipeline.close()
     assert workers() == []
 
 
-def test_step_right_after_an_error_while_another_layer_was_busy(plain: nn.Sequential) -> None:
+@pytest.mark.usefixtures("_short_grace")
+@on_threads
+def test_step_right_after_an_error_while_another_layer_was_busy(
+    pipeline: GPipe, plain: nn.Sequential
+) -> None:
     """0.1: the next step took the shadows that the busy layer ran with for parameters."""
-    pipeline = GPipe(deepcopy(plain), [2, 2, 2], devices=["cpu"] * 3, chunks=M)
     parameters = list(pipeline.parameters())
-    light(pipeline, 0, ("forward", 2), lambda: time.sleep(1.5))
-    light(pipeline, 1, FIRST_FORWARD, throw(OwnError()))
-    with pytest.raises(OwnError):
-        step(pipeline, rows(7))
+    busy = fail_while_another_layer_is_busy(pipeline)
 
+    threading.Timer(0.1, busy.end).start()  # by then the next step has begun
     again = step(pipeline, rows(7))
 
+    assert busy.over
     assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
     assert_same(again._asdict(), step(plain, rows(7))._asdict())
-    pipeline.close()

@@ -8,7 +8,6 @@ number m.
 
 import gc
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -25,6 +24,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
 from tests.core.faults import Fuse, OwnError, throw
 from tests.core.models import Call, Fork, Join, Through, rows
+from tests.core.waiting import awaited
 
 R, W, K, N = 4, 2, 100, 3  # rows of a micro-batch, width of a boundary, how much wider, stages
 BOUNDARY = R * W * 8  # bytes, of one micro-batch at one stage
@@ -166,10 +166,7 @@ def run(module: nn.Module, x: Tensor) -> None:
 
 def settled(meter: Meter, expected: int) -> int:
     """What is held, once workers let go of their last job, which is after they tell its end."""
-    deadline = time.monotonic() + 5
-    while meter.now != expected and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return meter.now
+    return awaited(lambda: meter.now, expected)
 
 
 # Between forward and backward, and at the peak.
@@ -355,9 +352,8 @@ def test_output_kept_after_backward_keeps_nothing(workers: int, piped: Pipe) -> 
     y.square().sum().backward()
     pipeline.zero_grad()
     x.grad = None
-    _, after = census()
 
-    assert after - before == y.nbytes
+    assert awaited(lambda: census()[1] - before, y.nbytes) == y.nbytes
 
 
 def train(pipeline: GPipe) -> None:
@@ -410,5 +406,5 @@ def test_nothing_is_left(use: Callable[[GPipe], None], threads: bool, piped: Pip
         with saving(meter, pipeline):
             use(pipeline)
 
-    assert census() == before
+    assert awaited(census, before) == before
     assert settled(meter, 0) == 0

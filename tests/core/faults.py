@@ -2,13 +2,16 @@
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from lightning_gpipe.core.transport import local
+from tests.core.waiting import NEVER, PATIENCE
 
 
 def nothing() -> None:
@@ -75,12 +78,40 @@ def interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def interrupt_the_caller(work: float = 0.2) -> None:
-    """As Ctrl-C does while the caller waits for this layer, which works on for a while."""
+def interrupt_the_caller(work: Callable[[], None]) -> None:
+    """As Ctrl-C does while the caller waits for this layer, which goes on with its work."""
     main = threading.main_thread().ident
     assert main is not None
     signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(work)
+    work()
+
+
+class Busy:
+    """Work that is not over before the test ends it, or has lost its patience.
+
+    Attributes:
+        begun: Is set when the work begins.
+        over: Whether it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.over = False
+        self._end = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        self._end.wait(PATIENCE)
+        self.over = True
+
+    def end(self) -> None:
+        self._end.set()
+
+
+def no_time_out(patch: pytest.MonkeyPatch) -> None:
+    """Let a thread that nobody wakes wait for ever, and one that ends take its time."""
+    patch.setattr(local, "_LOOK_UP", NEVER)
+    patch.setattr(local, "_JOIN", PATIENCE)
 
 
 def workers() -> list[threading.Thread]:

@@ -5,7 +5,6 @@ See also ``tests/core``, where exceptions are raised in every kind of action.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from tests.core.faults import no_time_out
 from tests.lightning.models import (
     WIDTH,
     Classifier,
@@ -61,6 +61,11 @@ class Fused(Classifier):
         self.fuse[0].error = None
 
 
+@pytest.fixture(autouse=True)
+def _no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_time_out(monkeypatch)
+
+
 @pytest.fixture
 def model() -> Fused:
     torch.manual_seed(0)
@@ -83,12 +88,9 @@ def test_fit_that_raises(
     # Lightning ends the program after a KeyboardInterrupt, with SystemExit.
     seen = SystemExit if kind is KeyboardInterrupt else kind
 
-    began = time.monotonic()
     with pytest.raises(seen) as error:
         made.fit(model, datamodule=Data())
-    took = time.monotonic() - began
 
-    assert took < 10
     check_plain(model)
     if where == "in_layer" and kind is ValueError:
         note = "raised in forward of micro-batch 0 of 4 on stage 1 (layers 2..3, cpu)"

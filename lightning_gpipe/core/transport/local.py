@@ -23,7 +23,8 @@ from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
 from lightning_gpipe.core.transport.copies import Copies
 from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
 
-# Seconds. A thread that died tells nobody, so whoever waits looks up now and then.
+# Seconds. A thread that died tells nobody, and Ctrl-C that strikes just before a wait does not end
+# it: whoever waits looks up now and then.
 _LOOK_UP = 0.2
 # How long a failed run waits for workers in the middle of an action before it tells the caller.
 _GRACE = 0.5

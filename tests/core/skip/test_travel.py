@@ -5,7 +5,6 @@ one that popped when its backward is done; what fails on the way stops all, and 
 """
 
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from lightning_gpipe.core.transport.local import LocalExchange
 from tests.core.faults import Fuse, OwnError, throw
 from tests.core.models import assert_same, perceptron, rows, step
 from tests.core.skip.layers import Pop, Stash, added, itself, pair
+from tests.core.waiting import awaited
 from tests.lightning.models import WIDTH, Classifier, Data, trainer
 
 MODES: list[Mode] = ["always", "except_last", "never"]
@@ -180,10 +180,7 @@ def alive(storages: list[weakref.ref[Any]]) -> int:
 
 def settled(storages: list[weakref.ref[Any]]) -> int:
     """What is alive, once workers let go of their last job, which is after they tell its end."""
-    deadline = time.monotonic() + 5
-    while alive(storages) and time.monotonic() < deadline:
-        time.sleep(0.001)
-    return alive(storages)
+    return awaited(lambda: alive(storages), 0)
 
 
 @pytest.fixture
@@ -288,11 +285,7 @@ def test_no_growth(mode: Mode, threads: bool, piped: Pipe) -> None:
             use(pipeline, backward=k % 5 != 4)
         pipeline.zero_grad()
 
-    deadline = time.monotonic() + 5
-    while (after := census()) != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-    assert after == before
+    assert awaited(census, before) == before
     assert not in_flight()
 
 
@@ -310,7 +303,6 @@ def fused() -> nn.Sequential:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("where", ["0.1", "2.1"])
-@pytest.mark.timeout(20)
 def test_error_in_a_stage_that_has_a_skip_to_send(
     where: str, kind: str, mode: Mode, threads: bool, piped: Pipe
 ) -> None:
@@ -332,7 +324,6 @@ def test_error_in_a_stage_that_has_a_skip_to_send(
 
 
 @pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.timeout(20)
 def test_error_of_the_functions_of_a_skip(threads: bool, piped: Pipe) -> None:
     stash, pop = Stash(), Pop()
     pipeline = piped(nn.Sequential(stash, *perceptron(2), pop), [1, 2, 1], threads=threads)

@@ -2,7 +2,6 @@ import copy
 import gc
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,12 +16,17 @@ from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.transport import Cancelled, local
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.threads import Job
+from tests.core.faults import Busy
+from tests.core.waiting import NEVER, PATIENCE, awaited
 
 CPU = torch.device("cpu")
-SECOND = 1.0  # no error may take longer to reach the caller
-
 
 Workers = Callable[[], list[threading.Thread]]
+
+
+@pytest.fixture(autouse=True)
+def _threads_may_take_long_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_JOIN", PATIENCE)
 
 
 @pytest.fixture
@@ -146,15 +150,13 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
 def test_given_up_exchange_wakes_whoever_waits(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_LOOK_UP", 30)
+    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
     exchange = transport.open()
     timer = threading.Timer(0.05, exchange.cancel)
     timer.start()
 
-    start = time.monotonic()
     with pytest.raises(Cancelled):
         exchange.receive(forward(0, 0))
-    assert time.monotonic() - start < SECOND
     with pytest.raises(Cancelled):
         exchange.check()
     timer.join()
@@ -192,19 +194,22 @@ def test_each_worker_has_a_named_thread_that_stays(transport: LocalTransport) ->
     assert len(set(seen[0] + seen[1])) == 2
 
 
-def test_constructing_starts_no_thread() -> None:
-    before = threading.active_count()
-
+def test_constructing_starts_no_thread(workers: Workers) -> None:
     LocalTransport(2, [CPU, CPU]).open()
 
-    assert threading.active_count() == before
+    assert workers() == []
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("error", [KeyError("k"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_error_reaches_the_caller_while_the_other_waits(
-    transport: LocalTransport, error: BaseException, failing: int
+    transport: LocalTransport,
+    error: BaseException,
+    failing: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
+    monkeypatch.setattr(local, "_GRACE", NEVER)
     exchange = transport.open()
     ends: list[BaseException] = []
 
@@ -217,29 +222,25 @@ def test_error_reaches_the_caller_while_the_other_waits(
 
     jobs: list[Callable[[], None]] = [wait, wait]
     jobs[failing] = partial(fail, error)
-    start = time.monotonic()
     with pytest.raises(type(error)) as caught:
         transport.run(exchange, jobs)
 
-    assert time.monotonic() - start < SECOND
     assert caught.value is error
     assert [type(end) for end in ends] == [Cancelled]
 
 
 def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransport) -> None:
-    finish = threading.Event()
+    busy = Busy()
 
-    start = time.monotonic()
     with pytest.raises(KeyError):
-        transport.run(transport.open(), [partial(fail, KeyError()), lambda: wait_for(finish)])
-    took = time.monotonic() - start
-    finish.set()
+        transport.run(transport.open(), [partial(fail, KeyError()), busy])
 
-    assert took < SECOND
+    assert not busy.over
+    busy.end()
 
 
-def wait_for(finish: threading.Event) -> None:
-    finish.wait(10)
+def test_caller_waits_less_than_a_second_for_a_busy_worker_or_one_that_died() -> None:
+    assert local._LOOK_UP + local._GRACE < 1
 
 
 def test_run_within_a_run_of_the_same_transport(transport: LocalTransport) -> None:
@@ -267,7 +268,7 @@ def test_thread_that_died_is_reported_and_replaced(transport: LocalTransport) ->
     kill = threading.Event()
 
     def die() -> None:  # outside any run, so nobody takes down how it ended
-        kill.wait(10)
+        kill.wait(PATIENCE)
         sys.exit()
 
     transport._threads[0].put(die)
@@ -333,11 +334,7 @@ def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> Non
     transport.run(exchange, [lambda kept=payload: None, nothing])  # type: ignore[misc]  # a job
     del payload, exchange
     # The thread tells how a job ended before it lets go of it.
-    deadline = time.monotonic() + SECOND
-    while alive() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-    assert alive() is None
+    assert awaited(alive, None) is None
 
 
 # Intra-op threads.
@@ -399,20 +396,16 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.1: the worker that had its job already waited for the other for ever."""
+    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
     transport.run(transport.open(), [nothing, nothing])
-    exchange, done = transport.open(), threading.Event()
+    exchange = transport.open()
     with monkeypatch.context() as patch:
         patch.setattr(transport._threads[1], "put", lambda job: fail(KeyboardInterrupt()))
         jobs: list[Job] = [lambda: wait_at(exchange), nothing]
         with pytest.raises(KeyboardInterrupt):
             transport.run(exchange, jobs)
 
-    def again() -> None:
-        transport.run(transport.open(), [nothing, nothing])
-        done.set()
-
-    threading.Thread(target=again, daemon=True).start()
-    assert done.wait(3)
+    transport.run(transport.open(), [nothing, nothing])
 
 
 def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_gpipe.core.transport.threads import WorkerThread
+from tests.core.waiting import PATIENCE
 
 
 @pytest.fixture
 def thread() -> Iterator[WorkerThread]:
     thread = WorkerThread("worker under test")
     yield thread
-    thread.join(5)
+    thread.join(PATIENCE)
 
 
 def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
@@ -18,7 +19,7 @@ def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
     for k in range(5):
         thread.put(lambda k=k: done.append(k))  # type: ignore[misc]  # k is bound now
 
-    thread.join(5)
+    thread.join(PATIENCE)
 
     assert done == [0, 1, 2, 3, 4]
 
@@ -27,7 +28,7 @@ def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
     seen: list[tuple[str, bool]] = []
     thread.put(lambda: seen.append((threading.current_thread().name, thread.current)))
 
-    thread.join(5)
+    thread.join(PATIENCE)
 
     assert seen == [("worker under test", True)]
     assert not thread.current
@@ -36,7 +37,7 @@ def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
 def test_joined_thread_has_ended(thread: WorkerThread) -> None:
     before = thread.alive
 
-    thread.join(5)
+    thread.join(PATIENCE)
 
     assert before
     assert not thread.alive
@@ -46,11 +47,11 @@ def test_thread_that_joins_itself_ends_after_the_job(thread: WorkerThread) -> No
     done: list[str] = []
 
     def job() -> None:
-        thread.join(5)
+        thread.join(PATIENCE)
         done.append("job")
 
     thread.put(job)
-    thread._thread.join(5)
+    thread._thread.join(PATIENCE)
 
     assert done == ["job"]
     assert not thread.alive
@@ -60,7 +61,7 @@ def test_joining_does_not_wait_longer_than_it_is_told(thread: WorkerThread) -> N
     finish = threading.Event()
 
     def job() -> None:
-        finish.wait(10)
+        finish.wait(PATIENCE)
 
     thread.put(job)
     thread.join(0.01)

@@ -1,0 +1,22 @@
+"""Waiting for other threads: as long as it takes, on a machine as busy as it may be.
+
+How long something takes says nothing where other programs have the cores. So a test does not
+measure time: it waits for what must come, and fails if that does not come at all.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+PATIENCE = 60.0  # seconds; only a test that fails waits so long
+NEVER = 3600.0  # seconds, for a time-out that must not come to the rescue: no test takes so long
+
+T = TypeVar("T")
+
+
+def awaited(look: Callable[[], T], expected: T) -> T:
+    """What ``look`` finds: ``expected`` as soon as it does, or else what it finds in the end."""
+    deadline = time.monotonic() + PATIENCE
+    while (found := look()) != expected and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
