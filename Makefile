@@ -2,8 +2,13 @@
 # installs into it once; a change of the dependencies makes it install again. `make bench` does the
 # same with .venv-bench, which has the packages that we are compared with. Where a Python has what it
 # takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3
+#
+# Tests run beside one another, in a process for each core. JOBS=0 runs them in one, as pytest does.
 
 PYTHON ?= python3
+JOBS ?= auto
+# Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
+export PYTHONUTF8 := 1
 BIN := .venv/bin
 READY := .venv/.ready
 BENCH := .venv-bench/bin/python
@@ -27,7 +32,7 @@ demo: $(READY)
 	$(BIN)/python examples/char_lm.py
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 
 soak: $(READY)
 	$(BIN)/pytest tests/test_drawn_models.py --hypothesis-profile=soak \

@@ -1,6 +1,27 @@
-"""How many cases hypothesis draws: a few, always the same; in a soak many, always others."""
+"""What holds for every test: no orders from outside, its share of the cores, drawn cases."""
 
+import gc
+import os
+import re
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+# What a shell, a CI or a scheduler sets for its own ends is an order to what is tested: a cluster
+# to join, defaults of the Trainer, a seed, a terminal to fill and to colour.
+_ORDERS = re.compile(
+    r"SLURM_|LSB_|PL_|TORCHELASTIC_|KUBERNETES_|TTY_|PYTHONWARNINGS$|MASTER_(ADDR|PORT)$"
+    r"|((LOCAL_)?WORLD_SIZE|((LOCAL|GROUP|NODE)_)?RANK)$|(FORCE_COLOR|NO_COLOR|LINES)$"
+)
+for _name in filter(_ORDERS.match, [*os.environ]):
+    del os.environ[_name]
+os.environ["COLUMNS"] = "80"
+
+# Before torch is imported, which reads these once. Tests run beside one another, a process for each
+# core, and threads that wait for work in a loop would starve the others.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Cases are not made smaller in the suite: that takes longer than a test may.
 settings.register_profile(
@@ -15,3 +36,10 @@ settings.register_profile(
     "soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _search_for_garbage_is_short() -> None:
+    """Leaves out what was there before: thousands of objects of torch, which nothing frees."""
+    gc.collect()
+    gc.freeze()
