@@ -185,14 +185,16 @@ def autocast() -> AbstractContextManager[Any]:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext, autocast])
 @pytest.mark.parametrize("training", [True, False])
 def test_modes_of_the_caller(mode: Callable[[], Any], training: bool, piped: Pipe) -> None:
-    module = perceptron(4).float().train(training)
+    # A kernel may add up in another order for another number of rows.
+    dtype, tolerance = (torch.float32, 2e-2) if mode is autocast else (torch.float64, 1e-9)
+    module = perceptron(4).to(dtype).train(training)
     pipeline = piped(module)
-    x = rows(6).detach().float()
+    x = rows(6).detach().to(dtype)
 
     with mode():
         actual, expected = pipeline(x), module(x)
 
-    assert_same(actual.detach(), expected.detach())
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     assert actual.requires_grad == expected.requires_grad
     assert actual.is_inference() == expected.is_inference()
     assert not gradients(pipeline)

@@ -20,7 +20,7 @@ def machine() -> dict[str, str]:
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = {
         "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(_cores()),
         "memory": f"{pages / 2**30:.0f} GiB",
         "load before": f"{os.getloadavg()[0]:.2f}",
     }
@@ -45,6 +45,12 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _cores() -> int:
+    """Those that this process may use, or all where the system knows no such limit."""
+    allowed = getattr(os, "sched_getaffinity", None)
+    return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
@@ -116,9 +117,12 @@ def test_part_prints_what_it_found(capsys: pytest.CaptureFixture[str]) -> None:
     assert found.compared > 100
 
 
-def test_run_in_a_process_overwrites_freed_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_in_a_process_overwrites_freed_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("runs on the GPU, where there is one")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # another malloc takes no orders of glibc's
 
     stress.main(["--steps", "4"])
 
@@ -126,7 +130,8 @@ def test_run_in_a_process_overwrites_freed_memory(capsys: pytest.CaptureFixture[
     report = json.loads(out[out.index("\n{\n") :])
     assert report["rows"][0]["steps"] == "4"
     assert report["targets"][0]["met"]
-    assert report["notes"] == []  # or there were no NaNs in freed memory
+    if platform.libc_ver()[0] == "glibc":
+        assert report["notes"] == []  # or there were no NaNs in freed memory
 
 
 def test_process_that_dies_is_a_difference(capfd: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_docstrings_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path)
 
     assert docstrings.__wrapped__() == [
@@ -205,7 +205,9 @@ def test_demo_reports_what_it_logs(tmp_path: Path, capsys: pytest.CaptureFixture
     run(tmp_path)
 
     report = capsys.readouterr().out
-    rows = list(csv.DictReader((tmp_path / "version_0/metrics.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader((tmp_path / "version_0/metrics.csv").read_text("utf-8").splitlines())
+    )
     padded, computed = (
         next(float(row[name]) for row in rows if row[name])
         for name in ("tokens_padded", "tokens_computed")

@@ -158,7 +158,7 @@ def run(output: Path, *arguments: str) -> dict[str, float]:
     """Train for a few steps and return the last value of each metric that was logged."""
     small = "--steps=3", "--width=4", "--canvas=24", "--batch-size=16", "--validation=16"
     unet_segmentation.main([*small, f"--output={output}", *arguments])
-    rows = csv.DictReader((output / "version_0/metrics.csv").read_text().splitlines())
+    rows = csv.DictReader((output / "version_0/metrics.csv").read_text("utf-8").splitlines())
     return {name: float(value) for row in rows for name, value in row.items() if value}
 
 

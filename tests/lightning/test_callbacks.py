@@ -68,7 +68,7 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
             log_every_n_steps=1,
             **options,
         )
-        lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
+        lines = (Path(logger.log_dir) / "metrics.csv").read_text("utf-8").splitlines()
         column = lines[0].split(",").index("lr-SGD")
         return ",".join(line.split(",")[column] for line in lines)
 

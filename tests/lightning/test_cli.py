@@ -41,7 +41,7 @@ def config(root: Path, strategy: Any, **trainer: Any) -> str:
         "data": {"class_path": "tests.lightning.models.Data"},
     }
     path = root / "train.yaml"  # not config.yaml, which Lightning writes
-    path.write_text(yaml.safe_dump(values))
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
     return str(path)
 
 
@@ -152,7 +152,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
 
     main(["fit", "--config", str(saved), f"--trainer.default_root_dir={again}"])
 
-    assert yaml.safe_load(saved.read_text())["trainer"]["strategy"]["init_args"] == {
+    assert yaml.safe_load(saved.read_text("utf-8"))["trainer"]["strategy"]["init_args"] == {
         **STRATEGY["init_args"],  # type: ignore[dict-item]  # the dictionary's values are mixed
         "module": None,
         "deferred_batch_norm": True,
@@ -162,7 +162,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")
-    one, other = (yaml.safe_load(path.read_text()) for path in (saved, resaved))
+    one, other = (yaml.safe_load(path.read_text("utf-8")) for path in (saved, resaved))
     assert one["trainer"].pop("default_root_dir") != other["trainer"].pop("default_root_dir")
     assert one == other
 
@@ -173,7 +173,8 @@ def test_module_of_the_package_is_a_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=250,
+        cwd=Path(__file__).parents[2],  # where the package is found even if it is not installed
     )
 
     assert result.returncode == 0, result.stderr

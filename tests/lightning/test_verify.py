@@ -204,7 +204,7 @@ def test_configuration(
         "model": {"class_path": "tests.lightning.models.Classifier"},
         "data": {"class_path": "tests.lightning.models.Data"},
     }
-    (tmp_path / "train.yaml").write_text(json.dumps(config))  # JSON is YAML
+    (tmp_path / "train.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
 
     main(["fit", "--config", str(tmp_path / "train.yaml")])
 

@@ -130,7 +130,11 @@ def test_good_pipeline_has_no_difference(name: str) -> None:
 @pytest.mark.parametrize("threads", [True, False])
 def test_every_way_to_run(mode: str, balance: list[int], threads: bool) -> None:
     parity = verified(
-        *perceptron(), balance=balance, activation_checkpointing=mode, threads=threads, devices=None
+        *perceptron(),
+        balance=balance,
+        activation_checkpointing=mode,
+        threads=threads,
+        devices=["cpu"] * len(balance),
     )
 
     assert parity.difference is None
@@ -236,18 +240,31 @@ def test_tolerance_of_the_caller() -> None:
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_none() -> None:
+    class Rounded(torch.autograd.Function):
+        """The identity, with a gradient that is rounded in another way for few rows."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient + 1e-14 * (gradient.size(0) < 4)
+
     class Shift(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.shift = nn.Parameter(torch.ones(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + self.shift  # the normalisation takes it away again
+            shifts = Rounded.apply(self.shift.expand(x.size(0), 1))
+            return x + shifts  # the normalisation takes it away again
 
     parity = verified(linear(), Shift(), nn.LayerNorm(W, eps=0.0), linear())
 
     assert parity.difference is None
-    assert 0 < max(each.absolute for each in parity.compared["gradients"]) < 1e-12
+    (shift,) = [each for each in parity.compared["gradients"] if each.name == "1.shift"]
+    assert 0 < shift.absolute < 1e-12
 
 
 # Micro-batches that are not rows.

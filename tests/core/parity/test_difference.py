@@ -144,6 +144,7 @@ def test_parameter_that_only_one_run_uses() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch.compile
 def test_layers_compiled_in_place() -> None:
     layers = [linear(), Centred(), linear()]
     for layer in layers:
