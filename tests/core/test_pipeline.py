@@ -411,7 +411,9 @@ def dual(pipeline: GPipe) -> None:
         pipeline(forward_ad.make_dual(rows(4).detach(), torch.ones(4, 3, dtype=torch.float64)))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is deprecated")  # torch, forward_ad
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script.*` is (deprecated|not supp)"
+)  # torch, forward_ad
 @pytest.mark.parametrize("transform", [jvp, gradient, dual])
 def test_function_transforms_are_refused(pipeline: GPipe, transform: Callable[..., None]) -> None:
     """0.1: their state is not in the workers' threads, and the derivatives were zero."""
