@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.strategies import none
 
 # What a shell, a CI or a scheduler sets for its own ends is an order to what is tested: a cluster
 # to join, defaults of the Trainer, a seed, a terminal to fill and to colour.
@@ -39,13 +40,16 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
-@pytest.fixture(scope="module")
-def short_search_for_garbage() -> Iterator[None]:
-    """Leaves out what was there before: thousands of objects of torch, which nothing frees.
-
-    Not for modules with drawn cases: hypothesis asks the collector who refers to its generator.
-    """
-    gc.collect()
-    gc.freeze()
+@pytest.fixture(scope="session", autouse=True)
+def _collector() -> Iterator[None]:
+    """Is left as it was found, so that nothing looks like a leak when the interpreter ends."""
+    given(none())(lambda _: None)()  # for its generator hypothesis asks who refers to it
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_search_for_garbage(_collector: None) -> None:
+    """Leaves out what was there before: thousands of objects of torch, which nothing frees."""
+    gc.collect()
+    gc.freeze()

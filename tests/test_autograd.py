@@ -14,8 +14,6 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
 from tests.core.models import Call, assert_same, gradients, perceptron, rows, step
 
-pytestmark = pytest.mark.usefixtures("short_search_for_garbage")
-
 
 class Watch(nn.Module):
     """Remembers weakly what went through it."""

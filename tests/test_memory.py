@@ -26,8 +26,6 @@ from tests.core.faults import Fuse, OwnError, throw
 from tests.core.models import Call, Fork, Join, Through, rows
 from tests.core.waiting import awaited
 
-pytestmark = pytest.mark.usefixtures("short_search_for_garbage")
-
 R, W, K, N = 4, 2, 100, 3  # rows of a micro-batch, width of a boundary, how much wider, stages
 BOUNDARY = R * W * 8  # bytes, of one micro-batch at one stage
 ACTIVATIONS = K * BOUNDARY

@@ -30,8 +30,6 @@ from tests.core.skip.layers import Pop, Stash, added, itself, pair
 from tests.core.waiting import awaited
 from tests.lightning.models import WIDTH, Classifier, Data, trainer
 
-pytestmark = pytest.mark.usefixtures("short_search_for_garbage")
-
 MODES: list[Mode] = ["always", "except_last", "never"]
 WIDE = 50  # a skip is so much wider than what goes from layer to layer
 
