@@ -15,6 +15,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.recompute import Mode
 from tests.core.models import Call, Unused, assert_same, gradients, rows, step, whole_batch_loss
 from tests.core.vocabulary import Counter, Frozen, W
+from tests.core.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
     def draw_late(x: Tensor) -> Tensor:
         if not late.is_set() or x[0, 0] < 0:
             return x
-        drawing.wait(1)
+        drawing.wait(PATIENCE)
         y = F.dropout(x)
         drawn.set()
         return y
@@ -152,7 +153,7 @@ def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
     def draw_slowly(x: Tensor) -> Tensor:
         y = torch.rand_like(x)
         drawing.set()
-        drawn.wait(1)
+        drawn.wait(PATIENCE)
         return y
 
     torch.manual_seed(1)

@@ -411,9 +411,8 @@ def dual(pipeline: GPipe) -> None:
         pipeline(forward_ad.make_dual(rows(4).detach(), torch.ones(4, 3, dtype=torch.float64)))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script.*` is (deprecated|not supp)"
-)  # torch, forward_ad
+# torch's forward_ad; on Python 3.14 and later it is "not supported" instead of "deprecated".
+@pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is (deprecated|not supported)")
 @pytest.mark.parametrize("transform", [jvp, gradient, dual])
 def test_function_transforms_are_refused(pipeline: GPipe, transform: Callable[..., None]) -> None:
     """0.1: their state is not in the workers' threads, and the derivatives were zero."""

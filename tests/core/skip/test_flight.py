@@ -10,6 +10,7 @@ import torch
 
 from lightning_gpipe.core.skip.flight import SkipName, Table, carrying, in_flight
 from tests.core.skip.layers import Pop, Stash
+from tests.core.waiting import PATIENCE
 
 X = SkipName(None, "x")
 
@@ -50,7 +51,7 @@ def test_threads_have_tables_of_their_own() -> None:
 
 
 def test_threads_that_run_the_same_layers() -> None:
-    stash, pop, barrier = Stash(), Pop(), threading.Barrier(3, timeout=10)
+    stash, pop, barrier = Stash(), Pop(), threading.Barrier(3, timeout=PATIENCE)
     results: dict[int, float] = {}
 
     def run(k: int) -> None:
