@@ -37,8 +37,8 @@ core.stage
 core.schedule  core.timeline  core.microbatch.*  core.pytree  core.partition  core.balance.*
     core.sharing  core.context  core.recompute  core.randomness  core.batchnorm  core.shadow
     core.buffers  core.inplace  core.modes  core.snapshot  core.locate  core.placement
-    core.whole  core.managers  core.roots  core.skip.*  core.transport  core.transport.copies
-    core.transport.threads
+    core.journal  core.whole  core.managers  core.roots  core.skip.*  core.transport
+    core.transport.copies  core.transport.threads
 """
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}

@@ -14,8 +14,7 @@ would have for the whole mini-batch. Recomputation writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gpipe.core.journal import Journal, Write
+from lightning_gpipe.core.managers import Manager
 
 
 class Moments(NamedTuple):
@@ -80,23 +82,20 @@ class DeferredStatistics:
         ]
         return cls(updating) if updating else None
 
-    @contextmanager
-    def collecting(self, record: bool) -> Iterator[None]:
+    def collecting(self, journal: Journal, *, record: bool) -> Manager:
         """Keep the batch norms from updating in a ``with`` block that runs one micro-batch.
 
         Args:
-            record: Whether to write down what they see; False on recomputation.
+            journal: Where the change of their forward is recorded.
+            record: Whether to record what they see; False on recomputation.
         """
+        writes: list[Write] = []
         for bn, calls in self._calls.items():
             seen: list[Moments] = []
             if record:
                 calls.append(seen)
-            vars(bn)["forward"] = partial(_normalise, bn, seen)  # past nn.Module, which is slow
-        try:
-            yield
-        finally:
-            for bn in self._calls:
-                del vars(bn)["forward"]
+            writes.append((vars(bn), "forward", partial(_normalise, bn, seen)))
+        return journal.changed(writes)
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -12,12 +12,12 @@ edited: they are copied in the first run, and from then on if they were edited i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from lightning_gpipe.core.journal import Journal, Write
 from lightning_gpipe.core.managers import Manager
 
 Place = tuple[nn.Module, str]
@@ -74,31 +74,32 @@ class Buffers:
     @torch.no_grad()
     def restore(self) -> None:
         """Put the buffers back, with the values that they had."""
-        _put(self._modules, self._found)
+        for module in self._modules:
+            _put(module, self._found.get(module, {}))
         for buffer, value in self._values.items():
             if not torch.equal(buffer, value):  # a graph of the user's may have saved it
                 buffer.data.copy_(value)  # no edit to a graph that has saved it since
 
-    def lent(self) -> list[Manager]:
-        """What lets the modules have what they had, in which they may change it.
+    def lent(self, journal: Journal) -> list[Manager]:
+        """What lends the modules the buffers that they had, to change them in a ``with`` block.
 
         The buffers whose values were kept are not written to: a graph may have saved them. Where
         there are none now and were none there is nothing to do.
         """
-        now = _buffers_of(self._modules)
-        return [self._lent(now)] if now or self._found else []
+        writes = list(self._loans())
+        return [journal.changed(writes)] if writes else []
 
-    @contextmanager
-    def _lent(self, now: _Buffers) -> Iterator[None]:
-        lent = {
-            module: {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
-            for module, buffers in self._found.items()
-        }
-        _put(self._modules, lent)
-        try:
-            yield
-        finally:
-            _put(self._modules, now)
+    def _loans(self) -> Iterator[Write]:
+        for module in self._modules:
+            found = self._found.get(module, {})
+            if not (found or module._buffers):
+                continue
+            lent = {n: b if b is None else self._values.get(b, b) for n, b in found.items()}
+            if isinstance(module._buffers, dict):
+                # One write: layers that register buffers do so in what was lent.
+                yield vars(module), "_buffers", lent
+            else:  # a scripted module's, which are kept in C++ and always the same ones
+                yield from ((module._buffers, name, buffer) for name, buffer in lent.items())
 
 
 class StageBuffers:
@@ -162,13 +163,11 @@ def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
     return {module: dict(module._buffers) for module in modules if module._buffers}
 
 
-def _put(modules: Iterable[nn.Module], buffers: _Buffers) -> None:
-    """Let ``modules`` have these buffers, and no others."""
-    for module in modules:
-        if module._buffers:
-            module._buffers.clear()
-    for module, own in buffers.items():
-        module._buffers.update(own)
+def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Let ``module`` have these buffers, and no others."""
+    for name in [name for name in module._buffers if name not in buffers]:
+        del module._buffers[name]
+    module._buffers.update(buffers)
 
 
 def _version(buffer: Tensor) -> int:

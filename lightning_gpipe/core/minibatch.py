@@ -253,9 +253,13 @@ class MiniBatch:
             self._transport.run(exchange, jobs)
             return
         prepared = [w.prepared(row) for w, row in zip(self._workers, half.rows, strict=True)]
-        with context.entered(), together(prepared):
-            for w, row in half.turns:
-                self._workers[w].run_inline(row, exchange, context)
+        try:
+            with context.entered(), together(prepared):
+                for w, row in half.turns:
+                    self._workers[w].run_inline(row, exchange, context)
+        finally:  # an interrupt strikes this thread, also where no `with` would notice
+            for stage in self._stages:
+                stage.journal.undo()
         context.forget_casts()
 
 

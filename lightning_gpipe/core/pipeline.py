@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_gpipe.core.autograd import attach
 from lightning_gpipe.core.balance.listing import listing
 from lightning_gpipe.core.batchnorm import check_batch_norms, rows_needed
+from lightning_gpipe.core.journal import Journal
 from lightning_gpipe.core.microbatch import MicroBatching
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.minibatch import MiniBatch
@@ -77,6 +78,7 @@ class GPipe(nn.Module):
         activation_checkpointing: As given.
         microbatching: How a mini-batch becomes micro-batches.
         timeline: What ran when in the latest mini-batch, or None before the first.
+        patches: What a verification has changed in the layers while it runs.
 
     Raises:
         TypeError: If ``module`` is no nn.Sequential, or an argument has the wrong type.
@@ -113,6 +115,7 @@ class GPipe(nn.Module):
         check_sharing(partitions, placed)
         routes = routes_of(skips_of(module, partitions), partitions)
         self._threads = threads
+        self.patches = Journal()
         self._stages = [
             Stage(partition, device, deferred_batch_norm=deferred_batch_norm, routes=routes)
             for partition, device in zip(partitions, placed, strict=True)
@@ -144,6 +147,11 @@ class GPipe(nn.Module):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Whatever a layer raises, with a note of where it happened.
         """
+        self.patches.undo()  # those that an interrupted verification left
+        return self.run(input)
+
+    def run(self, input: Any) -> Any:
+        """Do what :meth:`forward` does, with :attr:`patches` in force."""
         refuse_function_transforms()
         refuse_cached_parametrizations()
         self._check_layers()

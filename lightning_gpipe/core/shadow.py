@@ -17,13 +17,15 @@ whatever changed that; what the copy gathers is added to what the parameter gets
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.journal import Journal, Write
+
 Place = tuple[nn.Module, str]  # where a parameter is kept: the module, and its name there
-_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # what to put where
+_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and what to put there
 
 
 class Shadows:
@@ -35,11 +37,10 @@ class Shadows:
         device: Where the stage is.
         followed: The places with parameters that live elsewhere.
         recomputed: Whether forward will be run again, so that edits in between matter.
-        open: Where casts are noted while they are entered.
 
     Attributes:
         parameters: Those that have a shadow and require a gradient.
-        on: Whether the shadows are in the parameters' places now.
+        in_place: Whether the shadows are in the parameters' slots now.
     """
 
     def __init__(
@@ -50,16 +51,14 @@ class Shadows:
         device: torch.device,
         followed: Collection[Place] = (),
         recomputed: bool = True,
-        open: list[Cast] | None = None,
     ) -> None:
         # By id, as is all about parameters here: to hash a tensor is to call Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
-        self._open = [] if open is None else open
         self._counted: list[nn.Parameter] = []  # whose edits matter
-        self.on = False
+        self.in_place = False
         for module in modules:
             slots = module._parameters
             for name, parameter in slots.items():
@@ -88,9 +87,9 @@ class Shadows:
         self._of[id(parameter)] = parameter, shadow
         return shadow
 
-    def cast(self) -> Cast:
-        """Put the shadows in the parameters' places for the duration of a ``with`` block."""
-        return Cast(self, [*self._swaps, *self._as_in_forward()], self._open)
+    def swapped_in(self, journal: Journal) -> SwappedIn:
+        """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
+        return SwappedIn(self, journal, [*self._swaps, *self._as_in_forward()])
 
     @property
     def watched(self) -> bool:
@@ -138,29 +137,19 @@ class Shadows:
         return taken
 
 
-class Cast:
-    """Has the shadows in the parameters' places for the duration of a ``with`` block."""
+class SwappedIn:
+    """Has the shadows in the parameters' slots for the duration of a ``with`` block."""
 
     # A class: it is entered for every recomputation, and costs half of what a generator does.
 
-    def __init__(self, shadows: Shadows, swaps: Sequence[_Swap], open: list[Cast]) -> None:
+    def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
         self._shadows = shadows
-        self._swaps = swaps
-        self._open = open
+        self._changed = journal.changed(writes)
 
     def __enter__(self) -> None:
-        self._found = [slots[name] for slots, name, _ in self._swaps]
-        self._open.append(self)  # from now on it can be undone
-        self._shadows.on = True
-        for slots, name, shadow in self._swaps:
-            slots[name] = shadow
+        self._shadows.in_place = True
+        self._changed.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self.undo()
-        self._open.remove(self)
-
-    def undo(self) -> None:
-        """Put the parameters back; may be done again, if an interrupt came in between."""
-        for (slots, name, _), parameter in zip(self._swaps, self._found, strict=True):
-            slots[name] = parameter
-        self._shadows.on = False
+        self._changed.__exit__(*error)
+        self._shadows.in_place = False

@@ -16,8 +16,9 @@ from torch import nn
 from lightning_gpipe.core.batchnorm import DeferredStatistics
 from lightning_gpipe.core.buffers import StageBuffers
 from lightning_gpipe.core.inplace import Edits
+from lightning_gpipe.core.journal import Journal
 from lightning_gpipe.core.partition import Partition
-from lightning_gpipe.core.shadow import Cast, Place, Shadows
+from lightning_gpipe.core.shadow import Place, Shadows
 from lightning_gpipe.core.skip.declare import declared_in
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route
@@ -36,6 +37,7 @@ class Stage:
         skip_bytes: How large those that leave were in the latest micro-batch.
         followed: The places of parameters that live on another device.
         modules: The layers and all modules within them.
+        journal: What is changed in them while they run.
         skips: Whether any of them stashes or pops skip tensors.
         buffers: Their buffers.
         edits: Which inputs they edit.
@@ -56,7 +58,7 @@ class Stage:
         self.skip_bytes: dict[SkipName, int] = {}
         self.followed: frozenset[Place] = frozenset()
         self._deferred_batch_norm = deferred_batch_norm
-        self._open: list[Cast] = []
+        self.journal = Journal()
         self._survey(self.modules_now())
 
     def __str__(self) -> str:
@@ -68,9 +70,7 @@ class Stage:
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
-        while self._open:  # an interrupt came when shadows were taken off
-            self._open[-1].undo()
-            self._open.pop()
+        self.journal.undo()  # what an interrupt left of an earlier mini-batch
         modules = self.modules_now()
         if modules != self.modules:
             self._survey(modules)
@@ -95,7 +95,6 @@ class Stage:
             device=self.device,
             followed=self.followed,
             recomputed=recomputed,
-            open=self._open,
         )
 
     def statistics(self) -> DeferredStatistics | None:
@@ -131,15 +130,10 @@ class Stage:
         if now == mode:
             yield
             return
-        self._set_mode(mode)
-        try:
+        with self.journal.changed(()):
+            for module, training in zip(self.modules, mode, strict=True):
+                self.journal.set_attribute(module, "training", training)
             yield
-        finally:
-            self._set_mode(now)
-
-    def _set_mode(self, mode: TrainingMode) -> None:
-        for module, training in zip(self.modules, mode, strict=True):
-            module.training = training
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Where in the layers a parameter is, such as ``layer 3.linear.weight``."""

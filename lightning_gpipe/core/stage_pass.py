@@ -191,7 +191,9 @@ class StagePass:
     def _repeat(self, i: int) -> None:
         inputs, _, buffers = self._microbatches[i]
         assert buffers is not None, "kept for every micro-batch that is recomputed"
-        with together([*self._as_in_forward(), self._context.saving(), *buffers.lent()]):
+        with together(
+            [*self._as_in_forward(), self._context.saving(), *buffers.lent(self.stage.journal)]
+        ):
             inputs = inputs.detached()  # without the hooks that layers put on those of forward
             outputs = self._run(i, inputs, first=False)
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
@@ -212,7 +214,7 @@ class StagePass:
             self._circumstances(inputs), inputs.leaves, grad=self._context.grad
         )
         x, skips = self._laid_out(watch.leaves, inputs.spec)
-        bare = first and self._bare and self.shadows.on
+        bare = first and self._bare and self.shadows.in_place
         with NOTHING if bare else self._around(i, skips, first=first):
             for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 x = layer(x)
@@ -230,10 +232,10 @@ class StagePass:
     def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
         """What must hold while the layers run, as far as it does not anyway."""
         found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
-        if not self.shadows.on:
-            found.append(self.shadows.cast())
+        if not self.shadows.in_place:
+            found.append(self.shadows.swapped_in(self.stage.journal))
         if self.statistics is not None:
-            found.append(self.statistics.collecting(first))
+            found.append(self.statistics.collecting(self.stage.journal, record=first))
         if self.stage.skips:
             found.append(carrying(skips))
         return together(found)

@@ -73,8 +73,8 @@ class Worker:
         found: list[Manager] = [carrying({})]
         if row[0].kind is Kind.FORWARD:  # and so are all of a half
             workers = len(self._timeline.schedule.rows)
-            own = (each.shadows for each in self._passes[self._index :: workers])
-            found += [shadows.cast() for shadows in own if not shadows.on]
+            own = self._passes[self._index :: workers]
+            found += [p.shadows.swapped_in(p.stage.journal) for p in own if not p.shadows.in_place]
         return together(found)
 
     def perform(self, action: Action, exchange: Exchange) -> None:

@@ -10,6 +10,7 @@ from lightning_gpipe.core.batchnorm import (
     check_batch_norms,
     merge_moments,
 )
+from lightning_gpipe.core.journal import Journal
 
 SHAPES = {
     "1d": (nn.BatchNorm1d, (10, 3)),
@@ -29,7 +30,7 @@ def run(bn: nn.Module, x: Tensor, sizes: Sequence[int]) -> None:
     assert statistics is not None
     for record in (True, False):
         for microbatch in x.split(list(sizes)):
-            with statistics.collecting(record):
+            with statistics.collecting(Journal(), record=record):
                 bn(microbatch)
     statistics.commit()
 
@@ -73,7 +74,7 @@ def test_micro_batches_are_normalised_by_themselves() -> None:
     statistics = DeferredStatistics.of([bn])
     assert statistics is not None
 
-    with statistics.collecting(record=True):
+    with statistics.collecting(Journal(), record=True):
         y = bn(x)
 
     torch.testing.assert_close(y, expected)
@@ -84,7 +85,7 @@ def test_buffers_move_only_when_committed() -> None:
     statistics = DeferredStatistics.of([bn])
     assert statistics is not None
 
-    with statistics.collecting(record=True):
+    with statistics.collecting(Journal(), record=True):
         bn(torch.randn(4, 3))
 
     assert bn.running_mean is not None
@@ -100,7 +101,7 @@ def test_module_called_twice_takes_two_steps() -> None:
     statistics = DeferredStatistics.of([deferred])
     assert statistics is not None
     for microbatch in x.split(4):
-        with statistics.collecting(record=True):
+        with statistics.collecting(Journal(), record=True):
             deferred(microbatch)
             deferred(microbatch * 2)
     statistics.commit()
@@ -133,7 +134,10 @@ def test_module_is_as_it_was_after_an_error() -> None:
     statistics = DeferredStatistics.of([bn])
     assert statistics is not None
 
-    with pytest.raises(ValueError, match="expected 2D or 3D"), statistics.collecting(record=True):
+    with (
+        pytest.raises(ValueError, match="expected 2D or 3D"),
+        statistics.collecting(Journal(), record=True),
+    ):
         bn(torch.ones(3))
 
     assert "forward" not in vars(bn)

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.journal import Journal
 from lightning_gpipe.core.managers import Manager, together
 from lightning_gpipe.core.pytree import Flat
 from lightning_gpipe.core.snapshot import Snapshot
@@ -36,7 +37,7 @@ def run(module: nn.Module, buffers: StageBuffers, x: Tensor = X) -> Buffers:
 
 
 def lent(buffers: Buffers) -> Manager:
-    return together(buffers.lent())
+    return together(buffers.lent(Journal()))
 
 
 def test_lent_values_are_changed_in_the_buffers_stead() -> None:

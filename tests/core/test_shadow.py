@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.journal import Journal
 from lightning_gpipe.core.shadow import Shadows
 
 CPU = torch.device("cpu")
@@ -21,12 +22,12 @@ def gradient_of(shadows: Shadows, layer: nn.Module) -> Tensor | None:
     return next((g for parameter, g in shadows.take_gradients() if parameter is weight), None)
 
 
-def test_cast_puts_shadows_in_the_places_and_takes_them_out() -> None:
+def test_shadows_are_swapped_in_and_out() -> None:
     layer = linear()
     weight, bias = layer.weight, layer.bias
     shadows = shadows_of(layer)
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         inside = layer.weight
 
     assert inside is not weight
@@ -44,7 +45,7 @@ def test_parameter_of_a_subclass_has_a_shadow() -> None:
     layer = linear()
     layer.weight = Marked(layer.weight.detach())
 
-    with shadows_of(layer).cast():
+    with shadows_of(layer).swapped_in(Journal()):
         layer(torch.ones(1, 2)).sum().backward()
         gradient = layer.weight.grad
 
@@ -53,11 +54,11 @@ def test_parameter_of_a_subclass_has_a_shadow() -> None:
     assert layer.weight.grad is None
 
 
-def test_cast_takes_shadows_out_after_an_error() -> None:
+def test_shadows_are_swapped_out_after_an_error() -> None:
     layer = linear()
     weight = layer.weight
 
-    with pytest.raises(KeyError), shadows_of(layer).cast():
+    with pytest.raises(KeyError), shadows_of(layer).swapped_in(Journal()):
         raise KeyError
 
     assert layer.weight is weight
@@ -68,7 +69,7 @@ def test_gradients_add_up_in_the_shadow_only() -> None:
     shadows = shadows_of(layer)
 
     for _ in range(2):
-        with shadows.cast():
+        with shadows.swapped_in(Journal()):
             y = layer(x)
         y.sum().backward()
 
@@ -81,7 +82,7 @@ def test_gradients_add_up_in_the_shadow_only() -> None:
 def test_gradient_is_given_away_once() -> None:
     layer = linear()
     shadows = shadows_of(layer)
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         layer(torch.ones(1, 2)).sum().backward()
         memory = layer.weight.grad.data_ptr()  # type: ignore[union-attr]  # just computed
 
@@ -107,7 +108,7 @@ def test_frozen_parameter_has_no_shadow() -> None:
     layer.weight.requires_grad_(False)
     shadows = shadows_of(layer)
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         inside = layer.weight
 
     assert inside is layer.weight
@@ -119,7 +120,7 @@ def test_parameter_in_two_places_has_one_shadow() -> None:
     two.weight = one.weight
     shadows = shadows_of(one, two)
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         assert one.weight is two.weight
         (one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum().backward()
 
@@ -139,7 +140,7 @@ def test_two_sets_of_shadows_keep_their_gradients_apart() -> None:
     layer = linear()
     first, second = shadows_of(layer), shadows_of(layer)
 
-    with first.cast():
+    with first.swapped_in(Journal()):
         layer(torch.ones(1, 2)).sum().backward()
 
     assert gradient_of(second, layer) is None
@@ -148,7 +149,7 @@ def test_two_sets_of_shadows_keep_their_gradients_apart() -> None:
 
 def test_edit_of_the_parameter_before_backward_is_seen() -> None:
     layer = nn.Sequential(linear(), nn.Linear(3, 1))
-    with shadows_of(layer).cast():
+    with shadows_of(layer).swapped_in(Journal()):
         y = layer(torch.ones(1, 2))
 
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
     shadows = shadows_of(layer)
     layer.weight = other = nn.Parameter(torch.ones(3, 2))
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         pass
 
     assert layer.weight is other
@@ -195,7 +196,7 @@ def test_copy_follows_the_parameter() -> None:
 
     for value in (1.0, 2.0):
         nn.init.constant_(layer.weight.data, value)  # as some optimizers do: it counts as no edit
-        with following(layer).cast():
+        with following(layer).swapped_in(Journal()):
             seen.append(layer.weight.detach())
 
     assert [weight.unique().tolist() for weight in seen] == [[1.0], [2.0]]
@@ -206,7 +207,7 @@ def test_gradient_of_a_copy_is_the_parameters() -> None:
     layer = linear()
     shadows = following(layer)
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         layer(torch.ones(1, 2)).sum().backward()
 
     gradient = gradient_of(shadows, layer)
@@ -219,7 +220,7 @@ def test_copy_in_two_places_is_one() -> None:
     one, two = linear(), linear()
     two.weight = one.weight
 
-    with following(one, two).cast():
+    with following(one, two).swapped_in(Journal()):
         assert one.weight is two.weight
 
 
@@ -228,7 +229,7 @@ def test_frozen_parameter_that_lives_elsewhere_is_copied_too(grad: bool) -> None
     layer = linear().requires_grad_(False)
     weight, bias = layer.weight, layer.bias
 
-    with following(layer, grad=grad).cast():
+    with following(layer, grad=grad).swapped_in(Journal()):
         assert layer.weight is not weight
         assert not layer.weight.requires_grad
         assert layer.bias is bias
@@ -238,7 +239,7 @@ def test_without_gradients_nothing_else_has_a_shadow() -> None:
     layer = linear()
     weight = layer.weight
 
-    with shadows_of(layer, grad=False).cast():
+    with shadows_of(layer, grad=False).swapped_in(Journal()):
         assert layer.weight is weight
 
 
@@ -259,7 +260,7 @@ def test_hook_that_is_registered_while_the_shadow_is_in_place(register: str) -> 
     shadows = shadows_of(layer)
     assert shadows.hooked is None
 
-    with shadows.cast():
+    with shadows.swapped_in(Journal()):
         getattr(layer.bias, register)(lambda _: None)
 
     assert shadows.hooked is layer.bias

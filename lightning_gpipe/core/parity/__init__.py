@@ -67,8 +67,9 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
     Returns:
         What was compared, and the first difference if there is one.
     """
+    pipeline.patches.undo()  # those that an interrupted verification left
     context = Context.capture(pipeline.devices)
-    with _saving(context), without_dropout(pipeline.modules()):
+    with _saving(context), without_dropout(pipeline.modules(), pipeline.patches):
         with untouched(pipeline):
             piped = run_piped(pipeline, input)
         with untouched(pipeline):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.journal import Write
+from lightning_gpipe.core.managers import Manager
 from lightning_gpipe.core.microbatch.rows import Rows
 from lightning_gpipe.core.parity.values import (
     BUFFERS,
@@ -75,7 +77,7 @@ def run_piped(pipeline: GPipe, input: Any) -> Run:
     with ExitStack() as hooks:
         for layer, outputs in zip(pipeline, seen, strict=True):
             hooks.callback(layer.register_forward_hook(partial(_note, outputs)).remove)
-        output = pipeline(x)
+        output = pipeline.run(x)
     assert pipeline.timeline is not None, "a mini-batch went through"
     m = pipeline.timeline.schedule.m
     seen = [outputs[-m:] for outputs in seen]  # of a forward that ran twice, the second
@@ -146,20 +148,15 @@ def _changed(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 # Where the layers run.
 
 
-@contextmanager
-def following(stage: Stage) -> Iterator[None]:
+def following(stage: Stage) -> Manager:
     """Copy parameters to the stage that live on another device, for a ``with`` block."""
-    found = [(module._parameters, name) for module, name in stage.followed]
-    parameters = [slots[name] for slots, name in found]
-    for (slots, name), parameter in zip(found, parameters, strict=True):
+    writes: list[Write] = []
+    for module, name in stage.followed:
+        parameter = module._parameters[name]
         assert parameter is not None, "nothing is followed by None"
-        copy = parameter.to(stage.device)
-        slots[name] = copy  # type: ignore[assignment]  # in the graph of the parameter
-    try:
-        yield
-    finally:
-        for (slots, name), parameter in zip(found, parameters, strict=True):
-            slots[name] = parameter
+        # The copy is in the graph of the parameter.
+        writes.append((module._parameters, name, parameter.to(stage.device)))
+    return stage.journal.changed(writes)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -7,13 +7,14 @@ latest mini-batch. A training run that is verified must be the training run that
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_gpipe.core.buffers import Buffers
+from lightning_gpipe.core.journal import Journal
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.randomness import default_generator
 
@@ -42,20 +43,20 @@ def untouched(pipeline: GPipe) -> Iterator[None]:
 
 
 @contextmanager
-def without_dropout(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block."""
-    with ExitStack() as undo:
+def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Iterator[None]:
+    """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block.
 
-        def put(module: nn.Module, attribute: str, value: object) -> None:
-            undo.callback(setattr, module, attribute, getattr(module, attribute))
-            setattr(module, attribute, value)
-
+    Args:
+        modules: The modules.
+        journal: Where the changes are recorded.
+    """
+    with journal.changed(()):
         for module in modules:
             match module:
                 case _DropoutNd():
-                    put(module, "p", 0.0)  # for layers that only read it
+                    journal.set_attribute(module, "p", 0.0)  # for layers that only read it
                     # A stage tells its training modes apart: it learns nothing of the real one.
-                    put(module, "training", False)
+                    journal.set_attribute(module, "training", False)
                 case nn.RNNBase() | nn.MultiheadAttention():
-                    put(module, "dropout", 0.0)
+                    journal.set_attribute(module, "dropout", 0.0)
         yield
