@@ -24,7 +24,7 @@ help:
 	@echo "make soak    4,000 drawn models, always others (a few minutes)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
-	@echo "make check   format, lint, types, layer order; changes nothing"
+	@echo "make check   format, lint, types, rooms; changes nothing"
 	@echo "make format  format, and repair what the linter can"
 	@echo "make clean   remove the environments, and the caches and builds of the tools"
 
@@ -35,7 +35,7 @@ test: check
 	$(BIN)/pytest --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 
 soak: $(READY)
-	$(BIN)/pytest tests/test_drawn_models.py --hypothesis-profile=soak \
+	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
 
 bench: $(BENCH_READY)
@@ -48,7 +48,7 @@ check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest --quiet tests/test_layers.py
+	$(BIN)/pytest --quiet tests/test_rooms.py
 
 format: $(READY)
 	$(BIN)/ruff format

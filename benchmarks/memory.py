@@ -43,7 +43,7 @@ from benchmarks.harness import Contestant, Options, Report, agree, options
 from benchmarks.harness.allocations import Counting, peak_bytes
 from benchmarks.models import unet
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.recompute import Mode
+from lightning_gpipe.core.plan.recompute import Mode
 
 BLOCKS, BALANCE = 5, [30, 66, 84, 61]  # torchgpipe's for U-Net (5, C)
 PLAIN, LARGER = (6, 72), (11, 128)

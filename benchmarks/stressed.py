@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.recompute import Mode
+from lightning_gpipe.core.plan.recompute import Mode
 from lightning_gpipe.skip import Namespace, isolate, with_skips
 
 CHANNELS, SIDE = 4, 5

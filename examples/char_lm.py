@@ -49,7 +49,7 @@ from torchmetrics.text import Perplexity
 from typing_extensions import override
 
 from lightning_gpipe import GPipe, GPipeStrategy
-from lightning_gpipe.core.timeline import Timeline
+from lightning_gpipe.core.run.timeline import Timeline
 
 TEXT = "\n\n".join(topics[name] for name in sorted(topics))
 ALPHABET = "".join(sorted(set(TEXT)))

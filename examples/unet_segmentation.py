@@ -52,7 +52,7 @@ from torchmetrics.segmentation import DiceScore
 from typing_extensions import override
 
 from lightning_gpipe import GPipe, GPipeStrategy
-from lightning_gpipe.core.timeline import Timeline
+from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.skip import Namespace, with_skips
 
 Batch = tuple[Tensor, Tensor]  # images (rows, 1, height, width) and classes (rows, height, width)

@@ -2,13 +2,10 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpipe.core.balance import balance_by_parameters
-from lightning_gpipe.core.microbatch import MicroBatching
-from lightning_gpipe.core.microbatch.padded import PaddedSequences
-from lightning_gpipe.core.microbatch.rows import Rows
-from lightning_gpipe.core.parity import verify
+from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, whole
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.whole import whole
+from lightning_gpipe.core.plan import balance_by_parameters
+from lightning_gpipe.core.verify import verify
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"

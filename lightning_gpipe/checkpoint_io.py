@@ -7,26 +7,24 @@ the CPU, or a machine with fewer devices could not load it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_gpipe.core.placement import on_meta
-from lightning_gpipe.core.pytree import map_tensors
+from lightning_gpipe.core.data import identity, map_tensors
+from lightning_gpipe.core.frontends import on_meta
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The same checkpoint with all tensors on the CPU; those that are one tensor there too."""
-    copies: dict[Any, Tensor] = {}
+    copies: dict[Hashable, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
-            return tensor.cpu()
-        # Tied weights are there under each of their names.
-        memory = (tensor.device, tensor.dtype, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.device.type == "cpu":
+            return tensor
+        memory = identity(tensor)  # tied weights are there under each of their names
         if memory not in copies:
             copies[memory] = tensor.cpu()
         return copies[memory]

@@ -3,14 +3,14 @@
 The names are torchgpipe's, and a model written for it runs after changing the import.
 """
 
-from lightning_gpipe.core.skip.declare import (
+from lightning_gpipe.core.skip import (
     Namespace,
     isolate,
     pop,
     skippable,
     stash,
+    verify_skippables,
     with_skips,
 )
-from lightning_gpipe.core.skip.layout import verify_skippables
 
 __all__ = ["Namespace", "isolate", "pop", "skippable", "stash", "verify_skippables", "with_skips"]

@@ -22,16 +22,17 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
-from lightning_gpipe.core.balance import balance_by_parameters
-from lightning_gpipe.core.locate import locate
-from lightning_gpipe.core.microbatch import MicroBatching
-from lightning_gpipe.core.parity import Parity
-from lightning_gpipe.core.partition import check_balance
+from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.frontends import install, locate, on_meta, place_around, remove
 from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
-from lightning_gpipe.core.placement import on_meta, place_around
-from lightning_gpipe.core.recompute import check_mode
-from lightning_gpipe.core.sharing import check_outside, shared_with_outside
-from lightning_gpipe.core.swap import install, remove
+from lightning_gpipe.core.plan import (
+    balance_by_parameters,
+    check_balance,
+    check_mode,
+    check_outside,
+    shared_with_outside,
+)
+from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.refusals import (
     metrics_on_meta,
     refuse_devices,
@@ -66,7 +67,7 @@ class GPipeStrategy(ParallelStrategy):
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
         microbatching: Another way to cut batches than along dim 0, such as
-            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`.
+            :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.
         verify: Whether the first training batch also runs plain, before training goes on as if it
@@ -258,7 +259,10 @@ class GPipeStrategy(ParallelStrategy):
         check_outside(module, sequential, partitions, devices, self.root_device)
         self._pipeline.share(shared_with_outside(module, sequential), self.root_device)
         self._sequential = sequential
-        install(sequential, self._pipeline, judge=_judge if self._verify else None)
+        run = self._pipeline.forward
+        if self._verify:
+            run = VerifiedOnce(self._pipeline, sequential, on_result=_report)
+        install(sequential, run)
 
     def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
         balance, devices = self._balance, len(self._devices)
@@ -288,7 +292,7 @@ class GPipeStrategy(ParallelStrategy):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
 
 
-def _judge(parity: Parity) -> None:
+def _report(parity: Parity) -> None:
     """Tell the user what came of ``verify``.
 
     Raises:

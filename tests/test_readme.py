@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_gpipe.core.schedule import fill_drain
+from lightning_gpipe.core.plan.schedule import fill_drain
 
 README = Path(__file__).parents[1] / "README.md"
 

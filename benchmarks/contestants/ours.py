@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from benchmarks.contestants.task import Task
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.recompute import Mode
+from lightning_gpipe.core.plan.recompute import Mode
 
 
 @contextmanager

@@ -38,8 +38,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_gpipe.core.schedule import Action, Schedule, needs, simulate
-from lightning_gpipe.core.timeline import Span, Timeline
+from lightning_gpipe.core.plan.schedule import Action, Schedule, needs, simulate
+from lightning_gpipe.core.run.timeline import Span, Timeline
 
 Costs = Mapping[Action, float]
 

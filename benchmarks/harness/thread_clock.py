@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from unittest.mock import patch
 
-from lightning_gpipe.core import worker
+from lightning_gpipe.core.run import worker
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")  # ns computed, ns queued for a core, how often
 ACCOUNTED = _ACCOUNT.exists()

@@ -11,30 +11,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from rich.table import Table
 from torch import nn
 from typing_extensions import override
 
-from lightning_gpipe.core.autograd import attach
-from lightning_gpipe.core.balance.listing import listing
-from lightning_gpipe.core.batchnorm import check_batch_norms, rows_needed
-from lightning_gpipe.core.journal import Journal
-from lightning_gpipe.core.microbatch import MicroBatching
-from lightning_gpipe.core.microbatch.rows import Rows
-from lightning_gpipe.core.minibatch import MiniBatch
-from lightning_gpipe.core.modes import refuse_cached_parametrizations, refuse_function_transforms
-from lightning_gpipe.core.partition import cut
-from lightning_gpipe.core.placement import move, place
-from lightning_gpipe.core.pytree import flatten, unflatten
-from lightning_gpipe.core.recompute import Mode, check_mode, count_recomputed
-from lightning_gpipe.core.schedule import fill_drain
-from lightning_gpipe.core.sharing import check_sharing, homes, places_away
-from lightning_gpipe.core.skip.flight import SkipName
-from lightning_gpipe.core.skip.layout import Route, routes_of, skips_of
-from lightning_gpipe.core.skip.table import skip_table
-from lightning_gpipe.core.stage import Stage
-from lightning_gpipe.core.timeline import Timeline
-from lightning_gpipe.core.transport.local import LocalTransport
+from lightning_gpipe.core.data import MicroBatching, Rows, tree_flatten, tree_unflatten
+from lightning_gpipe.core.faithful import (
+    Journal,
+    check_batch_norms,
+    refuse_cached_parametrizations,
+    refuse_function_transforms,
+    rows_needed,
+)
+from lightning_gpipe.core.frontends import move, place
+from lightning_gpipe.core.plan import (
+    Mode,
+    check_mode,
+    check_sharing,
+    count_recomputed,
+    cut,
+    fill_drain,
+    homes,
+    places_away,
+)
+from lightning_gpipe.core.run import MiniBatch, Stage, Timeline, attach
+from lightning_gpipe.core.show import Table, listing, skip_table
+from lightning_gpipe.core.skip import Route, SkipName, routes_of, skips_of
+from lightning_gpipe.core.transport import LocalTransport
 
 
 class GPipe(nn.Module):
@@ -51,7 +53,7 @@ class GPipe(nn.Module):
     They are moved to their devices at once, and must stay there. A parameter that layers on several
     devices share lives on the first of them, and the others follow it with copies. The input is cut
     into micro-batches along dim 0, and the output is whole again, on the last device: see
-    :class:`~lightning_gpipe.core.microbatch.rows.Rows`.
+    :class:`~lightning_gpipe.Rows`.
 
     Args:
         module: The layers.
@@ -66,8 +68,8 @@ class GPipe(nn.Module):
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as
-            :class:`~lightning_gpipe.core.microbatch.padded.PaddedSequences`. None cuts along dim 0,
-            with two rows or more in each micro-batch if there are batch norms.
+            :class:`~lightning_gpipe.PaddedSequences`. None cuts along dim 0, with two rows or more
+            in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger. With one device it is always so.
 
@@ -155,7 +157,7 @@ class GPipe(nn.Module):
         refuse_function_transforms()
         refuse_cached_parametrizations()
         self._check_layers()
-        microbatches = list(map(flatten, self.microbatching.split(input, self.chunks)))
+        microbatches = list(map(tree_flatten, self.microbatching.split(input, self.chunks)))
         m = len(microbatches)
         if m == 0:
             raise ValueError(
@@ -179,7 +181,7 @@ class GPipe(nn.Module):
         outputs = minibatch.forward(microbatches)
         self.timeline = minibatch.timeline
         attached = attach(minibatch, microbatches, outputs)
-        return self.microbatching.merge(list(map(unflatten, attached)), input)
+        return self.microbatching.merge(list(map(tree_unflatten, attached)), input)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Let ``parameters`` live on ``device``, where modules around the pipeline use them too.

@@ -12,8 +12,8 @@ from benchmarks.harness import options
 from benchmarks.harness.audit import PARTS, Audit, audit, typical
 from benchmarks.harness.thread_clock import thread_clocks
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedule import Action, Kind, fill_drain
-from lightning_gpipe.core.timeline import Timeline
+from lightning_gpipe.core.plan.schedule import Action, Kind, fill_drain
+from lightning_gpipe.core.run.timeline import Timeline
 
 KINDS = {kind.value: kind for kind in Kind}
 

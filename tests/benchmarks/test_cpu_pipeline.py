@@ -10,7 +10,7 @@ from benchmarks.contestants.plain import mean_square
 from benchmarks.contestants.task import Task
 from benchmarks.cpu_pipeline import LIMIT, limit, main
 from benchmarks.harness import contest
-from tests.core.waiting import PATIENCE
+from tests.support.waiting import PATIENCE
 
 SMALL = ["--blocks=2", "--width=64", "--time=8", "--batch-size=4", "--chunks=2", "--rounds=1"]
 

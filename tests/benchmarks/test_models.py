@@ -9,9 +9,9 @@ from torch import nn
 
 from benchmarks.models import amoebanetd, resnet101, unet
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.balance import balance_by_parameters
+from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.skip import verify_skippables
-from tests.core.models import assert_same, step
+from tests.support.models import assert_same, step
 
 
 def counts(build: Callable[[], nn.Sequential]) -> tuple[int, int]:

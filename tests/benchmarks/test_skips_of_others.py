@@ -6,7 +6,7 @@ from torch import nn
 from benchmarks.contestants.skips import with_skips_of
 from benchmarks.models import unet
 from lightning_gpipe import skip
-from tests.core.models import assert_same, step
+from tests.support.models import assert_same, step
 
 
 def small() -> nn.Sequential:

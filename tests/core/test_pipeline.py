@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.pipeline import GPipe, choose_devices
-from lightning_gpipe.core.recompute import Mode
-from lightning_gpipe.core.schedule import Kind
-from tests.core.models import Call, assert_same, perceptron, rows, step
+from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan.schedule import Kind
+from tests.support.models import Call, assert_same, perceptron, rows, step
 
 CPU = torch.device("cpu")
 

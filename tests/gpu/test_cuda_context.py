@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.schedule import Kind
+from lightning_gpipe.core.plan.schedule import Kind
 from tests.gpu.models import DEVICES, GPU, ON_GPU, WIDTH, assert_same, batch, gradients, layers
 
 pytestmark = ON_GPU

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lightning_gpipe import GPipe, PaddedSequences, verify
-from tests.core.models import Fork, Join, Through, rows
 from tests.gpu.models import ON_GPU
+from tests.support.models import Fork, Join, Through, rows
 
 pytestmark = ON_GPU
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.checkpoint_io import on_cpu
 from tests.gpu.models import ON_GPU
-from tests.lightning.models import Classifier, Data, assert_same_weights, fitted, trainer, weights
+from tests.support.lightning_modules import (
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    trainer,
+    weights,
+)
 
 pytestmark = [*ON_GPU, pytest.mark.filterwarnings("ignore:All 2 stages of the pipeline share one")]
 

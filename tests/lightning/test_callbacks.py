@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import (
+from tests.support.lightning_modules import (
     Classifier,
     Data,
     assert_same_weights,

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import (
+from tests.support.lightning_modules import (
     WIDTH,
     Classifier,
     Data,

@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.cli import main
-from tests.lightning.models import assert_same_weights, fitted
+from tests.support.lightning_modules import assert_same_weights, fitted
 
 STRATEGY = {
     "class_path": "lightning_gpipe.GPipeStrategy",
@@ -37,8 +37,8 @@ def config(root: Path, strategy: Any, **trainer: Any) -> str:
             "default_root_dir": str(root),
             **trainer,
         },
-        "model": {"class_path": "tests.lightning.models.Classifier"},
-        "data": {"class_path": "tests.lightning.models.Data"},
+        "model": {"class_path": "tests.support.lightning_modules.Classifier"},
+        "data": {"class_path": "tests.support.lightning_modules.Data"},
     }
     path = root / "train.yaml"  # not config.yaml, which Lightning writes
     path.write_text(yaml.safe_dump(values), encoding="utf-8")

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import WIDTH, Classifier, assert_same_weights, fitted, weights
+from tests.support.lightning_modules import WIDTH, Classifier, assert_same_weights, fitted, weights
 
 
 class History(Callback):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.core.faults import no_time_out
-from tests.lightning.models import (
+from tests.support.faults import no_time_out
+from tests.support.lightning_modules import (
     WIDTH,
     Classifier,
     Data,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import (
+from tests.support.lightning_modules import (
     Classifier,
     Data,
     assert_same_weights,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import (
+from tests.support.lightning_modules import (
     CLASSES,
     WIDTH,
     Classifier,

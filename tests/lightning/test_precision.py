@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import WIDTH, Classifier, fitted, weights
+from tests.support.lightning_modules import WIDTH, Classifier, fitted, weights
 
 
 class Recorder(nn.Module):

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import Classifier, Data, fitted, six_layers, trainer
+from tests.support.lightning_modules import Classifier, Data, fitted, six_layers, trainer
 
 
 def test_several_machines(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
 import lightning_gpipe
 from lightning_gpipe import GPipe, GPipeStrategy
-from tests.lightning.models import fitted, trainer, worker_threads
+from tests.support.lightning_modules import fitted, trainer, worker_threads
 
 # What a user can write.
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gpipe import GPipeStrategy
-from tests.lightning.models import WIDTH, Classifier, assert_same_weights, fitted
+from tests.support.lightning_modules import WIDTH, Classifier, assert_same_weights, fitted
 
 
 class TiedInside(Classifier):

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, GPipeStrategy, verify
 from lightning_gpipe.cli import main
-from lightning_gpipe.core.parity import Parity
-from tests.lightning.models import (
+from lightning_gpipe.core.verify.parity import Parity
+from tests.support.lightning_modules import (
     FEATURES,
     WIDTH,
     Classifier,
@@ -146,7 +146,7 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(input.size(0))
         return verify(pipeline, input)
 
-    monkeypatch.setattr("lightning_gpipe.core.swap.verify", counted)
+    monkeypatch.setattr("lightning_gpipe.core.verify.first_batch.verify", counted)
     return rows
 
 
@@ -201,8 +201,8 @@ def test_configuration(
             "enable_model_summary": False,
             "default_root_dir": str(tmp_path),
         },
-        "model": {"class_path": "tests.lightning.models.Classifier"},
-        "data": {"class_path": "tests.lightning.models.Data"},
+        "model": {"class_path": "tests.support.lightning_modules.Classifier"},
+        "data": {"class_path": "tests.support.lightning_modules.Data"},
     }
     (tmp_path / "train.yaml").write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.partition import Partition
+from lightning_gpipe.core.plan import Partition
 from lightning_gpipe.core.skip.declare import declared_in, full_name
 from lightning_gpipe.core.skip.flight import SkipName, Table
 

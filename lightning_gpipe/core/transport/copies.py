@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.inplace import identity
-from lightning_gpipe.core.whole import carry
+from lightning_gpipe.core.data import carry, identity
 
 
 class _SideStreams(NamedTuple):

@@ -16,11 +16,11 @@ from queue import Empty, SimpleQueue
 
 import torch
 
-from lightning_gpipe.core.pytree import Flat
-from lightning_gpipe.core.schedule import Action, Kind
-from lightning_gpipe.core.skip.layout import Route
-from lightning_gpipe.core.transport import Cancelled, Exchange, Transport
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import Action, Kind
+from lightning_gpipe.core.skip import Route
 from lightning_gpipe.core.transport.copies import Copies
+from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Transport
 from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
 
 # Seconds. A thread that died tells nobody, and Ctrl-C that strikes just before a wait does not end
@@ -32,7 +32,7 @@ _JOIN = 5.0
 
 
 _Address = tuple[Action, Route | None]
-_Mail = tuple[_Address, Flat, torch.cuda.Event | None]  # to whom, what, and when it may be read
+_Mail = tuple[_Address, FlatTree, torch.cuda.Event | None]  # to whom, what, and when it may be read
 
 
 class LocalExchange(Exchange):
@@ -50,15 +50,15 @@ class LocalExchange(Exchange):
         self._places = [*(j % len(devices) for j in range(n)), len(devices)]
         self._cancelled = False
 
-    def send(self, to: Action, value: Flat, skip: Route | None = None) -> None:
+    def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
         ready = None
         if not self._one_device or to.j == 0:  # what the caller sends may be on any device
             source, target = self._sender_of(to, skip), self._device_at(to.j)
             leaves, ready = self._copies.send(value.leaves, source, target)
-            value = Flat(leaves, value.spec)
+            value = FlatTree(leaves, value.spec)
         self._inboxes[self._places[to.j]].put(((to, skip), value, ready))
 
-    def receive(self, at: Action, skip: Route | None = None) -> Flat:
+    def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
         place, address = self._places[at.j], (at, skip)
         arrived = self._arrived[place]
         while address not in arrived:

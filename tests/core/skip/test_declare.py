@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.skip.flight import carrying, in_flight
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, with_skips
-from tests.core.models import perceptron, rows
-from tests.core.skip.layers import Forward, Pop, Stash, added, pair
+from tests.support.models import perceptron, rows
+from tests.support.skip_layers import Forward, Pop, Stash, added, pair
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_gpipe.core.skip.flight import SkipName, Table, carrying, in_flight
-from tests.core.skip.layers import Pop, Stash
-from tests.core.waiting import PATIENCE
+from tests.support.skip_layers import Pop, Stash
+from tests.support.waiting import PATIENCE
 
 X = SkipName(None, "x")
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.partition import cut
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route, Skip, cleared, laid_out, routes_of, skips_of
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
-from tests.core.skip.layers import Forward, Pop, Stash, pair
+from tests.support.skip_layers import Forward, Pop, Stash, pair
 
 SKIP = SkipName(None, "skip")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.skip.flight import carrying, in_flight
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, with_skips
-from tests.core.models import Call
-from tests.core.skip.layers import Forward, Pop, Stash
+from tests.support.models import Call
+from tests.support.skip_layers import Forward, Pop, Stash
 
 
 @pytest.fixture(autouse=True)

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.pytree import Flat
-from lightning_gpipe.core.recompute import Mode
-from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan.schedule import Action, Kind
 from lightning_gpipe.core.skip.flight import in_flight
 from lightning_gpipe.core.skip.layout import Route
 from lightning_gpipe.core.transport.copies import Copies
 from lightning_gpipe.core.transport.local import LocalExchange
-from tests.core.faults import Fuse, OwnError, throw
-from tests.core.models import assert_same, perceptron, rows, step
-from tests.core.skip.layers import Pop, Stash, added, itself, pair
-from tests.core.waiting import awaited
-from tests.lightning.models import WIDTH, Classifier, Data, trainer
+from tests.support.faults import Fuse, OwnError, throw
+from tests.support.lightning_modules import WIDTH, Classifier, Data, trainer
+from tests.support.models import assert_same, perceptron, rows, step
+from tests.support.skip_layers import Pop, Stash, added, itself, pair
+from tests.support.waiting import awaited
 
 MODES: list[Mode] = ["always", "except_last", "never"]
 WIDE = 50  # a skip is so much wider than what goes from layer to layer
@@ -56,7 +56,7 @@ def piped() -> Iterator[Pipe]:
 class Letter:
     """What was sent where, and how many bytes its tensors have."""
 
-    def __init__(self, to: Action, value: Flat, skip: Route | None) -> None:
+    def __init__(self, to: Action, value: FlatTree, skip: Route | None) -> None:
         self.to = to
         self.way = None if skip is None else (skip.source, skip.target)
         self.bytes = sum(leaf.nbytes for leaf in value.leaves if isinstance(leaf, Tensor))
@@ -67,7 +67,7 @@ def letters(monkeypatch: pytest.MonkeyPatch) -> list[Letter]:
     found: list[Letter] = []
     send = LocalExchange.send
 
-    def noted(self: LocalExchange, to: Action, value: Flat, skip: Route | None = None) -> None:
+    def noted(self: LocalExchange, to: Action, value: FlatTree, skip: Route | None = None) -> None:
         found.append(Letter(to, value, skip))
         send(self, to, value, skip)
 

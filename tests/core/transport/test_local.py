@@ -9,15 +9,16 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_gpipe.core.pytree import Flat, flatten
-from lightning_gpipe.core.schedule import Action, Kind
+from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
+from lightning_gpipe.core.plan.schedule import Action, Kind
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route
-from lightning_gpipe.core.transport import Cancelled, local
+from lightning_gpipe.core.transport import local
+from lightning_gpipe.core.transport.interface import Cancelled
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.threads import Job
-from tests.core.faults import Busy
-from tests.core.waiting import NEVER, PATIENCE, awaited
+from tests.support.faults import Busy
+from tests.support.waiting import NEVER, PATIENCE, awaited
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def note(place: list[threading.Thread]) -> None:
 def test_mail_comes_by_what_needs_it_not_by_when_it_was_sent(transport: LocalTransport) -> None:
     exchange = transport.open()
     for i in (2, 0, 1):
-        exchange.send(forward(i, 1), flatten(f"output {i}"))
+        exchange.send(forward(i, 1), tree_flatten(f"output {i}"))
 
     received = [exchange.receive(forward(i, 1)).leaves for i in range(3)]
 
@@ -79,8 +80,8 @@ def test_mail_comes_by_what_needs_it_not_by_when_it_was_sent(transport: LocalTra
 def test_mail_goes_to_the_caller_at_both_ends(transport: LocalTransport) -> None:
     exchange = transport.open()
 
-    exchange.send(forward(0, 2), flatten("output"))
-    exchange.send(Action(Kind.BACKWARD, 0, -1), flatten("gradient"))
+    exchange.send(forward(0, 2), tree_flatten("output"))
+    exchange.send(Action(Kind.BACKWARD, 0, -1), tree_flatten("gradient"))
 
     assert exchange.receive(Action(Kind.BACKWARD, 0, -1)).leaves == ["gradient"]
     assert exchange.receive(forward(0, 2)).leaves == ["output"]
@@ -89,7 +90,7 @@ def test_mail_goes_to_the_caller_at_both_ends(transport: LocalTransport) -> None
 def test_tensor_on_its_device_is_handed_over_as_it_is(transport: LocalTransport) -> None:
     exchange, x = transport.open(), torch.ones(2, requires_grad=True)
 
-    exchange.send(forward(0, 1), flatten((x, "name")))
+    exchange.send(forward(0, 1), tree_flatten((x, "name")))
 
     received = exchange.receive(forward(0, 1)).leaves
     assert received[0] is x
@@ -98,7 +99,9 @@ def test_tensor_on_its_device_is_handed_over_as_it_is(transport: LocalTransport)
 def test_tensor_arrives_on_the_device_of_the_stage_and_requires_what_it_did() -> None:
     exchange = LocalTransport(2, [CPU, torch.device("meta")]).open()
 
-    exchange.send(forward(0, 1), flatten((torch.ones(2, requires_grad=True), torch.ones(1), 3)))
+    exchange.send(
+        forward(0, 1), tree_flatten((torch.ones(2, requires_grad=True), torch.ones(1), 3))
+    )
 
     x, y, three = exchange.receive(forward(0, 1)).leaves
     assert x.is_meta and y.is_meta and three == 3
@@ -110,10 +113,10 @@ def test_mail_of_skips_comes_apart_from_that_of_the_stage_beside() -> None:
     one, other = Route(SkipName(None, "one"), 0, 2), Route(SkipName(None, "other"), 1, 2)
     copied = Route(SkipName(None, "one"), 0, 2)
 
-    exchange.send(forward(0, 2), Flat(["of the second"]), other)
-    exchange.send(forward(1, 2), Flat(["of the next micro-batch"]), one)
-    exchange.send(forward(0, 2), flatten("output"))
-    exchange.send(forward(0, 2), Flat(["of the first"]), one)
+    exchange.send(forward(0, 2), FlatTree(["of the second"]), other)
+    exchange.send(forward(1, 2), FlatTree(["of the next micro-batch"]), one)
+    exchange.send(forward(0, 2), tree_flatten("output"))
+    exchange.send(forward(0, 2), FlatTree(["of the first"]), one)
 
     assert exchange.receive(forward(0, 2), copied).leaves == ["of the first"]
     assert exchange.receive(forward(0, 2)).leaves == ["output"]
@@ -125,8 +128,8 @@ def test_gradients_of_skips_go_back_to_their_stage() -> None:
     exchange = LocalTransport(4, [CPU, CPU]).open()
     route = Route(SkipName(None, "x"), 0, 3)
 
-    exchange.send(Action(Kind.BACKWARD, 0, 2), Flat(["gradient"]))
-    exchange.send(Action(Kind.BACKWARD, 0, 0), Flat(["of the skip"]), route)
+    exchange.send(Action(Kind.BACKWARD, 0, 2), FlatTree(["gradient"]))
+    exchange.send(Action(Kind.BACKWARD, 0, 0), FlatTree(["of the skip"]), route)
 
     assert exchange.receive(Action(Kind.BACKWARD, 0, 0), route).leaves == ["of the skip"]
     assert exchange.receive(Action(Kind.BACKWARD, 0, 2)).leaves == ["gradient"]
@@ -140,7 +143,7 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
     exchange = LocalTransport(3, devices).open()
     route, x = Route(SkipName(None, "x"), 0, 2), torch.ones(2, requires_grad=True)
 
-    exchange.send(Action(kind, 0, j), Flat([x, None]), route)
+    exchange.send(Action(kind, 0, j), FlatTree([x, None]), route)
 
     received, nothing = exchange.receive(Action(kind, 0, j), route).leaves
     assert received.is_meta and received.requires_grad
@@ -171,10 +174,10 @@ def test_workers_pass_on_what_they_made(transport: LocalTransport) -> None:
     def work(j: int) -> None:
         for i in range(3):
             (value,) = exchange.receive(forward(i, j)).leaves
-            exchange.send(forward(i, j + 1), flatten(f"{value}, stage {j}"))
+            exchange.send(forward(i, j + 1), tree_flatten(f"{value}, stage {j}"))
 
     for i in range(3):
-        exchange.send(forward(i, 0), flatten(f"batch {i}"))
+        exchange.send(forward(i, 0), tree_flatten(f"batch {i}"))
     transport.run(exchange, [partial(work, 0), partial(work, 1)])
 
     results = [exchange.receive(forward(i, 2)).leaves[0] for i in range(3)]

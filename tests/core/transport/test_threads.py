@@ -4,7 +4,7 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_gpipe.core.transport.threads import WorkerThread
-from tests.core.waiting import PATIENCE
+from tests.support.waiting import PATIENCE
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""Which tensors are the same memory.
+
+What is one tensor in two places must stay one: a layer may edit it in place, and a checkpoint must
+not save it twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+
+def identity(tensor: Tensor) -> Hashable:
+    """The same for two tensors that are the same elements of the same memory."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
+        return id(tensor)
+    place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *place, tensor.dtype, tensor.requires_grad
+
+
+def memory(value: object) -> int | None:
+    """Where a tensor's memory is, or None if there is none to share."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return None
+    return value.untyped_storage().data_ptr() or None
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in common."""
+    if any(x.layout is not torch.strided or x.is_nested or x.numel() == 0 for x in (one, other)):
+        return False
+    storage = one.untyped_storage()
+    if storage.data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    number = storage.nbytes() // one.element_size()
+    marks = torch.zeros(number, dtype=torch.bool, device=one.device)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -1,0 +1,332 @@
+"""Padded sequences, each micro-batch trimmed to its own longest.
+
+A batch of sequences is padded to its longest, so most of a micro-batch may be padding that every
+stage computes for nothing. When the sequences are put in order of their length before they are cut,
+those of a micro-batch are nearly as long as one another. Cut into equal numbers of rows, the first
+micro-batch would then have most of the work, and the other stages would wait for it; so they are
+cut where each has about as much, padding included::
+
+    the batch, padded    in order       micro-batches, trimmed
+
+    ####----             ########       ########    #####   ###
+    ########             #####---                   ####-   ###
+    ##------             ####----                           ##-
+    #####---             ###-----
+    ###-----             ###-----
+    ###-----             ##------
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gpipe.core.data.microbatch.interface import MicroBatching
+from lightning_gpipe.core.data.microbatch.rows import (
+    Rows,
+    count_rows,
+    cut_rows,
+    even_sizes,
+    has_rows,
+)
+from lightning_gpipe.core.data.pytree import FlatTree, entries, tree_flatten, tree_unflatten
+
+
+class PaddedSequences(MicroBatching):
+    """Trims the sequences of each micro-batch to its longest, and pads the outputs back.
+
+    The layers must give padding no influence on the rest, by masks or by lengths: what is trimmed
+    is not there any more. A layer that needs a mask makes it of the lengths and its input's shape.
+    The caller sees neither the trimming nor the order: outputs come back with the batch's rows in
+    their places, and padded to its length.
+
+    Example::
+
+        strategy = GPipeStrategy(
+            microbatching=PaddedSequences("lengths", trim=["tokens"], pad_outputs=True)
+        )
+        ...
+        logits = self.layers({"tokens": tokens, "lengths": lengths})  # (rows, longest, classes)
+
+    Args:
+        lengths: The entry of the batch with each row's length, integers of shape ``(rows,)``. An
+            entry is a key of the outermost dict, an index in the outermost tuple or list, or a
+            field of the outermost dataclass.
+        trim: The entries with tensors of shape ``(rows, longest, ...)``, to trim in dim 1.
+        pad_outputs: Which entries of the output have that shape and are to be padded back in dim 1:
+            a list of them, True for all of the output, False for none.
+        padding_value: What to pad outputs with.
+        sort: Whether to put the rows in order of their length, the longest first, and to cut them
+            where all micro-batches have about as many tokens. False cuts equal numbers of rows, in
+            the order of the batch.
+
+    Raises:
+        TypeError: If ``trim`` is no list of entries, or ``pad_outputs`` neither that nor a bool.
+    """
+
+    def __init__(
+        self,
+        lengths: str | int,
+        *,
+        trim: list[str | int],
+        pad_outputs: bool | list[str | int],
+        padding_value: float = 0.0,
+        sort: bool = True,
+    ) -> None:
+        if not isinstance(trim, list) or not trim:
+            raise TypeError(
+                f"trim must list the entries of the batch to trim: got {trim!r}. Write "
+                'trim=["tokens"], say.'
+            )
+        if not isinstance(pad_outputs, bool | list):
+            raise TypeError(
+                "pad_outputs must be True, False or the entries of the output to pad: got "
+                f"{pad_outputs!r}."
+            )
+        self._lengths = lengths
+        self._trim = trim
+        self._pad_outputs = pad_outputs
+        self._padding_value = padding_value
+        self._sort = sort
+        self._latest: tuple[weakref.ref[Tensor], int, _Order] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"PaddedSequences({self._lengths!r}, trim={self._trim}, "
+            f"pad_outputs={self._pad_outputs}, padding_value={self._padding_value}, "
+            f"sort={self._sort})"
+        )
+
+    @override
+    def split(self, batch: Any, chunks: int) -> list[Any]:
+        """Cut ``batch`` along dim 0, and trim.
+
+        Reads the lengths, which waits for their device.
+
+        Raises:
+            ValueError: If an entry is missing, or the lengths do not fit the batch.
+        """
+        count_rows(batch)  # to reorder tensors of other numbers of rows would drop some
+        order = self._order(batch)
+        sizes = (_even_tokens if self._sort else _even_rows)(order.lengths, chunks)
+        firsts = accumulate(sizes, initial=0)
+        microbatches = cut_rows(_changed(batch, order.arrange), sizes)
+        return [
+            _changed(each, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
+            for each, first, size in zip(microbatches, firsts, sizes, strict=False)
+        ]
+
+    @override
+    def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
+        """Pad the outputs to the length of ``batch``, and put their rows back in its order.
+
+        Raises:
+            ValueError: If an entry is missing, or an output has other rows than the batch or
+                another size per micro-batch.
+        """
+        order = self._order(batch)
+        pad = partial(_padded, longest=order.longest, value=self._padding_value)
+        where = self._pad_outputs
+        if where is not False:
+            outputs = [
+                _changed(output, pad, None if where is True else where) for output in outputs
+            ]
+        _check_widths(outputs)
+        leaves, spec = tree_flatten(Rows().merge(outputs, batch))
+        per_row = map(has_rows, tree_flatten(outputs[0]).leaves)  # the others were stacked
+        restored = [
+            order.restore(leaf) if rows else leaf
+            for leaf, rows in zip(leaves, per_row, strict=True)
+        ]
+        return tree_unflatten(FlatTree(restored, spec))
+
+    def _order(self, batch: Any) -> _Order:
+        """The order of the rows of ``batch``; its lengths are read once, not for merge again."""
+        lengths, longest = self._lengths_in(batch), self._padded_length_in(batch)
+        version = 0 if lengths.is_inference() else lengths._version
+        if self._latest is not None and not lengths.is_inference():
+            known, at, order = self._latest
+            if known() is lengths and at == version and order.longest == longest:
+                return order
+        order = _Order.of(lengths.tolist(), longest, sort=self._sort)
+        if order.lengths and not 0 <= min(order.lengths) <= max(order.lengths) <= order.longest:
+            raise ValueError(
+                "lengths must be between 0 and the padded length: got "
+                f"{min(order.lengths)}..{max(order.lengths)} in {self._lengths!r} for sequences "
+                f"padded to {order.longest} in {self._trim}."
+            )
+        self._latest = weakref.ref(lengths), version, order
+        return order
+
+    def _lengths_in(self, batch: Any) -> Tensor:
+        found = _at(batch, self._lengths)
+        if len(found) != 1 or found[0].dim() != 1 or not _counts(found[0]):
+            raise ValueError(
+                f"the entry {self._lengths!r} of the batch must be one tensor of integers of shape "
+                f"(rows,), the lengths: got {_described(found)}. The entries are {_names(batch)}."
+            )
+        return found[0]
+
+    def _padded_length_in(self, batch: Any) -> int:
+        found = {entry: _at(batch, entry) for entry in self._trim}
+        longest = {x.size(1) if x.dim() > 1 else -1 for tensors in found.values() for x in tensors}
+        if len(longest) != 1 or -1 in longest or not all(found.values()):
+            described = {entry: _described(tensors) for entry, tensors in found.items()}
+            raise ValueError(
+                f"the entries {self._trim} of the batch must be tensors of one padded length, "
+                f"(rows, longest, ...): got {described}. The entries are {_names(batch)}."
+            )
+        return longest.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The rows of a batch in the order in which they are cut.
+
+    Attributes:
+        lengths: How long each row is, in this order.
+        longest: The length that all are padded to.
+        order: For each place the row that comes there, or None for the batch's own order.
+    """
+
+    lengths: list[int]
+    longest: int
+    order: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: list[int], longest: int, *, sort: bool) -> _Order:
+        """By length, the longest first; or as they are."""
+        if not sort:
+            return cls(lengths, longest, None)
+        order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
+        index = torch.tensor(order, dtype=torch.long, device="cpu")
+        return cls([lengths[k] for k in order], longest, index)
+
+    def longest_of(self, first: int, size: int) -> int:
+        """The length of the longest of some rows, at least 1 so that layers have something."""
+        return min(self.longest, max([1, *self.lengths[first : first + size]]))
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """The rows of ``tensor`` in this order."""
+        return tensor if self.order is None else tensor[self.order.to(tensor.device)]
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """The rows of ``tensor``, which are in this order, in that of the batch."""
+        if self.order is None:
+            return tensor
+        if tensor.size(0) != len(self.lengths):
+            raise ValueError(
+                f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
+                f"their places: got shape {tuple(tensor.shape)}. Write sort=False if the layers "
+                "change the number of rows."
+            )
+        return tensor[self.order.argsort().to(tensor.device)]
+
+
+def _even_rows(lengths: list[int], chunks: int) -> list[int]:
+    return even_sizes(len(lengths), chunks)
+
+
+def _even_tokens(lengths: list[int], chunks: int) -> list[int]:
+    """Sizes of runs of rows whose largest takes as few tokens as possible, padding included.
+
+    The lengths do not increase, so a run costs its size times its first length, and to take as many
+    rows as a limit allows is best for what is left. The least limit is found by bisection.
+    """
+    low, high = max(lengths, default=1), max(lengths, default=1) * max(len(lengths), 1)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_runs(lengths, limit)) <= chunks:
+            high = limit
+        else:
+            low = limit + 1
+    return _runs(lengths, high)
+
+
+def _runs(lengths: list[int], limit: int) -> list[int]:
+    sizes = [0]
+    first = lengths[0] if lengths else 0
+    for length in lengths:
+        if (sizes[-1] + 1) * first > limit:
+            sizes.append(0)
+            first = length
+        sizes[-1] += 1
+    return sizes
+
+
+def _trimmed(tensor: Tensor, longest: int) -> Tensor:
+    return tensor.narrow(1, 0, longest)
+
+
+def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
+    if tensor.dim() < 2 or tensor.size(1) > longest:
+        raise ValueError(
+            f"outputs to pad must have the shape (rows, up to {longest}, ...): got "
+            f"{tuple(tensor.shape)}. Name the entries that have it, or write pad_outputs=False."
+        )
+    if tensor.new_tensor(value).item() != value and value == value:
+        raise ValueError(
+            f"padding_value must be a value of the outputs' type: got {value} for {tensor.dtype}."
+        )
+    missing = longest - tensor.size(1)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing], value=value)
+
+
+def _changed(
+    tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None = None
+) -> Any:
+    """The tree with ``function`` applied to the tensors with rows, in these entries or all."""
+    leaves, spec = tree_flatten(tree)
+    names = entries(tree)
+    if missing := [entry for entry in where or [] if entry not in names]:
+        raise ValueError(f"there must be entries {missing}: got {_names(tree)}.")
+    changed = [
+        function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf
+        for leaf, name in zip(leaves, names, strict=True)
+    ]
+    return tree_unflatten(FlatTree(changed, spec))
+
+
+def _at(tree: Any, entry: str | int) -> list[Tensor]:
+    """The tensors in an entry."""
+    leaves = zip(tree_flatten(tree).leaves, entries(tree), strict=True)
+    return [leaf for leaf, name in leaves if name == entry and isinstance(leaf, Tensor)]
+
+
+def _names(tree: Any) -> list[str | int | None]:
+    return list(dict.fromkeys(entries(tree)))
+
+
+def _described(tensors: list[Tensor]) -> str:
+    found = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in tensors]
+    return ", ".join(found) or "no tensor"
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Whether the values are integers."""
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
+def _check_widths(outputs: Sequence[Any]) -> None:
+    """Raise if an output that is not padded has another size for each micro-batch."""
+    for column in zip(*(tree_flatten(output).leaves for output in outputs), strict=False):
+        widths = {x.shape[1:] for x in column if has_rows(x)}
+        if len(widths) > 1:
+            raise ValueError(
+                "outputs of trimmed micro-batches must agree in all but their rows: got shapes "
+                f"{[tuple(x.shape) for x in column]}. Name the entries to pad back to the batch's "
+                "length with pad_outputs=[...], or write pad_outputs=True for all."
+            )

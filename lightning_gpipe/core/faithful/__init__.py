@@ -1,0 +1,52 @@
+"""What keeps a stage's computation that of the plain module, on another thread and when recomputed.
+
+Each module here holds one thing that would go wrong unnoticed: thread-local state, random numbers,
+buffers, edits in place, statistics of batch norms, gradients that arrive in parts.
+"""
+
+from lightning_gpipe.core.faithful.batchnorm import (
+    DeferredStatistics,
+    check_batch_norms,
+    rows_needed,
+)
+from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.faithful.context import Context, on_engine_thread
+from lightning_gpipe.core.faithful.inplace import Edits
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
+from lightning_gpipe.core.faithful.modes import (
+    refuse_cached_parametrizations,
+    refuse_function_transforms,
+)
+from lightning_gpipe.core.faithful.randomness import (
+    OwnGenerators,
+    Randomness,
+    SharedGenerators,
+    default_generator,
+)
+from lightning_gpipe.core.faithful.shadow import Shadows
+from lightning_gpipe.core.faithful.snapshot import Snapshot
+
+__all__ = [
+    "NOTHING",
+    "Buffers",
+    "Context",
+    "DeferredStatistics",
+    "Edits",
+    "Journal",
+    "Manager",
+    "OwnGenerators",
+    "Randomness",
+    "Shadows",
+    "SharedGenerators",
+    "Snapshot",
+    "StageBuffers",
+    "Write",
+    "check_batch_norms",
+    "default_generator",
+    "on_engine_thread",
+    "refuse_cached_parametrizations",
+    "refuse_function_transforms",
+    "rows_needed",
+    "together",
+]

@@ -1,0 +1,204 @@
+"""The caller's thread-local state, captured once and re-entered in a worker.
+
+PyTorch keeps much of what decides a computation in thread-local state: autocast, grad mode,
+inference mode, hooks on saved tensors, the default device. A new thread has none of it. A pipeline
+that hands a layer to a thread and forgets this computes something else without an error: under
+``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
+
+So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
+it around each row of actions; recomputation, which runs during backward, enters the state of the
+forward it repeats, also where a plain run would have it of the whole process. What the thread
+already has is left alone, so that running on the caller's own thread costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_gpipe.core.faithful.managers import NOTHING, Manager
+from lightning_gpipe.core.faithful.modes import Modes
+
+# Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
+# branch); these are PyTorch's own.
+_set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
+_inference_mode = torch.autograd.grad_mode.inference_mode
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast for one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> Autocast:
+        """What the calling thread has."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def entered(self) -> torch.autocast:
+        """A context manager that gives the calling thread this state."""
+        return torch.autocast(
+            self.device_type,
+            dtype=self.dtype,
+            enabled=self.enabled,
+            cache_enabled=self.cache_enabled,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a thread knows that another one does not.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: One entry per device type.
+        modes: Function and dispatch modes; they cannot be given to another thread.
+        default_device: Where factory functions such as ``torch.zeros`` put their tensors.
+        default_dtype: Which floating-point type they make; the same for all threads.
+        saved_tensors_hooks: The innermost pack and unpack hooks, or None.
+        variables: Python's own context variables.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Autocast, ...]
+    modes: Modes
+    default_device: torch.device
+    default_dtype: torch.dtype
+    saved_tensors_hooks: Hooks | None
+    variables: contextvars.Context
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device]) -> Context:
+        """Take down the state of the calling thread, as far as it matters on ``devices``."""
+        device_types = sorted({"cpu", *(device.type for device in devices)})
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple(Autocast.of(device_type) for device_type in device_types),
+            Modes.capture(),
+            _default_device(),
+            torch.get_default_dtype(),
+            _saved_tensors_hooks(),
+            contextvars.copy_context(),
+        )
+
+    def lacking(self) -> list[Callable[[], Manager]]:
+        """What the calling thread must enter to have this state; nothing if it has it.
+
+        They are functions that make context managers, as some act when they are made.
+        """
+        found: list[Callable[[], Manager]] = []
+        if torch.is_inference_mode_enabled() != self.inference:
+            found.append(partial(_inference_mode, self.inference))
+        for autocast in self.autocast:
+            if Autocast.of(autocast.device_type) != autocast:
+                found.append(autocast.entered)
+        if _default_device() != self.default_device:
+            found.append(lambda: self.default_device)
+        if torch.is_grad_enabled() != self.grad or found:  # inference mode changes it too
+            found.append(partial(_set_grad_enabled, self.grad))
+        return found
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Give the calling thread this state for the duration of a ``with`` block."""
+        with ExitStack() as stack:
+            for manager in self.lacking():
+                stack.enter_context(manager())
+            yield
+
+    @contextmanager
+    def default_dtype_set(self) -> Iterator[None]:
+        """Give all threads its default type for the duration of a ``with`` block."""
+        now = torch.get_default_dtype()
+        if now == self.default_dtype:
+            yield
+            return
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(now)
+
+    def forget_casts(self) -> None:
+        """Empty autocast's cache of weights in low precision.
+
+        It knows weights by their shadows, which are new for every mini-batch, and is not emptied
+        before the caller's ``with torch.autocast`` ends.
+        """
+        if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
+            torch.clear_autocast_cache()
+
+    def saving(self) -> Manager:
+        """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
+        return _hooked(self.saved_tensors_hooks)
+
+    @staticmethod
+    def dropping() -> Manager:
+        """Keep all hooks from what autograd saves in a ``with`` block only to be dropped."""
+        return _hooked(None)
+
+
+def _default_device() -> torch.device:
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.8, once somebody called torch.set_default_device(None)
+        return torch.device("cpu")
+
+
+def _saved_tensors_hooks() -> Hooks | None:
+    """The innermost hooks of the calling thread that are the user's.
+
+    Those of ``torch.utils.checkpoint`` are not: they would run the pipeline within the pipeline to
+    get back what the stages saved, and the stages do without.
+    """
+    hooks = _top_hooks()
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return None
+    return hooks
+
+
+def _top_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def _hooked(hooks: Hooks | None) -> Manager:
+    """Apply ``hooks``, or none, in a ``with`` block on whatever thread this is."""
+    if _top_hooks() == hooks:
+        return NOTHING
+    # There is no taking hooks away, only others that do what is done without any.
+    return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def on_engine_thread() -> bool:
+    """Whether this is a thread of autograd's own; see Note [The blocking node must be a CPU node].
+
+    PyTorch starts those, so Python knows them by a dummy only.
+    """
+    foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return foreign and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,155 @@
+"""Leaves that stand in for a module's parameters while a micro-batch runs.
+
+A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
+often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
+graphs must not end in the parameters. Taking each micro-batch's gradients with
+``torch.autograd.grad`` and adding them up afterwards would do, at the price of a second set of
+gradients at the peak.
+
+A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
+micro-batches end in the shadows, autograd itself adds the gradients up in place, one parameter at a
+time, and what is in ``shadow.grad`` at the end is handed to the parameter without a copy.
+
+A parameter that is also used on another device, an embedding that is the head's weight too, lives
+there. Here its shadow is a copy, made anew for every mini-batch, so it follows the parameter
+whatever changed that; what the copy gathers is added to what the parameter gets elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.plan import Slot
+
+_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and what to put there
+
+
+class Shadows:
+    """The shadows of one mini-batch on one stage.
+
+    Args:
+        modules: The modules whose parameters are to have shadows where they require a gradient.
+        grad: Whether gradients are recorded; without, nothing needs a shadow but what is followed.
+        device: Where the stage is.
+        followed: The places with parameters that live elsewhere.
+        recomputed: Whether forward will be run again, so that edits in between matter.
+
+    Attributes:
+        parameters: Those that have a shadow and require a gradient.
+        in_place: Whether the shadows are in the parameters' slots now.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        grad: bool,
+        device: torch.device,
+        followed: Collection[Slot] = (),
+        recomputed: bool = True,
+    ) -> None:
+        # By id, as is all about parameters here: to hash a tensor is to call Python.
+        self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._swaps: list[_Swap] = []
+        self._frozen: list[_Swap] = []
+        self._versions: list[tuple[nn.Parameter, int]] = []
+        self._counted: list[nn.Parameter] = []  # whose edits matter
+        self.in_place = False
+        for module in modules:
+            slots = module._parameters
+            for name, parameter in slots.items():
+                if parameter is None:
+                    continue
+                follows = bool(followed) and (module, name) in followed
+                if follows or (grad and parameter.requires_grad):
+                    self._swaps.append((slots, name, self._shadow(parameter, follows, device)))
+                elif grad:
+                    self._frozen.append((slots, name, parameter))
+        self.parameters = [each for each, _ in self._of.values() if each.requires_grad]
+        if grad and recomputed:
+            frozen = {id(each): each for _, _, each in self._frozen}
+            self._counted = [*(each for each, _ in self._of.values()), *frozen.values()]
+        self.settle()
+
+    def _shadow(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
+        """The shadow of a parameter, the same in all its places."""
+        found = self._of.get(id(parameter))
+        if found is not None:
+            return found[1]
+        value = parameter.detach()
+        if follows:
+            value = value.to(device, copy=True)
+        shadow = nn.Parameter(value, parameter.requires_grad)
+        self._of[id(parameter)] = parameter, shadow
+        return shadow
+
+    def swapped_in(self, journal: Journal) -> SwappedIn:
+        """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
+        return SwappedIn(self, journal, [*self._swaps, *self._as_in_forward()])
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody has hooks on a parameter, which must not be told of none."""
+        return any(
+            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
+            for each in self.parameters
+        )
+
+    def keep_used(self, used: set[int]) -> None:
+        """Leave parameters out whose shadows, by id, are not among those that took part."""
+        self.parameters = [each for each in self.parameters if id(self._of[id(each)][1]) in used]
+
+    def settle(self) -> None:
+        """Forward is done: what layers did to their own parameters in it was no edit."""
+        self._versions = [(p, p._version) for p in self._counted if not p.is_inference()]
+
+    @property
+    def edited(self) -> bool:
+        """Whether a parameter was edited in place since forward."""
+        return any(parameter._version != version for parameter, version in self._versions)
+
+    @property
+    def hooked(self) -> nn.Parameter | None:
+        """A parameter on which a layer registered a hook while it ran, if there is one."""
+        for parameter, shadow in self._of.values():
+            if shadow._backward_hooks or getattr(shadow, "_post_accumulate_grad_hooks", None):
+                return parameter
+        return None
+
+    def _as_in_forward(self) -> Iterator[_Swap]:
+        """Aliases of what was frozen in forward, where it was thawed or replaced since."""
+        for slots, name, parameter in self._frozen:
+            if name in slots and (parameter.requires_grad or slots[name] is not parameter):
+                yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
+
+    def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The sums of the parameters' gradients, given away: the shadows forget them."""
+        taken = []
+        for parameter, shadow in self._of.values():
+            gradient = shadow.grad
+            if gradient is not None:
+                shadow.grad = None
+                taken.append((parameter, gradient))
+        return taken
+
+
+class SwappedIn:
+    """Has the shadows in the parameters' slots for the duration of a ``with`` block."""
+
+    # A class: it is entered for every recomputation, and costs half of what a generator does.
+
+    def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
+        self._shadows = shadows
+        self._changed = journal.changed(writes)
+
+    def __enter__(self) -> None:
+        self._shadows.in_place = True
+        self._changed.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._changed.__exit__(*error)
+        self._shadows.in_place = False

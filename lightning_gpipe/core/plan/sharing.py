@@ -1,0 +1,134 @@
+"""What stages may share with one another and with what is around the pipeline, and what not.
+
+Stages run at the same time, each on its device. A module that belonged to two of them would be run
+by two threads at once, and a buffer that layers change cannot be in two places: both are refused.
+A parameter can be shared: it lives on one device, its home, and stages elsewhere follow it with
+copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.plan.partition import Partition
+
+Slot = tuple[nn.Module, str]  # where a parameter or a buffer is: the module, and its name
+
+
+def check_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+    """Raise if stages share a module, or a buffer across devices.
+
+    Args:
+        partitions: What each stage runs.
+        devices: The device of each stage.
+
+    Raises:
+        ValueError: Names everything that is shared, and by which layers.
+    """
+    owners: dict[Any, tuple[int, str]] = {}
+    faults: dict[str, None] = {}
+    for partition in partitions:
+        j = partition.index
+        for k, layer in enumerate(partition.layers, start=partition.first):
+            for name, module in layer.named_modules():
+                path = f"layer {k}{'.' + name if name else ''}"
+                owner, where = owners.setdefault(module, (j, path))
+                if owner != j:
+                    faults[f"module {where} (stage {owner}) is {path} (stage {j})"] = None
+            for name, buffer in layer.named_buffers(remove_duplicate=False):
+                path = f"layer {k}.{name}"
+                owner, where = owners.setdefault(buffer, (j, path))
+                if devices[owner] != devices[j]:
+                    faults[f"buffer {where} ({devices[owner]}) is {path} ({devices[j]})"] = None
+    if faults:
+        raise ValueError(
+            f"stages must not share modules, nor buffers across devices: got {'; '.join(faults)}. "
+            "Choose a balance that puts these layers into one stage, or give each its own."
+        )
+
+
+def check_outside(
+    root: nn.Module,
+    inner: nn.Module,
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    root_device: torch.device,
+) -> None:
+    """Raise if a stage shares a buffer with a module outside of the pipeline, across devices.
+
+    Args:
+        root: What the pipeline is part of.
+        inner: The pipelined module.
+        partitions: What each stage runs.
+        devices: The device of each stage.
+        root_device: Where everything outside of the pipeline is.
+
+    Raises:
+        ValueError: Names everything that is shared.
+    """
+    owners = {
+        buffer: partition.index
+        for partition in partitions
+        for layer in partition.layers
+        for buffer in layer.buffers()
+    }
+    faults = []
+    for path, module in _outside(root, inner, ""):
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer not in owners:
+                continue
+            j = owners[buffer]
+            if devices[j] != root_device:
+                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({devices[j]})")
+    if faults:
+        raise ValueError(
+            "a stage must not share buffers with a module on another device: got "
+            f"{'; '.join(faults)}. What is outside of the pipeline is on the last stage's device: "
+            "choose a balance that puts these layers into the last stage, or give each its own."
+        )
+
+
+def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
+    """The parameters of ``inner`` that modules outside of it have too."""
+    inside = set(inner.parameters())
+    outside = chain.from_iterable(m._parameters.values() for _, m in _outside(root, inner, ""))
+    return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
+
+
+def homes(
+    partitions: Iterable[Partition], devices: Sequence[torch.device]
+) -> dict[nn.Parameter, torch.device]:
+    """Where each parameter lives: on the device of the first stage that has it."""
+    found: dict[nn.Parameter, torch.device] = {}
+    for partition in partitions:
+        for parameter in partition.parameters:
+            found.setdefault(parameter, devices[partition.index])
+    return found
+
+
+def places_away(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    homes: Mapping[nn.Parameter, torch.device],
+) -> frozenset[Slot]:
+    """Where ``modules``, which are on ``device``, have parameters that live elsewhere."""
+    return frozenset(
+        (module, name)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and homes.get(parameter, device) != device
+    )
+
+
+def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module that can be reached without passing through ``inner``, with its path."""
+    if module is inner:
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _outside(child, inner, f"{path}{name}.")

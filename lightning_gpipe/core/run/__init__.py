@@ -1,0 +1,17 @@
+"""What runs: stages with their layers, workers with their rows of a schedule, mini-batches.
+
+A mini-batch enters at stage 0 in micro-batches and leaves as one node in the caller's graph; the
+workers in between interpret the schedule and decide nothing.
+"""
+
+from lightning_gpipe.core.run.autograd import attach
+from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.timeline import Timeline
+
+__all__ = [
+    "MiniBatch",
+    "Stage",
+    "Timeline",
+    "attach",
+]

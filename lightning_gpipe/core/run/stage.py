@@ -1,0 +1,160 @@
+"""One partition at work on a device: what is known of its layers from one mini-batch to the next.
+
+A stage knows nothing of other stages but which skip tensors come from them and go to them. What is
+alive between a mini-batch's forward and its backward belongs to its pass, see
+:mod:`~lightning_gpipe.core.run.stage_pass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.faithful import DeferredStatistics, Edits, Journal, Shadows, StageBuffers
+from lightning_gpipe.core.plan import Partition, Slot
+from lightning_gpipe.core.skip import Route, SkipName, declared_in
+
+TrainingMode = tuple[bool, ...]
+
+
+class Stage:
+    """A partition and the device on which it works.
+
+    Attributes:
+        partition: The layers.
+        device: Where their parameters are.
+        arriving: The skip tensors that other stages send.
+        leaving: The skip tensors that other stages are sent.
+        skip_bytes: How large those that leave were in the latest micro-batch.
+        followed: The places of parameters that live on another device.
+        modules: The layers and all modules within them.
+        journal: What is changed in them while they run.
+        skips: Whether any of them stashes or pops skip tensors.
+        buffers: Their buffers.
+        edits: Which inputs they edit.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        device: torch.device,
+        *,
+        deferred_batch_norm: bool,
+        routes: Sequence[Route] = (),
+    ) -> None:
+        self.partition = partition
+        self.device = device
+        self.arriving = tuple(route for route in routes if route.target == partition.index)
+        self.leaving = tuple(route for route in routes if route.source == partition.index)
+        self.skip_bytes: dict[SkipName, int] = {}
+        self.followed: frozenset[Slot] = frozenset()
+        self._deferred_batch_norm = deferred_batch_norm
+        self.journal = Journal()
+        self._survey(self.modules_now())
+
+    def __str__(self) -> str:
+        return f"stage {self.partition.index} ({self.partition}, {self.device})"
+
+    def refresh(self) -> None:
+        """Take the layers as they are now: modules within them may come and go between steps.
+
+        Raises:
+            RuntimeError: If a parameter was moved from the stage's device.
+        """
+        self.journal.undo()  # what an interrupt left of an earlier mini-batch
+        modules = self.modules_now()
+        if modules != self.modules:
+            self._survey(modules)
+        self._check_placement()
+
+    def modules_now(self) -> tuple[nn.Module, ...]:
+        """The layers and all modules within them, each once; written for speed."""
+        found: dict[nn.Module, None] = {}
+        waiting = list(self.partition.layers)[::-1]
+        while waiting:
+            module = waiting.pop()
+            if module not in found:
+                found[module] = None
+                waiting += [child for child in module._modules.values() if child is not None][::-1]
+        return tuple(found)
+
+    def shadows(self, *, grad: bool, recomputed: bool) -> Shadows:
+        """Shadows for one mini-batch."""
+        return Shadows(
+            self.modules,
+            grad=grad,
+            device=self.device,
+            followed=self.followed,
+            recomputed=recomputed,
+        )
+
+    def statistics(self) -> DeferredStatistics | None:
+        """Where batch norms put what they see of one mini-batch, if they defer it."""
+        return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
+
+    def circumstances(self, mode: TrainingMode, structure: Hashable) -> int:
+        """A number for what the layers may depend on: a training mode and a structure of inputs."""
+        return self._circumstances.setdefault((mode, structure), len(self._circumstances))
+
+    # Whether the stage draws random numbers: see Note [Drawing from a private stream].
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether the stage draws random numbers in its present training mode, where known."""
+        return self._draws.get(self.mode)
+
+    @draws.setter
+    def draws(self, draws: bool | None) -> None:
+        self._draws[self.mode] = draws
+
+    # A recomputation runs as the forward did, whatever .train() or .eval() was called since.
+
+    @property
+    def mode(self) -> TrainingMode:
+        """Which of the modules are in training mode."""
+        return tuple(module.training for module in self.modules)
+
+    @contextmanager
+    def in_mode(self, mode: TrainingMode) -> Iterator[None]:
+        """Put the modules into ``mode`` for the duration of a ``with`` block."""
+        now = self.mode
+        if now == mode:
+            yield
+            return
+        with self.journal.changed(()):
+            for module, training in zip(self.modules, mode, strict=True):
+                self.journal.set_attribute(module, "training", training)
+            yield
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Where in the layers a parameter is, such as ``layer 3.linear.weight``."""
+        for k, layer in enumerate(self.partition.layers, start=self.partition.first):
+            for name, other in layer.named_parameters():
+                if other is parameter:
+                    return f"layer {k}.{name}"
+        return "a parameter"
+
+    def _survey(self, modules: tuple[nn.Module, ...]) -> None:
+        """Start with these modules, of which nothing is known yet."""
+        self.modules = modules
+        self.skips = any(declared_in(module) is not None for module in modules)
+        self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
+        self.edits = Edits()
+        self._draws: dict[TrainingMode, bool | None] = {}
+        self._circumstances: dict[tuple[TrainingMode, Hashable], int] = {}
+
+    def _check_placement(self) -> None:
+        for module in self.modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter.device == self.device:
+                    continue
+                if (module, name) not in self.followed:
+                    raise RuntimeError(
+                        f"the parameters of {self} must stay on {self.device}: found {name!r} of "
+                        f"{type(module).__name__} on {parameter.device}. Something moved or "
+                        "replaced it after the pipeline was set up; the pipeline places its layers "
+                        "itself, so remove calls such as .to() or .cuda() on them."
+                    )

@@ -1,0 +1,256 @@
+"""One mini-batch's pass through a stage: forward, recompute and backward of each micro-batch.
+
+What comes in are leaves of a small graph of the stage's own, one per micro-batch, and what goes out
+is detached from it; the gradient of the output comes from outside, the gradient of the input goes
+outside. So the graphs of different stages are never joined, each worker runs backward on its own
+thread, and dropping a micro-batch's activations is letting go of its graph. Skip tensors come and
+go as further inputs and outputs do.
+
+A pass holds everything that is alive between its forward and its backward. Several may be under way
+at once, when a user runs the pipeline twice before one backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import FlatTree, mark_elsewhere, memory, tree_flatten, tree_unflatten
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Buffers,
+    Context,
+    Manager,
+    Randomness,
+    together,
+)
+from lightning_gpipe.core.run.roots import Root, leaves_behind, root_of, run_backward
+from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.skip import Table, carrying, cleared, in_flight, laid_out
+
+
+class _Kept(NamedTuple):
+    """What a stage keeps of a micro-batch until its backward."""
+
+    inputs: FlatTree
+    roots: list[Root | None] | None  # where the graphs of the outputs end; None if dropped
+    buffers: Buffers | None = None  # as the first forward found them, if it will be recomputed
+
+
+class StagePass:
+    """One mini-batch's pass through a stage; used by one worker at a time.
+
+    Attributes:
+        stage: The stage.
+        randomness: Where its random numbers come from.
+        shadows: What collects the gradients of its parameters.
+        statistics: What its batch norms saw, if they defer it.
+        watched: Whether to look which parameters take part, as somebody has hooks on one.
+        used: The ids of the shadows that did, of this stage or another.
+    """
+
+    def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
+        self.stage = stage
+        self.randomness = randomness
+        self.shadows = stage.shadows(grad=context.grad, recomputed=kept.start > 0)
+        self.statistics = stage.statistics()
+        self._context = context
+        self._kept = kept
+        # Whether a first forward needs nothing around it but the shadows.
+        self._bare = not (randomness.private or self.statistics or stage.skips)
+        self._modules = stage.modules
+        self._mode = stage.mode
+        self._microbatches: dict[int, _Kept] = {}
+        self._structure: tuple[Any, int] | None = None  # of the latest inputs, and its number
+        self._lacks: bool | None = None  # whether recomputation must be given what forward had
+        self.watched = False
+        self.used: set[int] = set()
+
+    def forward(self, i: int, inputs: FlatTree) -> FlatTree:
+        """Run the layers on micro-batch ``i``.
+
+        Args:
+            i: The micro-batch.
+            inputs: What the first layer takes, and then the skip tensors that arrive.
+
+        Returns:
+            What the last layer returned, and then the skip tensors that leave; all detached from
+            this stage's graph.
+        """
+        if not self._context.grad:
+            return self._run(i, inputs, first=True)
+        if i not in self._kept:
+            self.randomness.note(i)
+            circumstances = self._circumstances(inputs)
+            buffers = self.stage.buffers.before(circumstances)
+            with self._context.dropping():
+                outputs = self._run(i, inputs, first=True)
+            self.stage.buffers.after(circumstances, buffers)
+            kept = _Kept(inputs, None, buffers)
+            needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
+        else:
+            with self._context.saving():
+                outputs = self._run(i, inputs, first=True)
+            roots = [root_of(leaf) for leaf in outputs.leaves]
+            kept = _Kept(inputs, roots)
+            needed = bool([root for root in roots if root is not None])
+        if needed:
+            self._microbatches[i] = kept
+            if self.watched:
+                self.used |= leaves_behind(outputs.leaves)
+        return self._sent(outputs)
+
+    def recompute(self, i: int) -> None:
+        """Run the forward of micro-batch ``i`` again, for its graph."""
+        if i in self._microbatches:  # else nothing in it needs a gradient
+            self._context.variables.copy().run(self._repeat, i)
+
+    def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
+
+        Both as in :meth:`forward`, skip tensors included; of the outputs there may be those of the
+        skip tensors only. The gradients of the parameters stay in :attr:`shadows`.
+
+        Returns:
+            One entry per leaf, or an empty list where nothing needs a gradient.
+        """
+        if i not in self._microbatches:
+            return []  # nothing in it needs a gradient
+        (leaves, _), roots, _ = self._microbatches.pop(i)
+        assert roots is not None, "recompute comes before backward in every schedule"
+        run_backward(roots[len(roots) - len(gradients) :], gradients)
+        if len(leaves) == 1 and isinstance(leaves[0], Tensor):
+            return [leaves[0].grad]
+        first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
+        return [
+            leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
+            for k, leaf in enumerate(leaves)
+        ]
+
+    def check_unchanged(self) -> None:
+        """Raise if a recomputation would not run what forward ran."""
+        if all(kept.roots is not None for kept in self._microbatches.values()):
+            return
+        kept = [each.buffers for each in self._microbatches.values() if each.buffers is not None]
+        if self.shadows.edited:
+            change = "parameters must not be edited", "an edit, such as an optimizer step"
+        elif any(buffers.lost for buffers in kept):
+            change = "buffers must not be edited", "an edit"
+        elif self.stage.modules_now() != self._modules:
+            change = "modules must not be added, removed or replaced", "other modules"
+        else:
+            return
+        rule, found = change
+        raise RuntimeError(
+            f"{rule} between a forward and its backward: got {found} in {self.stage}, and its "
+            "forward is yet to be recomputed. Change the model after backward."
+        )
+
+    def settle(self) -> None:
+        """Take down what forward has shown, once all micro-batches are through.
+
+        Raises:
+            RuntimeError: If a layer registered a hook on one of its parameters while it ran.
+        """
+        self._check_hooks()
+        self.shadows.settle()
+
+    def _check_hooks(self) -> None:
+        parameter = self.shadows.hooked
+        if parameter is not None:
+            raise RuntimeError(
+                "hooks on parameters must be registered outside of forward: got one on "
+                f"{self.stage.name_of(parameter)}, registered while {self.stage} ran, where it "
+                "would see the gradient of each micro-batch instead of the whole. Register it "
+                "once, before the first step."
+            )
+
+    def release(self) -> None:
+        """Let go of everything that was kept for backward."""
+        self._microbatches.clear()
+
+    def _sent(self, outputs: FlatTree) -> FlatTree:
+        """The outputs as leaves of the graphs of the stages they go to, each with its own."""
+        if not self.stage.leaving:
+            return outputs.detached()
+        main = len(outputs.leaves) - len(self.stage.leaving)
+        sent = FlatTree(outputs.leaves[:main]).detached().leaves
+        targets = [self.stage.partition.index + 1] * main
+        for route, tensor in zip(self.stage.leaving, outputs.leaves[main:], strict=True):
+            sent += FlatTree([tensor]).detached().leaves
+            targets.append(route.target)
+        where: dict[int | None, set[int]] = {}
+        for leaf, target in zip(sent, targets, strict=True):
+            where.setdefault(memory(leaf), set()).add(target)
+        for leaf in sent:
+            if memory(leaf) is not None and len(where[memory(leaf)]) > 1:
+                mark_elsewhere(leaf)
+        return FlatTree(sent, outputs.spec)
+
+    def _repeat(self, i: int) -> None:
+        inputs, _, buffers = self._microbatches[i]
+        assert buffers is not None, "kept for every micro-batch that is recomputed"
+        with together(
+            [*self._as_in_forward(), self._context.saving(), *buffers.lent(self.stage.journal)]
+        ):
+            inputs = inputs.detached()  # without the hooks that layers put on those of forward
+            outputs = self._run(i, inputs, first=False)
+        self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
+
+    def _as_in_forward(self) -> list[Manager]:
+        """What gives the thread and the modules what they had in forward, if they lack it."""
+        context = self._context
+        if self._lacks is None:  # the same for all micro-batches
+            other_mode = self.stage.mode != self._mode
+            self._lacks = bool(context.lacking() or context.modes or other_mode)
+        if not self._lacks:
+            return []
+        return [context.entered(), context.modes.entered(), self.stage.in_mode(self._mode)]
+
+    def _run(self, i: int, inputs: FlatTree, *, first: bool) -> FlatTree:
+        stage = self.stage
+        watch = stage.edits.watch(
+            self._circumstances(inputs), inputs.leaves, grad=self._context.grad
+        )
+        x, skips = self._laid_out(watch.leaves, inputs.spec)
+        bare = first and self._bare and self.shadows.in_place
+        with NOTHING if bare else self._around(i, skips, first=first):
+            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
+                x = layer(x)
+                watch.after(k, layer)
+        watch.close()
+        outputs = tree_flatten(x)
+        skips = skips if stage.skips else in_flight()
+        if not (skips or stage.leaving):
+            return outputs
+        leaving = cleared(skips, stage.leaving)
+        for route, tensor in zip(stage.leaving, leaving, strict=True):
+            stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
+        return FlatTree([*outputs.leaves, *leaving], outputs.spec)
+
+    def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
+        """What must hold while the layers run, as far as it does not anyway."""
+        found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
+        if not self.shadows.in_place:
+            found.append(self.shadows.swapped_in(self.stage.journal))
+        if self.statistics is not None:
+            found.append(self.statistics.collecting(self.stage.journal, record=first))
+        if self.stage.skips:
+            found.append(carrying(skips))
+        return together(found)
+
+    def _laid_out(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
+        """What the first layer takes, and the skip tensors that layers find on their table."""
+        arriving = self.stage.arriving
+        if not arriving:
+            return tree_unflatten(FlatTree(leaves, spec)), {}
+        main = len(leaves) - len(arriving)
+        return tree_unflatten(FlatTree(leaves[:main], spec)), laid_out(arriving, leaves[main:])
+
+    def _circumstances(self, inputs: FlatTree) -> int:
+        if self._structure is None or self._structure[0] is not inputs.spec:
+            number = self.stage.circumstances(self._mode, inputs.spec)
+            self._structure = inputs.spec, number
+        return self._structure[1]

@@ -1,0 +1,15 @@
+"""Tables for people: which layers are on which device, and where skip connections go.
+
+This is the only room that knows how something is drawn on a terminal.
+"""
+
+from rich.table import Table
+
+from lightning_gpipe.core.show.skips import skip_table
+from lightning_gpipe.core.show.stages import listing
+
+__all__ = [
+    "Table",
+    "listing",
+    "skip_table",
+]

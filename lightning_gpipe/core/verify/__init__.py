@@ -1,0 +1,15 @@
+"""Whether a pipeline computes what its layers compute: one batch run plain and pipelined, compared.
+
+Output, gradients and buffers are compared, the first layer that differs is named, and afterwards
+everything is as it was before.
+"""
+
+from lightning_gpipe.core.verify.first_batch import VerifiedOnce
+from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.verification import verify
+
+__all__ = [
+    "Parity",
+    "VerifiedOnce",
+    "verify",
+]

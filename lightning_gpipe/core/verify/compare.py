@@ -1,0 +1,125 @@
+"""How far the values of two runs are apart, and how far rounding may take them.
+
+A pipeline adds up the same numbers in another order, so equal means equal up to rounding. Rounding
+is relative to the size of what was added, which is not always that of the sum: the gradient of a
+bias before a normalisation is zero but for rounding, and compares with no number of its own. So a
+tensor is measured by its largest value, but one that is small among its kind by a tenth of the
+largest value of its kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.verify.values import Values
+
+_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+}
+_ON_CUDA = 1e-2  # in float32: convolutions round to TF32 there, matrix products may
+_LOW_PRECISION = 5e-2
+_SMALL = 0.1
+
+
+class Deviation(NamedTuple):
+    """How far one value of the piped run is from that of the plain one.
+
+    Attributes:
+        name: The name of the value among its kind.
+        absolute: The largest difference of an element.
+        relative: The same as a share of the largest value; infinite for what must be equal.
+        mismatch: Why the two cannot be subtracted, if they cannot.
+    """
+
+    name: str
+    absolute: float
+    relative: float
+    mismatch: str = ""
+
+    def __str__(self) -> str:
+        if self.mismatch:
+            return f"is {self.mismatch}"
+        if math.isinf(self.relative):
+            return f"differs by up to {self.absolute:.3g} where it must be equal"
+        return f"differs by up to {self.absolute:.3g} (relative: {self.relative:.1e})"
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
+    """The largest relative deviation that rounding may explain, where these types are in use.
+
+    That of the lowest precision: it reaches all that is computed from it.
+    """
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    found = max((_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in floating), default=0.0)
+    return max(found, _ON_CUDA) if on_cuda and found >= _TOLERANCES[torch.float32] else found
+
+
+def deviations(plain: Values, piped: Values) -> list[Deviation]:
+    """One entry for each value of a kind that there is in either run, in order."""
+    names = dict.fromkeys([*plain, *piped])
+    pairs = [(name, plain.get(name), piped.get(name)) for name in names]
+    measured = [(name, *_measure(a, b)) for name, a, b in pairs if a is not None or b is not None]
+    # What agrees to the bit, such as a mask of -1e9 among the buffers, tells nothing of rounding.
+    largest = max((size for _, gap, size, _ in measured if gap > 0 and size), default=0.0)
+    return [
+        Deviation(name, gap, _relative(gap, size, largest), mismatch)
+        for name, gap, size, mismatch in measured
+    ]
+
+
+def same_shapes(plain: Values, piped: Values) -> bool:
+    """Whether two groups of values have the same names and shapes."""
+    return _shapes(plain) == _shapes(piped)
+
+
+def _measure(plain: Tensor | None, piped: Tensor | None) -> tuple[float, float | None, str]:
+    """The largest difference, the largest value (None if it must be equal), and what is amiss."""
+    mismatch = _mismatch(plain, piped)
+    if mismatch:
+        return math.inf, None, mismatch
+    assert plain is not None and piped is not None
+    a, b = _wide(plain), _wide(piped)
+    if not a.numel():
+        return 0.0, None, ""
+    equal = (a == b) | (a.isnan() & b.isnan())
+    gap = (a - b).abs().masked_fill(equal, 0).nan_to_num(nan=math.inf, posinf=math.inf)
+    if not (plain.is_floating_point() or plain.is_complex()):
+        return float(gap.max()), None, ""
+    return float(gap.max()), float(a.abs().nan_to_num(nan=0, posinf=0).max()), ""
+
+
+def _relative(gap: float, size: float | None, largest: float) -> float:
+    if gap == 0:
+        return 0.0
+    measure = 0.0 if size is None else max(size, _SMALL * largest)
+    return gap / measure if measure else math.inf
+
+
+def _mismatch(plain: Tensor | None, piped: Tensor | None) -> str:
+    if plain is None or piped is None:
+        return f"there in the {'plain' if piped is None else 'piped'} run only"
+    if plain.shape != piped.shape or plain.dtype != piped.dtype:
+        return f"{_kind(piped)} instead of {_kind(plain)}"
+    return ""
+
+
+def _shapes(group: Values) -> dict[str, torch.Size | None]:
+    return {name: None if value is None else value.shape for name, value in group.items()}
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """The tensor in the highest precision."""
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,183 @@
+"""Where two runs part: the first value that differs, and the layers that can be its cause.
+
+Only what a pipeline promises decides whether there is a difference: its output, its gradients and
+its buffers. What passes from layer to layer may differ, as numbers of rows do; what of it is
+inexact serves to find the layer. Layers compute in order, so the first whose output differs is the
+cause, or one right before it whose output could not be compared. Backward comes from the other end,
+and of that only the gradients of parameters are seen::
+
+    layer        0        1     2        3     4
+    gradient     differs  none  differs  none  agrees
+                                |___________________|  the cause is one of these
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes
+from lightning_gpipe.core.verify.runs import Run
+from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT, Values
+
+_FAR = 5.0  # times what rounding moved is a fault; in sound models it was up to 2.3 times
+
+_WORDS = {
+    OUTPUT: "the output{}",
+    GRADIENTS: "the gradient of {!r}",
+    BUFFERS: "the buffer {!r}",
+    INPUT_GRADIENTS: "the gradient of the input{}",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value of the piped run that is not that of the plain one.
+
+    Attributes:
+        kind: "output", "gradients", "buffers" or "input gradients".
+        deviation: Its name and by how much it differs.
+        layer: The index of the layer whose output, parameter or buffer it is; None where that
+            cannot be told.
+        suspects: The indices of the layers of which one is the cause.
+        value: What it is, in words.
+        reason: Why it may differ, in words, and how to see what else does; None if not known.
+    """
+
+    kind: str
+    deviation: Deviation
+    layer: int | None
+    suspects: range
+    value: str
+    reason: str | None
+
+
+def first_difference(
+    pipeline: GPipe, plain: Run, piped: Run, tolerance: float, *, shaken: Run | None = None
+) -> Difference | None:
+    """The first deviation that is more than rounding, if there is one.
+
+    Args:
+        pipeline: What ran.
+        plain: The plain run.
+        piped: The piped run.
+        tolerance: The largest relative deviation that counts as rounding.
+        shaken: A plain run with rounding errors added to what the layers return. A deviation that
+            is not much larger than what they led to counts as rounding too.
+    """
+    search = _Search(pipeline, plain, piped, tolerance, shaken)
+    return search.output() or search.gradients() or search.buffers() or search.input_gradients()
+
+
+class _Search:
+    """Looks through the values of one kind after the other."""
+
+    def __init__(
+        self, pipeline: GPipe, plain: Run, piped: Run, tolerance: float, shaken: Run | None
+    ) -> None:
+        self._plain = plain
+        self._piped = piped
+        self._tolerance = tolerance
+        self._shaken = shaken
+        self._stages = pipeline.stages
+        self._layers = list(pipeline)
+        self._names = [name for name, _ in pipeline.named_children()]
+
+    def output(self) -> Difference | None:
+        plain, piped = self._plain, self._piped
+        if not self._beyond(plain.values[OUTPUT], piped.values[OUTPUT], None):
+            return None
+        agreeing = -1  # the last layer with the right output
+        for k, (one, other) in enumerate(zip(plain.layers, piped.layers, strict=True)):
+            if not one or not other or not same_shapes(one, other):
+                continue
+            shaken = None if self._shaken is None else self._shaken.layers[k]
+            if beyond := self._beyond(one, other, shaken):
+                return self._found(OUTPUT, beyond[0], k, range(agreeing + 1, k + 1))
+            agreeing = k
+        beyond = self._beyond_of(OUTPUT)
+        if not beyond:
+            return None
+        last = len(self._layers) - 1
+        # What no layer showed was not among its inexact tensors, if the last one could be seen.
+        suspects = range(agreeing + 1 if agreeing < last else 0, last + 1)
+        return self._found(OUTPUT, beyond[0], last if len(suspects) == 1 else None, suspects)
+
+    def gradients(self) -> Difference | None:
+        beyond = self._beyond_of(GRADIENTS)
+        if not beyond:
+            return None
+        k = self._owner(beyond[-1].name)  # where backward came first
+        return self._found(GRADIENTS, beyond[-1], k, range(k, self._next_with_gradient(k) + 1))
+
+    def buffers(self) -> Difference | None:
+        beyond = self._beyond_of(BUFFERS)
+        if not beyond:
+            return None
+        k = self._owner(beyond[0].name)
+        return self._found(BUFFERS, beyond[0], k, range(k, k + 1))
+
+    def input_gradients(self) -> Difference | None:
+        beyond = self._beyond_of(INPUT_GRADIENTS)
+        if not beyond:
+            return None
+        suspects = range(self._next_with_gradient(-1) + 1)
+        return self._found(INPUT_GRADIENTS, beyond[0], None, suspects)
+
+    def _beyond_of(self, kind: str) -> list[Deviation]:
+        shaken = None if self._shaken is None else self._shaken.values[kind]
+        return self._beyond(self._plain.values[kind], self._piped.values[kind], shaken)
+
+    def _beyond(self, plain: Values, piped: Values, shaken: Values | None) -> list[Deviation]:
+        """The deviations that are more than rounding, in order."""
+        moved = [] if shaken is None else deviations(plain, shaken)
+        finite = [each.relative for each in moved if math.isfinite(each.relative)]
+        most = max(self._tolerance, _FAR * max(finite, default=0.0))
+        unsure = {each.name for each in moved if not math.isfinite(each.relative)}  # integers, say
+        return [
+            each
+            for each in deviations(plain, piped)
+            if each.relative > most and each.name not in unsure
+        ]
+
+    def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
+        value = _WORDS[kind].format(deviation.name)
+        if k is not None:
+            stage = next(stage for stage in self._stages if k <= stage.partition.last)
+            what = f"{self._names[k]!r}, {type(self._layers[k]).__name__}"
+            value += f" of layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
+        # What a tolerance lets pass of forward may be too much for it in backward.
+        reason = self._reason(suspects.stop if kind == OUTPUT else len(self._layers))
+        return Difference(kind, deviation, k, suspects, value, reason)
+
+    def _reason(self, end: int) -> str | None:
+        """What there is before layer ``end`` that depends on the micro-batches by nature."""
+        reasons = []
+        for k, layer in enumerate(self._layers[:end]):
+            if norm := next(filter(_sees_the_batch, layer.modules()), None):
+                kind = type(norm).__name__
+                reasons.append(f"layer {k} has a {kind}, which normalises by micro-batch")
+            if k in self._plain.drew:
+                reasons.append(f"layer {k} draws random numbers, others for each micro-batch")
+        if not reasons:
+            return None
+        return f"{'; '.join(reasons)}. What else may differ, verify() sees in eval mode"
+
+    def _owner(self, name: str) -> int:
+        """The layer that has a parameter or buffer of this name."""
+        return self._names.index(name.partition(".")[0])
+
+    def _next_with_gradient(self, k: int) -> int:
+        """The first layer after ``k`` whose gradients were seen, or the last."""
+        known = (
+            self._owner(name) for name, x in self._plain.values[GRADIENTS].items() if x is not None
+        )
+        return min((other for other in known if other > k), default=len(self._layers) - 1)
+
+
+def _sees_the_batch(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)

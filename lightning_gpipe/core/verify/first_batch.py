@@ -1,0 +1,37 @@
+"""Verifies a pipeline on the first training batch that comes its way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.verification import verify
+
+
+class VerifiedOnce:
+    """Runs a pipeline; before its first input in training with gradients, verifies it.
+
+    Args:
+        pipeline: The pipeline.
+        module: The module in whose place it runs, and whose training mode counts.
+        on_result: Called with what came of the verification.
+    """
+
+    def __init__(
+        self, pipeline: GPipe, module: nn.Module, on_result: Callable[[Parity], None]
+    ) -> None:
+        self._pipeline = pipeline
+        self._module = module
+        self._on_result = on_result
+        self._pending = True
+
+    def __call__(self, input: Any) -> Any:
+        if self._pending and self._module.training and torch.is_grad_enabled():
+            self._pending = False
+            self._on_result(verify(self._pipeline, input))
+        return self._pipeline.forward(input)

@@ -1,0 +1,87 @@
+"""What came of comparing a plain run with a piped one, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lightning_gpipe.core.verify.compare import Deviation
+from lightning_gpipe.core.verify.difference import Difference
+from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT
+
+_BACKWARD = "A backward must treat each row by itself, and not look at how many there are."
+_CURES = {
+    OUTPUT: "A layer must treat each row by itself: move what it computes of several rows, or of "
+    "their number, out of the nn.Sequential.",
+    GRADIENTS: _BACKWARD,
+    BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
+    INPUT_GRADIENTS: _BACKWARD,
+}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Whether a pipeline computed what its layers compute on the whole batch; prints as a message.
+
+    Attributes:
+        microbatches: How many the batch was cut into.
+        compared: The deviation of each value: lists by kind, which is "output", "gradients",
+            "buffers" or "input gradients".
+        tolerance: The largest relative deviation that counts as rounding.
+        difference: The first value that deviates by more, or None.
+    """
+
+    microbatches: int
+    compared: Mapping[str, list[Deviation]]
+    tolerance: float
+    difference: Difference | None
+
+    @property
+    def explained(self) -> bool:
+        """Whether there is a difference, and one that must be there for a known reason."""
+        return self.difference is not None and self.difference.reason is not None
+
+    def check(self) -> None:
+        """Raise if there is a difference that is not explained.
+
+        Raises:
+            RuntimeError: Says what differs, where that comes from, and what to do.
+        """
+        if self.difference is not None and not self.explained:
+            raise RuntimeError(str(self))
+
+    def __str__(self) -> str:
+        runs = f"a plain run and one in {self.microbatches} micro-batches"
+        if self.difference is None:
+            return f"verified: {runs} agree. {self._extent()}"
+        found = self.difference
+        rule = "a pipeline must compute what its layers compute on the whole batch"
+        return (
+            f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
+            f"{found.deviation}. {_conclusion(found)}\n{self._extent()}"
+        )
+
+    def _extent(self) -> str:
+        found = [
+            f"{kind} ({len(each)}) {_number(max(d.relative for d in each))}"
+            for kind, each in self.compared.items()
+            if each
+        ]
+        return (
+            f"Largest differences, relative: {', '.join(found)}; allowed: {_number(self.tolerance)}"
+        )
+
+
+def _conclusion(found: Difference) -> str:
+    if found.reason is not None:
+        return f"There is a known reason: {found.reason}."
+    if len(found.suspects) == 1:
+        return _CURES[found.kind]
+    which = f"The cause is in one of the layers {found.suspects[0]}..{found.suspects[-1]}"
+    if found.kind == OUTPUT and found.layer is None:
+        which += ", whose own outputs could not be compared"
+    return f"{which}. {_CURES[found.kind]}"
+
+
+def _number(x: float) -> str:
+    return f"{x:.1e}" if x else "0"

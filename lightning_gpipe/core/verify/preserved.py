@@ -1,0 +1,60 @@
+"""Leaves a pipeline as it was, and keeps its dropouts from drawing, while it is run for a look.
+
+Whoever runs a pipeline moves things on: buffers, random generators, what the pipeline knows of its
+latest mini-batch. A training run that is verified must be the training run that is not, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_gpipe.core.faithful import Buffers, Journal, default_generator
+from lightning_gpipe.core.pipeline import GPipe
+
+
+@contextmanager
+def untouched(pipeline: GPipe) -> Iterator[None]:
+    """Undo at the end of a ``with`` block what running the pipeline or its layers has changed.
+
+    What layers do to their parameters, or to anything but buffers and PyTorch's generators, stays.
+    """
+    generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
+    states = [generator.get_state() for generator in generators]
+    buffers = Buffers(pipeline.modules(), copied=lambda place: True)
+    timeline = pipeline.timeline
+    draws = [stage.draws for stage in pipeline.stages]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        buffers.restore()
+        pipeline.timeline = timeline
+        for stage, known in zip(pipeline.stages, draws, strict=True):
+            stage.draws = known  # without dropout they may draw less
+        torch.clear_autocast_cache()  # its copies of weights belong to a graph that is gone
+
+
+@contextmanager
+def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Iterator[None]:
+    """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block.
+
+    Args:
+        modules: The modules.
+        journal: Where the changes are recorded.
+    """
+    with journal.changed(()):
+        for module in modules:
+            match module:
+                case _DropoutNd():
+                    journal.set_attribute(module, "p", 0.0)  # for layers that only read it
+                    # A stage tells its training modes apart: it learns nothing of the real one.
+                    journal.set_attribute(module, "training", False)
+                case nn.RNNBase() | nn.MultiheadAttention():
+                    journal.set_attribute(module, "dropout", 0.0)
+        yield

@@ -1,0 +1,227 @@
+"""One run of the layers, plain or piped, and all that it came to.
+
+Gradients are those of the output in a random direction, the same for both runs: a *cotangent* takes
+the place of the gradient of a loss. They are taken by ``torch.autograd.grad`` for copies of the
+input, so nothing is accumulated, and nothing flows into the caller's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import Rows, carry, map_tensors
+from lightning_gpipe.core.faithful import Manager, Write, default_generator
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.run import Stage
+from lightning_gpipe.core.skip import Table, carrying
+from lightning_gpipe.core.verify.values import (
+    BUFFERS,
+    GRADIENTS,
+    INPUT_GRADIENTS,
+    OUTPUT,
+    Mask,
+    Values,
+    computed,
+    inexact,
+    merged,
+    on_cpu,
+    only,
+    tensors,
+    values,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one run.
+
+    Attributes:
+        values: Those of each kind: the output and the gradients of the input by their paths,
+            buffers and gradients of parameters by their names.
+        layers: What each layer returned of inexact tensors, by path; None where the micro-batches
+            cannot be put together.
+        drew: The layers that drew random numbers; only a plain run tells.
+        microbatches: The number of micro-batches.
+        mask: Which elements of the output count; only a piped run tells.
+    """
+
+    values: Mapping[str, Values]
+    layers: list[Values | None]
+    drew: frozenset[int] = frozenset()
+    microbatches: int = 1
+    mask: Mask = field(default_factory=dict)
+
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of everything that was seen."""
+        groups = [group for group in (*self.values.values(), *self.layers) if group is not None]
+        found = chain.from_iterable(group.values() for group in groups)
+        return {tensor.dtype for tensor in found if tensor is not None}
+
+
+def run_piped(pipeline: GPipe, input: Any) -> Run:
+    """Run the pipeline."""
+    x, entering = _copied(input)
+    seen: list[list[Any]] = [[] for _ in pipeline]
+    with ExitStack() as hooks:
+        for layer, outputs in zip(pipeline, seen, strict=True):
+            hooks.callback(layer.register_forward_hook(partial(_note, outputs)).remove)
+        output = pipeline.run(x)
+    assert pipeline.timeline is not None, "a mini-batch went through"
+    m = pipeline.timeline.schedule.m
+    seen = [outputs[-m:] for outputs in seen]  # of a forward that ran twice, the second
+    by_rows = type(pipeline.microbatching) is Rows
+    mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
+    layers = [merged(outputs) if by_rows else None for outputs in seen]
+    promised = _promised(pipeline, output, entering, mask)
+    return Run(promised, layers, microbatches=m, mask=mask)
+
+
+def run_plain(
+    pipeline: GPipe,
+    input: Any,
+    mask: Mask,
+    *,
+    between: Callable[[Tensor], Tensor] | None = None,
+) -> Run:
+    """Run the layers one after another on the whole batch, each on its stage's device.
+
+    Args:
+        pipeline: Whose layers to run.
+        input: The batch.
+        mask: Which elements of the output count.
+        between: What to do to each tensor that a layer returns, if anything.
+    """
+    x, entering = _copied(input)
+    seen: list[Values | None] = []
+    drew = set()
+    skips: Table = {}
+    source = None
+    for stage in pipeline.stages:
+        x = _moved(x, source, stage.device)
+        for route in stage.arriving:
+            skips[route.name] = _moved(skips[route.name], None, stage.device)
+        with following(stage), _current(stage.device), carrying(skips):
+            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
+                before = _random_states(stage.device)
+                with _noting_where(k):
+                    x = layer(x)
+                if not all(map(torch.equal, before, _random_states(stage.device))):
+                    drew.add(k)
+                if between is not None:
+                    x = _changed(x, between)
+                seen.append(inexact(on_cpu(x)))
+        source = stage.device
+    return Run(_promised(pipeline, x, entering, mask), seen, drew=frozenset(drew))
+
+
+# What goes into the layers.
+
+
+def _copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A copy of the input that layers may edit, and the leaves that will have its gradients."""
+    leaves = _changed(input, lambda x: x.detach().requires_grad_(x.requires_grad))
+    entering = {path: leaf for path, leaf in tensors(leaves).items() if leaf.requires_grad}
+    return _changed(leaves, torch.clone), entering
+
+
+def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:
+    """As between stages: what a layer put on yet another device stays there."""
+    return _changed(x, lambda leaf: leaf.to(target) if source in (None, leaf.device) else leaf)
+
+
+def _changed(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    return map_tensors(lambda leaf: carry(leaf, function(leaf)), tree)
+
+
+# Where the layers run.
+
+
+def following(stage: Stage) -> Manager:
+    """Copy parameters to the stage that live on another device, for a ``with`` block."""
+    writes: list[Write] = []
+    for module, name in stage.followed:
+        parameter = module._parameters[name]
+        assert parameter is not None, "nothing is followed by None"
+        # The copy is in the graph of the parameter.
+        writes.append((module._parameters, name, parameter.to(stage.device)))
+    return stage.journal.changed(writes)
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _noting_where(k: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(
+            f"raised in layer {k} as it ran on the whole batch, to verify the pipeline against"
+        )
+        raise
+
+
+def _random_states(device: torch.device) -> list[Tensor]:
+    return [default_generator(each).get_state() for each in {torch.device("cpu"), device}]
+
+
+# What comes out of them.
+
+
+def _note(outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Be a forward hook that keeps what a layer returned."""
+    outputs.append(on_cpu(output))
+
+
+def _promised(
+    pipeline: GPipe, output: Any, entering: dict[str, Tensor], mask: Mask
+) -> dict[str, Values]:
+    """The values of all kinds after a forward that returned ``output``."""
+    parameters = {name: p for name, p in pipeline.named_parameters() if p.requires_grad}
+    gradients = _gradients(pipeline, output, [*parameters.values(), *entering.values()], mask)
+    return {
+        OUTPUT: only(mask, values(on_cpu(output))),
+        GRADIENTS: dict(zip(parameters, gradients, strict=False)),
+        BUFFERS: on_cpu(dict(pipeline.named_buffers())),
+        INPUT_GRADIENTS: dict(zip(entering, gradients[len(parameters) :], strict=True)),
+    }
+
+
+def _gradients(
+    pipeline: GPipe, output: Any, sources: list[Tensor], mask: Mask
+) -> list[Tensor | None]:
+    roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
+    if not roots or not sources:
+        return [None] * len(sources)
+    with ExitStack() as stack:  # as a user's backward, which comes after the autocast of forward
+        for device_type in {"cpu", *(device.type for device in pipeline.devices)}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        found = torch.autograd.grad(
+            list(roots.values()), sources, _cotangents(roots, mask), allow_unused=True
+        )
+    return [None if gradient is None else on_cpu(gradient) for gradient in found]
+
+
+def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
+    """A random tensor for each root, the same ones whenever it is called."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = {
+        path: torch.randn(
+            root.shape,
+            generator=generator,
+            dtype=torch.complex128 if root.is_complex() else torch.float64,
+            device="cpu",
+        )
+        for path, root in roots.items()
+    }
+    counting = only(mask, drawn).values()
+    return [cotangent.to(root) for cotangent, root in zip(counting, roots.values(), strict=True)]

@@ -1,0 +1,108 @@
+"""Whether a pipeline computes what its layers compute: one batch, run plain and piped.
+
+"Same batch, other chunks, other result" has a reason, and seldom where the user looks: a layer that
+takes a mean over the batch, a backward that divides by its size, a buffer that moves on with every
+call. Nothing of that raises. To find it by hand takes two models with equal weights and random
+numbers and a walk through their layers. To compare two losses tells that something is wrong at
+most, and nothing of what the loss does not reach.
+
+Here the layers run on a batch both ways, and everything that a pipeline promises is compared: the
+output, the gradients of all parameters and of the input, the buffers. The gradients are those of
+the output in a random direction, so no loss is needed and none can hide a fault. Dropouts draw
+other masks for each micro-batch by nature, so they are off in both runs, and what else draws is
+noticed. Afterwards everything is as it was before.
+
+A difference may have a known reason: a batch norm in training normalises by micro-batch, what draws
+draws something else, and rounding may be amplified. Any other is a fault of a layer, or of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.faithful import Context
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify.compare import deviations, tolerance_of
+from lightning_gpipe.core.verify.difference import first_difference
+from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.preserved import untouched, without_dropout
+from lightning_gpipe.core.verify.rounding import AMPLIFIED, shaking
+from lightning_gpipe.core.verify.runs import Run, run_piped, run_plain
+from lightning_gpipe.core.verify.values import KINDS
+
+__all__ = ["Parity", "verify"]
+
+
+def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Parity:
+    """Run a batch through a pipeline and through its plain layers, and compare.
+
+    Example::
+
+        parity = verify(model, x)
+        print(parity)
+        parity.check()  # raises RuntimeError for a difference without a known reason
+
+    The layers run in the mode that they are in and within the caller's autocast; gradients are
+    compared where they are enabled. Buffers, generators, ``.grad`` and the pipeline are left as
+    they were. What layers do in Python or to their parameters is not undone, and hooks on layers
+    and parameters see each of the runs.
+
+    A plain run needs the memory of a forward and backward of the whole batch without recomputation,
+    on the devices of the stages; the host keeps the outputs of all layers, and all gradients, of
+    both. Only a difference of unknown reason takes a second plain run.
+
+    Args:
+        pipeline: The pipeline.
+        input: A batch, as the pipeline is called with. Layers get copies of it.
+        tolerance: The largest difference that counts as rounding, as a share of the largest value.
+            None takes 1e-9 for float64, 1e-4 for float32 (1e-2 on CUDA, where it may be TF32) and
+            5e-2 for 16 bits, by the lowest precision in use, autocast included.
+
+    Returns:
+        What was compared, and the first difference if there is one.
+    """
+    pipeline.patches.undo()  # those that an interrupted verification left
+    context = Context.capture(pipeline.devices)
+    with _saving(context), without_dropout(pipeline.modules(), pipeline.patches):
+        with untouched(pipeline):
+            piped = run_piped(pipeline, input)
+        with untouched(pipeline):
+            plain = run_plain(pipeline, input, piped.mask)
+        if tolerance is None:
+            tolerance = _tolerance(pipeline, plain, context)
+        difference = first_difference(pipeline, plain, piped, tolerance)
+        if difference is not None and difference.reason is None:
+            with untouched(pipeline):
+                shaken = run_plain(pipeline, input, piped.mask, between=shaking())
+            left = first_difference(pipeline, plain, piped, tolerance, shaken=shaken)
+            difference = left or replace(difference, reason=AMPLIFIED)
+    compared = {kind: deviations(plain.values[kind], piped.values[kind]) for kind in KINDS}
+    return Parity(piped.microbatches, compared, tolerance, difference)
+
+
+def _tolerance(pipeline: GPipe, plain: Run, context: Context) -> float:
+    casts = {autocast.dtype for autocast in context.autocast if autocast.enabled}
+    parameters = {parameter.dtype for parameter in pipeline.parameters()}
+    on_cuda = any(device.type == "cuda" for device in pipeline.devices)
+    return tolerance_of(casts | parameters | plain.dtypes(), on_cuda=on_cuda)
+
+
+@contextmanager
+def _saving(context: Context) -> Iterator[None]:
+    """Apply the caller's hooks on saved tensors in a ``with`` block, except checkpointing's.
+
+    Those count what is saved, and would run the caller's forward again to get it back.
+    """
+    pack, unpack = context.saved_tensors_hooks or (_as_is, _as_is)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,148 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import whole
+from lightning_gpipe.core.data.marks import carry, is_whole
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.models import Call, assert_same, gradients, rows
+
+MODES: list[Mode] = ["always", "except_last", "never"]
+
+
+Pipe = Callable[..., GPipe]
+
+
+@pytest.fixture
+def piped() -> Iterator[Pipe]:
+    """Makes a pipeline of two stages."""
+    pipelines: list[GPipe] = []
+
+    def pipe(module: nn.Sequential, mode: Mode = "always") -> GPipe:
+        half = len(module) // 2
+        balance = [half, len(module) - half]
+        devices = ["cpu", "cpu"]
+        pipelines.append(
+            GPipe(module, balance, devices=devices, chunks=3, activation_checkpointing=mode)
+        )
+        return pipelines[-1]
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+class Mix(nn.Module):
+    """Multiplies the rows by a table that belongs to none of them, and passes the table on."""
+
+    def __init__(self, product: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.product = product
+
+    def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = self.product(self.linear(inputs["x"]), inputs["table"])
+        return {"x": x.tanh(), "table": inputs["table"]}
+
+
+def mixers() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(*(Mix() for _ in range(4))).double()
+
+
+def test_marked_tensor_is_the_same_tensor() -> None:
+    table = torch.randn(4, 3, requires_grad=True)
+
+    marked = whole(table)
+
+    assert torch.equal(marked, table)
+    assert is_whole(marked)
+    assert not is_whole(table)
+    marked.sum().backward()
+    assert torch.equal(table.grad, torch.ones(4, 3))  # type: ignore[arg-type]  # just computed
+
+
+def test_only_tensors_are_marked() -> None:
+    with pytest.raises(TypeError, match="marks a tensor: got list"):
+        whole([1, 2])  # type: ignore[arg-type]  # what is tested
+
+
+def test_mark_is_carried_to_what_stands_for_the_tensor() -> None:
+    table = torch.ones(2)
+
+    assert is_whole(carry(whole(table), table.clone()))
+    assert not is_whole(carry(table, table.clone()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_table_reaches_every_micro_batch_and_comes_out_once(
+    mode: Mode, requires_grad: bool, piped: Pipe
+) -> None:
+    ends = []
+    for make in (lambda module: module, lambda module: piped(module, mode)):
+        module = make(mixers())
+        x, table = rows(7), torch.eye(3).double().mul(2).requires_grad_(requires_grad)
+        outputs = module({"x": x, "table": whole(table)})
+        (outputs["x"].exp().sum() + outputs["table"].square().sum()).backward(
+            inputs=_needed(module, x, table)
+        )
+        ends.append((outputs, gradients(module), x.grad, table.grad))
+
+    assert_same(ends[1], ends[0])
+
+
+def _needed(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
+    return [*module.parameters(), *(each for each in tensors if each.requires_grad)]
+
+
+def test_table_that_a_layer_computes(piped: Pipe) -> None:
+    def layer(x: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"x": x["x"] @ x["table"], "table": whole(x["table"] * 2)}
+
+    module = nn.Sequential(nn.Identity(), Call(layer))
+    x, table = rows(7), torch.eye(3).double()
+
+    assert_same(piped(module)({"x": x, "table": whole(table)}), {"x": x, "table": table * 2})
+
+
+def test_tables_that_differ_are_refused(piped: Pipe) -> None:
+    module = nn.Sequential(nn.Identity(), Call(lambda x: whole(x.mean())))
+
+    with pytest.raises(ValueError, match="must be the same for all micro-batches"):
+        piped(module)(rows(7))
+
+
+def test_scalar_that_passes_through_comes_out_as_it_was(piped: Pipe) -> None:
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    module = nn.Sequential(nn.Identity(), Call(lambda x: (x[0] * x[1], x[1])))
+
+    scaled, same = piped(module)((rows(7), scale))
+
+    assert same.shape == ()
+    (scaled.sum() + same).backward()
+    assert_same(scale.grad, rows(7).sum() + 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sparse_table(mode: Mode, piped: Pipe) -> None:
+    def product(x: Tensor, table: Tensor) -> Tensor:
+        return torch.sparse.mm(table, x.t()).t()
+
+    ends: list[Any] = []
+    for piping in (False, True):
+        module: nn.Module = nn.Sequential(*(Mix(product) for _ in range(4))).double()
+        module.load_state_dict(mixers().state_dict())
+        if piping:
+            assert isinstance(module, nn.Sequential)
+            module = piped(module, mode)
+        table = (torch.eye(3) * 2).double().to_sparse()
+        y = module({"x": rows(7), "table": whole(table)})["x"]
+        y.square().sum().backward()
+        ends.append((y, gradients(module)))
+
+    assert_same(ends[1], ends[0])

@@ -1,0 +1,181 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data.pytree import FlatTree
+from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.managers import Manager, together
+from lightning_gpipe.core.faithful.snapshot import Snapshot
+
+
+class State(nn.Module):
+    """A buffer that moves on, and a large one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+        self.mask = nn.Buffer(torch.ones(2**18, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * self.mask
+
+
+X = torch.ones(2)
+
+
+def stage_buffers(*modules: nn.Module, deferred: bool = False) -> StageBuffers:
+    return StageBuffers(modules, deferred=deferred)
+
+
+def run(module: nn.Module, buffers: StageBuffers, x: Tensor = X) -> Buffers:
+    found = buffers.before("training")
+    module(x)
+    buffers.after("training", found)
+    return found
+
+
+def lent(buffers: Buffers) -> Manager:
+    return together(buffers.lent(Journal()))
+
+
+def test_lent_values_are_changed_in_the_buffers_stead() -> None:
+    module = State()
+    buffers, buffer = stage_buffers(module), module.calls
+    found = run(module, buffers)
+
+    with lent(found):
+        before = module.calls.item()
+        module(X)
+
+    assert before == 0
+    assert module.calls is buffer
+    assert buffer == 1
+
+
+def test_large_buffers_are_not_copied_once_they_are_known() -> None:
+    module = State()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+    mask = module.mask
+
+    with lent(run(module, buffers)):
+        assert module.mask is mask
+        assert module.calls == 1
+
+
+class Lazy(nn.Module):
+    """Makes its buffers when it first runs, and new ones every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: Tensor | None
+        self.register_buffer("late", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.late = x if self.late is None else self.late * 2
+        if "later" not in self._buffers:
+            self.register_buffer("later", x.clone())
+        return x
+
+
+def test_buffers_that_did_not_exist() -> None:
+    """0.1: recomputation found those of the first forward, and moved them on a second time."""
+    module = Lazy()
+    found = run(module, stage_buffers(module))
+
+    with lent(found):
+        assert module._buffers == {"late": None}
+        module(X)
+
+    assert set(module._buffers) == {"late", "later"}
+
+
+def test_buffers_that_are_replaced_need_no_copy() -> None:
+    module = Lazy()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+    old = module.late
+
+    with lent(run(module, buffers)):
+        assert old is not None
+        assert torch.equal(module._buffers["late"], old)  # type: ignore[arg-type]  # it is there
+
+
+class Sometimes(nn.Module):
+    """Edits its buffer for inputs that are large."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 5:
+            self.mean.mul_(0.5)
+        return x * self.mean[0]
+
+
+def test_buffer_edited_for_the_first_time_in_a_later_run() -> None:
+    """0.1: recomputation used the edited value, and edited it again."""
+    module = Sometimes(size=1)
+    buffers = stage_buffers(module)
+    run(module, buffers)
+
+    with lent(run(module, buffers, X * 100)):
+        assert module.mean == 1
+
+
+def test_large_buffer_edited_for_the_first_time_in_a_later_run() -> None:
+    module = Sometimes(size=2**19)
+    buffers = stage_buffers(module)
+    run(module, buffers)
+
+    with pytest.raises(RuntimeError, match="Sometimes must edit its buffer 'mean' in every"):
+        run(module, buffers, X * 100)
+
+
+def test_edit_from_outside_is_seen() -> None:
+    module = State()
+    buffers = stage_buffers(module)
+    run(module, buffers)
+    found = run(module, buffers)
+    assert found.lost is None
+
+    module.mask.fill_(5)
+
+    assert found.lost == (module, "mask")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_always_copied_unless_they_are_deferred(training: bool) -> None:
+    """torch 2.13: batch_norm updates them without counting a version."""
+    norm = nn.BatchNorm1d(2).train(training)
+    x = torch.randn(4, 2)
+
+    for deferred in (True, False):
+        buffers = stage_buffers(norm, deferred=deferred)
+        run(norm, buffers, x)
+        mean = norm.running_mean
+        with lent(run(norm, buffers, x)):
+            assert (norm.running_mean is mean) == (deferred and training)
+
+
+def test_snapshot_puts_back_buffers_and_inputs() -> None:
+    module, x = State(), torch.ones(2)
+    buffers, buffer = stage_buffers(module), module.calls
+    snapshot = Snapshot([buffers.all()], [FlatTree([x, "name"])], guarded=False)
+
+    module(x.mul_(2))
+    [again] = snapshot.restore()
+
+    assert module.calls is buffer
+    assert buffer == 0
+    assert torch.equal(again.leaves[0], torch.ones(2))
+    assert again.leaves[1] == "name"
+
+
+def test_snapshot_of_guarded_inputs_copies_nothing() -> None:
+    inputs = [FlatTree([torch.ones(2)])]
+
+    assert Snapshot([], inputs, guarded=True).restore() is inputs

@@ -1,0 +1,121 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpipe.core.faithful.journal import Journal
+
+
+def test_changes_last_as_long_as_the_block() -> None:
+    journal, slots = Journal(), {"a": 1}
+
+    with journal.changed([(slots, "a", 2), (slots, "b", 3)]):
+        inside = dict(slots)
+
+    assert inside == {"a": 2, "b": 3}
+    assert slots == {"a": 1}
+    assert not len(journal)
+
+
+def test_changes_end_after_an_error() -> None:
+    journal, slots = Journal(), {"a": 1}
+
+    with pytest.raises(KeyError), journal.changed([(slots, "a", 2)]):
+        raise KeyError
+
+    assert slots == {"a": 1}
+
+
+def test_inner_changes_end_before_outer_ones() -> None:
+    journal, slots = Journal(), {"a": 1}
+
+    with journal.changed([(slots, "a", 2)]):
+        with journal.changed([(slots, "a", 3)]):
+            pass
+        assert slots == {"a": 2}
+
+    assert slots == {"a": 1}
+
+
+def test_block_ends_what_was_changed_within_it() -> None:
+    journal, slots = Journal(), {"a": 1}
+
+    with journal.changed(()):
+        journal.write([(slots, "a", 2)])
+
+    assert slots == {"a": 1}
+
+
+def test_attribute_is_set_as_by_assignment() -> None:
+    journal, module = Journal(), nn.Dropout(0.5)
+
+    journal.set_attribute(module, "p", 0.0)
+    journal.set_attribute(module, "training", False)
+    assert (module.p, module.training) == (0.0, False)
+    journal.undo()
+
+    assert (module.p, module.training) == (0.5, True)
+
+
+def test_value_that_the_block_took_away_comes_back() -> None:
+    journal, slots = Journal(), {"a": 1}
+
+    with journal.changed([(slots, "a", 2), (slots, "b", 3)]):
+        slots.clear()
+
+    assert slots == {"a": 1}
+
+
+class Stubborn(dict[str, int]):
+    """Slots whose next write is interrupted before it is made."""
+
+    struck = False
+
+    def __setitem__(self, name: str, value: int) -> None:
+        if self.struck:
+            self.struck = False
+            raise KeyboardInterrupt
+        super().__setitem__(name, value)
+
+
+def test_interrupted_write_can_be_undone() -> None:
+    journal, slots, stubborn = Journal(), {"a": 1}, Stubborn(b=1)
+    stubborn.struck = True
+
+    with pytest.raises(KeyboardInterrupt):
+        journal.write([(slots, "a", 2), (stubborn, "b", 2)])
+    journal.undo()
+
+    assert (slots, stubborn) == ({"a": 1}, {"b": 1})
+
+
+def test_interrupted_undo_is_continued_by_the_next() -> None:
+    journal, slots, stubborn = Journal(), {"a": 1}, Stubborn(b=1)
+    journal.write([(slots, "a", 2), (stubborn, "b", 2)])
+    stubborn.struck = True
+
+    with pytest.raises(KeyboardInterrupt):
+        journal.undo()
+    journal.undo()
+
+    assert (slots, stubborn) == ({"a": 1}, {"b": 1})
+
+
+def test_parameter_comes_back_as_the_same_object() -> None:
+    journal, layer = Journal(), nn.Linear(2, 2)
+    weight = layer.weight
+
+    with journal.changed([(layer._parameters, "weight", nn.Parameter(torch.zeros(2, 2)))]):
+        assert layer.weight is not weight
+
+    assert layer.weight is weight
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda j: pickle.loads(pickle.dumps(j))])
+def test_copy_has_changed_nothing(copied) -> None:
+    journal, slots = Journal(), {"a": 1}
+    journal.write([(slots, "a", 2)])
+
+    assert not len(copied(journal))

@@ -1,0 +1,266 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.shadow import Shadows
+
+CPU = torch.device("cpu")
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 3)
+
+
+def shadows_of(*modules: nn.Module, grad: bool = True) -> Shadows:
+    every = [each for module in modules for each in module.modules()]
+    return Shadows(every, grad=grad, device=CPU)
+
+
+def gradient_of(shadows: Shadows, layer: nn.Module) -> Tensor | None:
+    weight = layer.get_parameter("weight")
+    return next((g for parameter, g in shadows.take_gradients() if parameter is weight), None)
+
+
+def test_shadows_are_swapped_in_and_out() -> None:
+    layer = linear()
+    weight, bias = layer.weight, layer.bias
+    shadows = shadows_of(layer)
+
+    with shadows.swapped_in(Journal()):
+        inside = layer.weight
+
+    assert inside is not weight
+    assert inside.data_ptr() == weight.data_ptr()
+    assert layer.weight is weight
+    assert layer.bias is bias
+
+
+class Marked(nn.Parameter):
+    """A parameter of the user's own kind."""
+
+
+def test_parameter_of_a_subclass_has_a_shadow() -> None:
+    """0.1: its shadow was made from it instead of from its value, which nn.Parameter refused."""
+    layer = linear()
+    layer.weight = Marked(layer.weight.detach())
+
+    with shadows_of(layer).swapped_in(Journal()):
+        layer(torch.ones(1, 2)).sum().backward()
+        gradient = layer.weight.grad
+
+    assert gradient is not None
+    assert type(layer.weight) is Marked
+    assert layer.weight.grad is None
+
+
+def test_shadows_are_swapped_out_after_an_error() -> None:
+    layer = linear()
+    weight = layer.weight
+
+    with pytest.raises(KeyError), shadows_of(layer).swapped_in(Journal()):
+        raise KeyError
+
+    assert layer.weight is weight
+
+
+def test_gradients_add_up_in_the_shadow_only() -> None:
+    layer, x = linear(), torch.ones(1, 2)
+    shadows = shadows_of(layer)
+
+    for _ in range(2):
+        with shadows.swapped_in(Journal()):
+            y = layer(x)
+        y.sum().backward()
+
+    assert layer.weight.grad is None
+    gradient = gradient_of(shadows, layer)
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((3, 2), 2.0))
+
+
+def test_gradient_is_given_away_once() -> None:
+    layer = linear()
+    shadows = shadows_of(layer)
+    with shadows.swapped_in(Journal()):
+        layer(torch.ones(1, 2)).sum().backward()
+        memory = layer.weight.grad.data_ptr()  # type: ignore[union-attr]  # just computed
+
+    gradient = gradient_of(shadows, layer)
+
+    assert gradient is not None
+    assert gradient.data_ptr() == memory
+    assert gradient_of(shadows, layer) is None
+
+
+def test_parameter_that_was_not_used_has_no_gradient() -> None:
+    layer = linear()
+
+    assert gradient_of(shadows_of(layer), layer) is None
+
+
+def test_parameter_of_another_stage_has_no_gradient() -> None:
+    assert gradient_of(shadows_of(linear()), linear()) is None
+
+
+def test_frozen_parameter_has_no_shadow() -> None:
+    layer = linear()
+    layer.weight.requires_grad_(False)
+    shadows = shadows_of(layer)
+
+    with shadows.swapped_in(Journal()):
+        inside = layer.weight
+
+    assert inside is layer.weight
+    assert [p is layer.bias for p in shadows.parameters] == [True]
+
+
+def test_parameter_in_two_places_has_one_shadow() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+    shadows = shadows_of(one, two)
+
+    with shadows.swapped_in(Journal()):
+        assert one.weight is two.weight
+        (one(torch.ones(1, 2)) + two(torch.ones(1, 2))).sum().backward()
+
+    gradient = gradient_of(shadows, one)
+    assert gradient is not None
+    assert torch.equal(gradient, torch.full((2, 2), 2.0))
+
+
+def test_parameter_that_was_replaced_is_found() -> None:
+    layer = linear()
+    layer.weight = nn.Parameter(torch.ones(3, 2))
+
+    assert any(p is layer.weight for p in shadows_of(layer).parameters)
+
+
+def test_two_sets_of_shadows_keep_their_gradients_apart() -> None:
+    layer = linear()
+    first, second = shadows_of(layer), shadows_of(layer)
+
+    with first.swapped_in(Journal()):
+        layer(torch.ones(1, 2)).sum().backward()
+
+    assert gradient_of(second, layer) is None
+    assert gradient_of(first, layer) is not None
+
+
+def test_edit_of_the_parameter_before_backward_is_seen() -> None:
+    layer = nn.Sequential(linear(), nn.Linear(3, 1))
+    with shadows_of(layer).swapped_in(Journal()):
+        y = layer(torch.ones(1, 2))
+
+    with torch.no_grad():
+        layer.get_parameter("1.weight").add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
+    """0.1: a parameter replaced after forward was lost to the one that forward had seen."""
+    layer = linear()
+    shadows = shadows_of(layer)
+    layer.weight = other = nn.Parameter(torch.ones(3, 2))
+
+    with shadows.swapped_in(Journal()):
+        pass
+
+    assert layer.weight is other
+
+
+def test_edit_of_a_parameter_is_seen() -> None:
+    layer = linear()
+    shadows = shadows_of(layer)
+    assert not shadows.edited
+
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+    assert shadows.edited
+
+
+# Parameters that live elsewhere; on one device, so that a copy can be told from the parameter.
+
+
+def following(*layers: nn.Linear, grad: bool = True) -> Shadows:
+    places = {(layer, "weight") for layer in layers}
+    return Shadows(layers, grad=grad, device=CPU, followed=places)
+
+
+def test_copy_follows_the_parameter() -> None:
+    layer = linear()
+    seen = []
+
+    for value in (1.0, 2.0):
+        nn.init.constant_(layer.weight.data, value)  # as some optimizers do: it counts as no edit
+        with following(layer).swapped_in(Journal()):
+            seen.append(layer.weight.detach())
+
+    assert [weight.unique().tolist() for weight in seen] == [[1.0], [2.0]]
+    assert seen[0].data_ptr() != layer.weight.data_ptr()
+
+
+def test_gradient_of_a_copy_is_the_parameters() -> None:
+    layer = linear()
+    shadows = following(layer)
+
+    with shadows.swapped_in(Journal()):
+        layer(torch.ones(1, 2)).sum().backward()
+
+    gradient = gradient_of(shadows, layer)
+    assert gradient is not None
+    assert torch.equal(gradient, torch.ones(3, 2))
+    assert layer.weight.grad is None
+
+
+def test_copy_in_two_places_is_one() -> None:
+    one, two = linear(), linear()
+    two.weight = one.weight
+
+    with following(one, two).swapped_in(Journal()):
+        assert one.weight is two.weight
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_frozen_parameter_that_lives_elsewhere_is_copied_too(grad: bool) -> None:
+    layer = linear().requires_grad_(False)
+    weight, bias = layer.weight, layer.bias
+
+    with following(layer, grad=grad).swapped_in(Journal()):
+        assert layer.weight is not weight
+        assert not layer.weight.requires_grad
+        assert layer.bias is bias
+
+
+def test_without_gradients_nothing_else_has_a_shadow() -> None:
+    layer = linear()
+    weight = layer.weight
+
+    with shadows_of(layer, grad=False).swapped_in(Journal()):
+        assert layer.weight is weight
+
+
+def test_edit_of_a_parameter_that_is_followed_is_seen() -> None:
+    layer = linear()
+    shadows = following(layer)
+
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+    assert shadows.edited
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hook_that_is_registered_while_the_shadow_is_in_place(register: str) -> None:
+    layer = linear()
+    layer.weight.register_hook(lambda gradient: gradient)  # before: not meant
+    shadows = shadows_of(layer)
+    assert shadows.hooked is None
+
+    with shadows.swapped_in(Journal()):
+        getattr(layer.bias, register)(lambda _: None)
+
+    assert shadows.hooked is layer.bias

@@ -1,0 +1,121 @@
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.pipeline import GPipe
+
+
+class Body(nn.Sequential):
+    def width(self) -> int:
+        return 2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def pipeline(model: Model) -> Iterator[GPipe]:
+    pipeline = GPipe(model.body, [2, 1], devices=["cpu", "cpu"], chunks=2)
+    install(model.body, pipeline.forward)
+    yield pipeline
+    pipeline.close()
+
+
+X = torch.linspace(-1, 1, 8).reshape(4, 2)
+
+
+def test_module_runs_as_the_pipeline(model: Model, pipeline: GPipe) -> None:
+    expected = copy.deepcopy(model)(X)
+
+    y = model(X)
+
+    torch.testing.assert_close(y, expected)
+    assert pipeline.timeline is not None
+
+
+def test_module_stays_what_it_was(model: Model, pipeline: GPipe) -> None:
+    assert type(model.body) is Body
+    assert model.body.width() == 2
+    names = [f"body.{k}.{name}" for k in (0, 2) for name in ("weight", "bias")]
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_modules()] == ["", "body", "body.0", "body.1", "body.2"]
+
+
+def test_hooks_of_the_module_run_once_with_the_whole_mini_batch(
+    model: Model, pipeline: GPipe
+) -> None:
+    seen: list[tuple[int, ...]] = []
+    model.body.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    model.body.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+
+    model(X)
+
+    assert seen == [(4, 2), (4, 2)]
+
+
+def test_deep_copy_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> None:
+    model(X)
+
+    twin = copy.deepcopy(model)
+    pipeline.timeline = None
+    twin.get_parameter("body.0.weight").data.zero_()
+
+    assert twin(X).shape == (4, 2)
+    assert pipeline.timeline is None
+    assert not torch.equal(twin(X), model(X))
+
+
+def test_copy_can_be_made_a_pipeline_of_its_own(model: Model, pipeline: GPipe) -> None:
+    twin = copy.deepcopy(model)
+    own = GPipe(twin.body, [1, 2], devices=["cpu"])
+    install(twin.body, own.forward)
+
+    torch.testing.assert_close(twin(X), model(X))
+    assert own.timeline is not None
+
+
+def test_removed_pipeline_leaves_the_plain_module(model: Model, pipeline: GPipe) -> None:
+    remove(model.body)
+
+    model(X)
+
+    assert pipeline.timeline is None
+    assert vars(model.body).keys() == vars(Model().body).keys()
+
+
+def test_removing_nothing_changes_nothing() -> None:
+    body = Body(nn.Linear(2, 2))
+
+    remove(body)
+
+    assert body(X).shape == (4, 2)
+
+
+def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> None:
+    """0.1: the class of a bound method cannot be pickled, so torch.save failed."""
+    expected = model(X)
+    file = io.BytesIO()
+
+    torch.save(model, file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    pipeline.timeline = None
+
+    torch.testing.assert_close(twin(X), expected)
+    assert pipeline.timeline is None

@@ -1,0 +1,85 @@
+"""Promise: no hang, and nothing silent, when several threads of the user share a pipeline."""
+
+import threading
+import time
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from tests.support.models import Call, Step, assert_same, perceptron, rows, step
+from tests.support.waiting import PATIENCE
+
+
+def slowly(x: Tensor) -> Tensor:
+    time.sleep(0.002)
+    return x
+
+
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=len)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_two_threads_take_turns(devices: list[str], gradients: bool) -> None:
+    """0.1: one thread took the shadows that the other ran with for parameters."""
+    plain = nn.Sequential(*perceptron(2), Call(slowly), *perceptron(2))
+    pipeline = GPipe(deepcopy(plain), [2, 3], devices=devices, chunks=3)
+    parameters = list(pipeline.parameters())
+    outputs: list[Tensor] = []
+
+    def run() -> None:
+        for _ in range(5):
+            if gradients:
+                pipeline(rows(7)).sum().backward()
+            with torch.no_grad():
+                outputs.append(pipeline(rows(7)))
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+    assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
+    for output in outputs:
+        assert_same(output, plain(rows(7)).detach())
+    pipeline.zero_grad()
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    pipeline.close()
+
+
+def test_error_of_one_thread_is_not_the_others() -> None:
+    """0.1: the thread that waited for its turn took the other's error, and both hung."""
+    started, asked = threading.Event(), threading.Event()
+    ends: dict[str, BaseException | Step] = {}
+
+    def fail_once(x: Tensor) -> Tensor:
+        if not started.is_set():
+            started.set()
+            asked.wait(PATIENCE)
+            time.sleep(0.1)  # by then the other thread waits
+            raise ValueError("once")
+        return x
+
+    plain = nn.Sequential(*perceptron(2), Call(fail_once), *perceptron(2))
+    pipeline = GPipe(deepcopy(plain), [2, 3], devices=["cpu", "cpu"], chunks=3)
+
+    def run(name: str) -> None:
+        try:
+            ends[name] = step(pipeline, rows(7))
+        except BaseException as error:
+            ends[name] = error
+
+    first = threading.Thread(target=run, args=("first",), daemon=True)
+    first.start()
+    assert started.wait(PATIENCE)
+    asked.set()
+    run("second")
+    first.join(PATIENCE)
+
+    assert isinstance(ends["first"], ValueError)
+    second = ends["second"]
+    assert isinstance(second, Step)
+    assert_same(second._asdict(), step(plain, rows(7))._asdict())
+    pipeline.close()

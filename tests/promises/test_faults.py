@@ -1,0 +1,218 @@
+"""Promise: no hang. What a layer raises reaches the caller, and the next step is a sound one."""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.transport import local
+from tests.support.faults import (
+    Busy,
+    Fuse,
+    OwnError,
+    interrupt_the_caller,
+    interruptible,
+    no_time_out,
+    throw,
+    workers,
+)
+from tests.support.models import assert_same, rows, step
+from tests.support.waiting import PATIENCE
+
+M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1
+
+# After how many calls of its forward, or of its backward, a layer meets micro-batch 1:
+#
+#   F0 F1 ...  and  R3 B3 R2 B2 R1 B1 R0 B0
+FIRST_FORWARD, RECOMPUTE, BACKWARD = ("forward", 1), ("forward", M + 2), ("backward", 2)
+VERBS = {FIRST_FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward"}
+
+
+@pytest.fixture(autouse=True)
+def _no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_time_out(monkeypatch)
+    monkeypatch.setattr(local, "_GRACE", PATIENCE)
+
+
+@pytest.fixture
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a caller wait but shortly for a layer at work: there is one that does not end."""
+    monkeypatch.setattr(local, "_GRACE", 0.05)
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) if k % 2 == 0 else Fuse() for k in range(6)]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.fixture(params=[True, False], ids=["threads", "no threads"])
+def pipeline(request: pytest.FixtureRequest, plain: nn.Sequential) -> Iterator[GPipe]:
+    pipeline = GPipe(
+        deepcopy(plain),
+        [2, 2, 2],
+        devices=["cpu"] * 3,
+        chunks=M,
+        activation_checkpointing="always",
+        threads=request.param,
+    )
+    yield pipeline
+    pipeline.close()
+
+
+on_threads = pytest.mark.parametrize("pipeline", [True], indirect=True, ids=["threads"])
+
+
+def light(pipeline: GPipe, stage: int, at: tuple[str, int], fault: Callable[[], None]) -> None:
+    fuse = pipeline[2 * stage + 1]
+    assert isinstance(fuse, Fuse)
+    fuse.light(at, fault)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("at", VERBS, ids=VERBS.values())
+@pytest.mark.parametrize("error", [OwnError, KeyboardInterrupt, SystemExit])
+def test_error_in_a_layer(
+    pipeline: GPipe,
+    plain: nn.Sequential,
+    error: type[BaseException],
+    at: tuple[str, int],
+    stage: int,
+    warm: bool,
+) -> None:
+    if warm:
+        step(pipeline, rows(7))
+        pipeline.zero_grad()
+    raised = error("by the layer")
+    light(pipeline, stage, at, throw(raised))
+
+    with pytest.raises(error) as caught:
+        step(pipeline, rows(7))
+
+    assert caught.value is raised
+    where = f"stage {stage} (layers {2 * stage}..{2 * stage + 1}, cpu)"
+    assert raised.__notes__ == [f"raised in {VERBS[at]} of micro-batch 1 of {M} on {where}"]
+    assert "in fault" in "".join(traceback.format_tb(raised.__traceback__))
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    pipeline.close()
+    assert workers() == []
+
+
+def test_error_without_gradients(pipeline: GPipe, plain: nn.Sequential) -> None:
+    light(pipeline, 1, FIRST_FORWARD, throw(OwnError()))
+
+    with torch.no_grad(), pytest.raises(OwnError):
+        pipeline(rows(7))
+
+    assert torch.is_grad_enabled()
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+
+
+@pytest.mark.parametrize("at", [FIRST_FORWARD, BACKWARD], ids=["forward", "backward"])
+def test_modules_are_as_they_were_after_an_error(pipeline: GPipe, at: tuple[str, int]) -> None:
+    parameters = list(pipeline.parameters())
+    light(pipeline, 1, at, throw(OwnError()))
+
+    with pytest.raises(OwnError):
+        step(pipeline, rows(7))
+
+    assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_errors_of_two_stages_at_once(pipeline: GPipe, plain: nn.Sequential) -> None:
+    for stage in range(3):
+        light(pipeline, stage, FIRST_FORWARD, throw(OwnError(f"of stage {stage}")))
+
+    with pytest.raises(OwnError, match="of stage"):
+        step(pipeline, rows(7))
+
+    for stage in range(3):
+        light(pipeline, stage, FIRST_FORWARD, lambda: None)
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+
+
+def test_error_after_error(pipeline: GPipe, plain: nn.Sequential) -> None:
+    for at in (BACKWARD, FIRST_FORWARD, RECOMPUTE) * 2:
+        light(pipeline, 1, at, throw(OwnError()))
+        with pytest.raises(OwnError):
+            step(pipeline, rows(7))
+
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+
+
+def fail_while_another_layer_is_busy(pipeline: GPipe) -> Busy:
+    """Let stage 1 fail in the middle of what stage 0 does, and see that the caller is told then."""
+    busy = Busy()
+
+    def fail() -> None:
+        assert busy.begun.wait(PATIENCE)
+        raise OwnError
+
+    light(pipeline, 0, ("forward", 2), busy)
+    light(pipeline, 1, FIRST_FORWARD, fail)
+    with pytest.raises(OwnError):
+        step(pipeline, rows(7))
+    assert not busy.over
+    return busy
+
+
+@pytest.mark.usefixtures("_short_grace")
+@on_threads
+def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(
+    pipeline: GPipe, plain: nn.Sequential
+) -> None:
+    busy = fail_while_another_layer_is_busy(pipeline)
+
+    busy.end()
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+
+
+@pytest.mark.usefixtures("_short_grace")
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("at", VERBS, ids=VERBS.values())
+def test_caller_is_interrupted(
+    pipeline: GPipe,
+    plain: nn.Sequential,
+    at: tuple[str, int],
+    stage: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # An interrupt that strikes just before the caller begins to wait is seen when it looks up.
+    monkeypatch.setattr(local, "_LOOK_UP", 0.05)
+    busy = Busy()  # without threads it is the caller's layer, whose work the interrupt ends
+    light(pipeline, stage, at, partial(interrupt_the_caller, busy))
+
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        step(pipeline, rows(7))
+
+    assert not busy.over
+    busy.end()
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    pipeline.close()
+    assert workers() == []
+
+
+@pytest.mark.usefixtures("_short_grace")
+@on_threads
+def test_step_right_after_an_error_while_another_layer_was_busy(
+    pipeline: GPipe, plain: nn.Sequential
+) -> None:
+    """0.1: the next step took the shadows that the busy layer ran with for parameters."""
+    parameters = list(pipeline.parameters())
+    busy = fail_while_another_layer_is_busy(pipeline)
+
+    threading.Timer(0.1, busy.end).start()  # by then the next step has begun
+    again = step(pipeline, rows(7))
+
+    assert busy.over
+    assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
+    assert_same(again._asdict(), step(plain, rows(7))._asdict())

@@ -1,0 +1,543 @@
+"""Promise: hooks see and change what they would on the plain module.
+
+A hook on a tensor or a layer acts on each micro-batch; those here are linear in the gradient, so
+the micro-batches add up to what one mini-batch gives. Recomputation registers again what a layer
+registers in its forward, and must not make it act twice. A hook on a parameter, on the pipeline
+itself or on what is around it acts once per backward.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules import module as every_module
+from torch.nn.utils import prune
+
+from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.models import Call, assert_same, gradients, perceptron, rows, step
+
+MODES: list[Mode] = ["always", "except_last", "never", 1]
+LAYERS = 6  # in two stages of three: 0 is the first of a stage, 4 in the middle of one, 5 the last
+M = 3
+
+Pipe = Callable[..., GPipe]
+
+
+@pytest.fixture(params=[*((mode, True) for mode in MODES), ("always", False)], ids=str)
+def piped(request: pytest.FixtureRequest) -> Iterator[Pipe]:
+    """Makes a pipeline of a copy of a module of six layers."""
+    mode, threads = request.param
+    pipelines: list[GPipe] = []
+
+    def pipe(module: nn.Sequential, *, copy: bool = True) -> GPipe:
+        pipeline = GPipe(
+            deepcopy(module) if copy else module,
+            [3, 3],
+            devices=["cpu", "cpu"],
+            chunks=M,
+            activation_checkpointing=mode,
+            threads=threads,
+        )
+        pipelines.append(pipeline)
+        return pipeline
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    torch.manual_seed(3)
+    return perceptron(LAYERS)
+
+
+def assert_same_steps(pipeline: nn.Module, plain: nn.Module) -> None:
+    """Two, because a stage copies its input the first time that it runs."""
+    for seed in range(2):
+        x = rows(7, seed=seed)
+        assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+
+
+def doubled(gradients: Any) -> Any:
+    return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
+
+
+# Hooks on layers.
+
+OnModule = Callable[[nn.Module], Any]
+
+
+def mixed(_: nn.Module, inner: Any, outer: Any) -> Any:
+    return (inner[0] + outer[0],)
+
+
+MODULE_HOOKS: dict[str, OnModule] = {
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _, x: (x[0] * 2,)),
+    "hook": lambda layer: layer.register_forward_hook(lambda _, x, y: y * 2 + x[0]),
+    "backward pre-hook": lambda layer: layer.register_full_backward_pre_hook(
+        lambda _, outer: doubled(outer)
+    ),
+    "backward hook": lambda layer: layer.register_full_backward_hook(
+        lambda _, inner, outer: doubled(inner)
+    ),
+    "backward hook that mixes": lambda layer: layer.register_full_backward_hook(mixed),
+}
+on_module = pytest.mark.parametrize("register", MODULE_HOOKS.values(), ids=MODULE_HOOKS)
+
+
+@pytest.mark.parametrize("k", range(LAYERS))
+@on_module
+def test_hook_on_a_layer(plain: nn.Sequential, piped: Pipe, register: OnModule, k: int) -> None:
+    pipeline = piped(plain)
+    for module in (plain, pipeline):
+        register(module[k])
+
+    assert_same_steps(pipeline, plain)
+
+
+@on_module
+def test_hooks_on_every_layer(plain: nn.Sequential, piped: Pipe, register: OnModule) -> None:
+    for layer in plain:
+        register(layer)
+
+    assert_same_steps(piped(plain), plain)
+
+
+@on_module
+def test_hook_on_the_pipelined_module(
+    plain: nn.Sequential, piped: Pipe, register: OnModule
+) -> None:
+    pipeline = piped(plain)
+    for module in (plain, pipeline):
+        register(module)
+
+    assert_same_steps(pipeline, plain)
+
+
+def test_hook_on_the_pipelined_module_runs_once(plain: nn.Sequential, piped: Pipe) -> None:
+    pipeline, seen = piped(plain), []
+
+    def after_forward(_: nn.Module, x: Any, y: Any) -> None:
+        seen.append((x[0].shape, y.shape))
+
+    def after_backward(_: nn.Module, inner: Any, outer: Any) -> None:
+        seen.append((inner[0].shape, outer[0].shape))
+
+    pipeline.register_forward_hook(after_forward)
+    pipeline.register_full_backward_hook(after_backward)
+
+    step(pipeline, rows(7))
+
+    assert seen == [((7, 3), (7, 3))] * 2
+
+
+def test_forward_hook_that_was_removed(plain: nn.Sequential, piped: Pipe) -> None:
+    pipeline = piped(plain)
+    handles = [
+        module[3].register_forward_hook(lambda _, x, y: y * 2) for module in (plain, pipeline)
+    ]
+    assert_same_steps(pipeline, plain)
+
+    for handle in handles:
+        handle.remove()
+
+    assert_same_steps(pipeline, plain)
+
+
+def test_forward_hook_with_keywords(plain: nn.Sequential, piped: Pipe) -> None:
+    def hook(_: nn.Module, x: Any, keywords: dict[str, Any], y: Tensor) -> Tensor:
+        assert keywords == {}
+        return y + x[0]
+
+    plain[3].register_forward_hook(hook, with_kwargs=True)
+
+    assert_same_steps(piped(plain), plain)
+
+
+def double_input_of_linear(layer: nn.Module, x: Any) -> Any:
+    return (x[0] * 2,) if isinstance(layer, nn.Linear) else None
+
+
+GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
+    "pre-hook": lambda: every_module.register_module_forward_pre_hook(double_input_of_linear),
+    "hook": lambda: every_module.register_module_forward_hook(
+        lambda layer, x, y: y * 2 if isinstance(layer, nn.Linear) else None
+    ),
+    "backward pre-hook": lambda: every_module.register_module_full_backward_pre_hook(
+        lambda layer, outer: doubled(outer) if isinstance(layer, nn.Linear) else None
+    ),
+    "backward hook": lambda: every_module.register_module_full_backward_hook(
+        lambda layer, inner, _: doubled(inner) if isinstance(layer, nn.Linear) else None
+    ),
+}
+
+
+@pytest.mark.parametrize("register", GLOBAL_HOOKS.values(), ids=GLOBAL_HOOKS)
+def test_hook_on_every_module_there_is(
+    plain: nn.Sequential, piped: Pipe, register: Callable[[], Any]
+) -> None:
+    pipeline, unhooked = piped(plain), step(deepcopy(plain), rows(7))
+    handle = register()
+    try:
+        actual, expected = step(pipeline, rows(7)), step(plain, rows(7))
+    finally:
+        handle.remove()
+
+    assert_same(actual._asdict(), expected._asdict())
+    assert not torch.equal(expected.input_gradients[0], unhooked.input_gradients[0])
+
+
+def test_hook_on_every_module_sees_the_users_modules_only(
+    plain: nn.Sequential, piped: Pipe
+) -> None:
+    """0.1: it also saw the pipeline that ran in the place of the user's module."""
+    seen: list[str] = []
+    pipeline = piped(plain, copy=False)
+    install(plain, pipeline.forward)
+    handle = every_module.register_module_forward_hook(
+        lambda layer, x, y: seen.append(type(layer).__name__)
+    )
+    try:
+        plain(rows(7))
+    finally:
+        handle.remove()
+        remove(plain)
+
+    assert Counter(seen) == {"Sequential": 1, "Linear": 3 * M, "Tanh": 3 * M}
+
+
+# Hooks that a layer registers in its forward.
+
+
+def on_its_input(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient * 2)
+    return x.sin()
+
+
+def on_its_output(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def between(x: Tensor) -> Tensor:
+    y = x * 3
+    y.register_hook(lambda gradient: gradient * 2)
+    return y.sin()
+
+
+def on_a_node(x: Tensor) -> Tensor:
+    y = x.sin()
+    assert y.grad_fn is not None
+    y.grad_fn.register_prehook(doubled)
+    y.grad_fn.register_hook(lambda inner, _: doubled(inner))
+    return y
+
+
+TENSOR_HOOKS: list[Callable[[Tensor], Tensor]] = [on_its_input, on_its_output, between, on_a_node]
+
+
+@pytest.mark.parametrize("k", range(LAYERS))
+@pytest.mark.parametrize("function", TENSOR_HOOKS, ids=lambda function: function.__name__)
+def test_hook_that_a_layer_registers(
+    plain: nn.Sequential, piped: Pipe, function: Callable[[Tensor], Tensor], k: int
+) -> None:
+    """0.1: recomputation registered a second hook on the input that forward had kept."""
+    plain[k] = Call(function)
+
+    assert_same_steps(piped(plain), plain)
+
+
+@pytest.mark.parametrize("k", [0, 2, 3])
+def test_hook_that_a_forward_hook_registers(plain: nn.Sequential, piped: Pipe, k: int) -> None:
+    def on_both(_: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
+        for tensor in (*x, y):
+            tensor.register_hook(lambda gradient: gradient * 2)
+
+    plain[k].register_forward_hook(on_both)
+
+    assert_same_steps(piped(plain), plain)
+
+
+def test_hook_on_several_tensors_of_a_layer(plain: nn.Sequential, piped: Pipe) -> None:
+    seen: list[Any] = []
+
+    def layer(x: Tensor) -> Tensor:
+        y, z = x.sin(), x.cos()
+        register_multi_grad_hook((y, z), seen.append)
+        return y * z
+
+    plain[4] = Call(layer)
+    pipeline = piped(plain)
+    step(plain, rows(7))
+    (expected,) = seen
+    seen.clear()
+
+    step(pipeline, rows(7))
+
+    last_first = [torch.cat(gradients[::-1]) for gradients in zip(*seen, strict=True)]
+    assert_same(last_first, list(expected))
+
+
+class Keep(nn.Module):
+    """Keeps a tensor of each forward, and its gradient with it; of one row, only the last."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.kept: dict[float, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        tensors = {"input": x, "between": x * 3}
+        tensors["output"] = tensors["between"].sin()
+        chosen = tensors[self.what]
+        chosen.retain_grad()
+        self.kept[x[0, 0].item()] = chosen
+        return tensors["output"]
+
+    def gradient(self) -> Tensor:
+        found = [tensor.grad for tensor in self.kept.values()]
+        self.kept.clear()
+        return torch.cat([gradient for gradient in found if gradient is not None])
+
+
+@pytest.mark.parametrize("k", range(LAYERS))
+@pytest.mark.parametrize("what", ["input", "between", "output"])
+def test_gradient_that_a_layer_keeps(plain: nn.Sequential, piped: Pipe, what: str, k: int) -> None:
+    """0.1: a stage took the gradient of its input away from the layer that kept that input."""
+    plain[k] = Keep(what)
+    pipeline = piped(plain)
+
+    for seed in range(2):
+        for module in (plain, pipeline):
+            step(module, rows(7, seed=seed))
+        keep, other = pipeline[k], plain[k]
+        assert isinstance(keep, Keep)
+        assert isinstance(other, Keep)
+        assert_same(keep.gradient(), other.gradient())
+
+
+def test_gradients_that_are_kept_around_the_pipeline(plain: nn.Sequential, piped: Pipe) -> None:
+    kept = []
+    for module in (plain, piped(plain)):
+        x = rows(7) * 2
+        y = module(x)
+        for tensor in (x, y):
+            tensor.retain_grad()
+        y.exp().sum().backward()
+        kept.append((x.grad, y.grad))
+
+    assert_same(kept[1], kept[0])
+
+
+class HooksItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda gradient: gradient * 2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_hook_that_a_layer_registers_on_its_parameter(
+    plain: nn.Sequential, piped: Pipe, k: int
+) -> None:
+    """0.1: it was one more hook for every micro-batch, and acted on the sum of some of them."""
+    plain[k] = HooksItsWeight(3, 3).double()
+    pipeline = piped(plain)
+
+    with pytest.raises(RuntimeError, match="hook"):
+        step(pipeline, rows(7))
+
+
+def test_hook_that_a_layer_registers_on_what_it_makes_of_its_parameter(
+    plain: nn.Sequential, piped: Pipe
+) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight * 3
+            weight.register_hook(lambda gradient: gradient * 2)
+            return nn.functional.linear(x, weight, self.bias)
+
+    plain[4] = Scaled(3, 3).double()
+
+    assert_same_steps(piped(plain), plain)
+
+
+def masked(layer: nn.Module) -> None:
+    prune.random_unstructured(layer, "weight", amount=0.5)
+
+
+def normalised(layer: nn.Module) -> None:
+    nn.utils.weight_norm(layer)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.parametrize("compute", [masked, normalised], ids=lambda f: f.__name__)
+def test_hook_that_computes_a_weight(piped: Pipe, compute: Callable[[nn.Module], None]) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        module = perceptron(LAYERS)
+        for k in (0, 4):
+            compute(module[k])
+        return module
+
+    assert_same_steps(piped(build(), copy=False), build())
+
+
+# Hooks on parameters.
+
+
+def node_of(parameter: Tensor) -> Any:
+    """The AccumulateGrad node, as DistributedDataParallel finds it."""
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    return view.grad_fn.next_functions[0][0]
+
+
+OnParameter = Callable[[Tensor, list[Tensor]], Any]
+
+
+def before_accumulation(parameter: Tensor, seen: list[Tensor]) -> Any:
+    def hook(incoming: tuple[Tensor]) -> Any:
+        seen.append(incoming[0].clone())
+        return doubled(incoming)
+
+    node = node_of(parameter)
+    node.register_prehook(hook)
+    return node
+
+
+def at_accumulation(parameter: Tensor, seen: list[Tensor]) -> Any:
+    node = node_of(parameter)
+    node.register_hook(lambda *_: seen.append(parameter.grad.clone()))  # type: ignore[union-attr]
+    return node
+
+
+def after_accumulation(parameter: Tensor, seen: list[Tensor]) -> Any:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.append(parameter.grad.clone())
+        parameter.grad.mul_(2)
+
+    return parameter.register_post_accumulate_grad_hook(hook)
+
+
+def on_the_gradient(parameter: Tensor, seen: list[Tensor]) -> Any:
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    return parameter.register_hook(hook)
+
+
+PARAMETER_HOOKS = [before_accumulation, at_accumulation, after_accumulation, on_the_gradient]
+
+
+@pytest.mark.parametrize("register", PARAMETER_HOOKS, ids=lambda f: f.__name__)
+def test_hook_on_a_parameter(plain: nn.Sequential, piped: Pipe, register: OnParameter) -> None:
+    pipeline, seen, held = piped(plain), [], []
+    for module in (plain, pipeline):
+        saw: dict[str, list[Tensor]] = {}
+        for name, parameter in module.named_parameters():
+            held.append(register(parameter, saw.setdefault(name, [])))
+        seen.append(saw)
+
+    assert_same_steps(pipeline, plain)
+
+    assert_same(seen[1], seen[0])
+    assert {len(calls) for calls in seen[0].values()} == {2}
+
+
+@pytest.mark.parametrize("when", ["all", "any"])
+def test_hook_on_several_parameters(plain: nn.Sequential, piped: Pipe, when: Any) -> None:
+    seen: list[list[Any]] = []
+    for module in (plain, piped(plain)):
+        saw: list[Any] = []
+        register_multi_grad_hook(tuple(module.parameters()), saw.append, mode=when)
+        step(module, rows(7))
+        seen.append(saw)
+
+    assert len(seen[1]) == len(seen[0]) == 1
+    if when == "all":  # which one is the first of any is the engine's affair
+        assert_same(seen[1], seen[0])
+
+
+# Hooks around the pipeline.
+
+
+def test_hook_on_the_input(plain: nn.Sequential, piped: Pipe) -> None:
+    ends = []
+    for module in (plain, piped(plain)):
+        x = rows(7)
+        x.register_hook(lambda gradient: gradient * 3)
+        module(x).exp().sum().backward()
+        ends.append((x.grad, gradients(module)))
+
+    assert_same(ends[1], ends[0])
+
+
+def test_hook_on_the_node_of_the_output(plain: nn.Sequential, piped: Pipe) -> None:
+    pipeline = piped(plain)
+    for module in (plain, pipeline):
+        y = module(rows(7))
+        y.grad_fn.register_prehook(doubled)
+        y.exp().sum().backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+def test_hook_on_input_and_output_together(plain: nn.Sequential, piped: Pipe) -> None:
+    seen: list[Any] = []
+    for module in (plain, piped(plain)):
+        x = rows(7)
+        y = module(x)
+        register_multi_grad_hook((x, y), lambda grads: seen.append(list(grads)))
+        y.exp().sum().backward()
+
+    assert len(seen) == 2
+    assert_same(seen[1], seen[0])
+
+
+class Lends(nn.Module):
+    """Has a module that it does not use."""
+
+    def __init__(self, lent: nn.Module) -> None:
+        super().__init__()
+        self.lent = lent
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Borrows(nn.Module):
+    """Uses a module that it does not show to nn.Module."""
+
+    def __init__(self, lent: nn.Module) -> None:
+        super().__init__()
+        self.borrowed = (lent,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.borrowed[0](x)
+
+
+def test_hook_on_a_parameter_that_another_stage_uses(piped: Pipe) -> None:
+    """0.1: only its own stage was asked whether it took part: its gradient was lost."""
+    lent = nn.Linear(3, 3).double()
+    layers = [Lends(lent), *(nn.Linear(3, 3).double() for _ in range(4)), Borrows(lent)]
+    module = nn.Sequential(*layers)
+    module(rows(6, 3)).square().sum().backward()
+    expected = lent.weight.grad
+    lent.weight.grad = None
+    lent.weight.register_hook(lambda gradient: None)
+
+    piped(module, copy=False)(rows(6, 3)).square().sum().backward()
+
+    assert lent.weight.grad is not None
+    torch.testing.assert_close(lent.weight.grad, expected)

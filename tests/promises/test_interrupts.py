@@ -1,0 +1,172 @@
+"""Ctrl-C at any line of the calling thread leaves the layers as they were.
+
+An interrupt strikes whatever the calling thread does just then. Here it strikes each line in turn
+of the modules that change something in the layers, and a step afterwards must be as one of the
+plain module.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_gpipe
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify.verification import verify
+
+CORE = Path(lightning_gpipe.__file__).parent / "core"
+ENGINE = {
+    str(CORE / name)
+    for name in (
+        "faithful/journal.py",
+        "faithful/shadow.py",
+        "faithful/batchnorm.py",
+        "faithful/buffers.py",
+        "faithful/managers.py",
+        "run/stage.py",
+        "run/stage_pass.py",
+        "run/worker.py",
+        "run/minibatch.py",
+    )
+}
+VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/preserved.py")}
+
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+
+
+def interrupted(run: Callable[[], object], files: set[str], at: int) -> bool:
+    """Run, with an interrupt at the line of that number; whether there were as many."""
+    seen = 0
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal seen
+        if event == "line":
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        return on_line if frame.f_code.co_filename in files else None
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+class Counts(nn.Module):
+    """Scales by a buffer that it edits, keeps one that it replaces, and drops out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.float64))
+        self.latest: Tensor = nn.Buffer(torch.zeros((), dtype=torch.float64))
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        self.latest = x.detach().mean()
+        return self.dropout(x * (2 if self.training else 1) / (1 + self.calls))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), Counts(), nn.Tanh(), nn.Linear(4, 2)
+    ).double()
+
+
+class Look:
+    """What a run of the layers must not change: its objects, and what the modules have."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [(each, dict(each._parameters)) for each in module.modules()]
+        self._keys = list(module.state_dict())
+        self._flags = [each.training for each in module.modules()]
+        self._attributes = [set(vars(each)) for each in module.modules()]
+
+    def check(self, module: nn.Module) -> None:
+        for each, parameters in self._parameters:
+            assert all(each._parameters[name] is parameters[name] for name in parameters)
+        assert list(module.state_dict()) == self._keys
+        assert [each.training for each in module.modules()] == self._flags
+        assert [set(vars(each)) for each in module.modules()] == self._attributes
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({"devices": ["cpu"]}, id="one device"),
+        pytest.param({"devices": ["cpu", "cpu"], "threads": False}, id="inline"),
+        pytest.param({"devices": ["cpu", "cpu"]}, id="threads"),
+    ]
+)
+def pipeline(request: pytest.FixtureRequest) -> Iterator[GPipe]:
+    pipeline = GPipe(layers(), [3, 2], chunks=2, activation_checkpointing="always", **request.param)
+    yield pipeline
+    pipeline.close()
+
+
+def step(pipeline: GPipe) -> dict[str, Tensor]:
+    """The gradients of a step and the buffers after it, from the same state whenever it is run."""
+    pipeline.load_state_dict(layers().state_dict())
+    pipeline.zero_grad()
+    backward(pipeline, pipeline(X))
+    gradients = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
+    return {**gradients, **copy.deepcopy(dict(pipeline.named_buffers()))}
+
+
+def backward(pipeline: GPipe, y: Tensor) -> None:
+    """Run backward in another training mode than the forward before was in."""
+    pipeline.eval()
+    y.square().sum().backward()
+    pipeline.train()
+
+
+def strike(pipeline: GPipe, files: set[str], run: Callable[[], Callable[[], object]]) -> int:
+    """Interrupt ``run()`` at each line in turn; the number of lines."""
+    expected, look = step(pipeline), Look(pipeline)
+    struck = 0
+    while interrupted(run(), files, struck + 1):
+        struck += 1
+        pipeline.train()
+        found = step(pipeline)
+        look.check(pipeline)
+        torch.testing.assert_close(found, expected, msg=partial("after line {}: {}".format, struck))
+    return struck
+
+
+def test_interrupt_of_forward(pipeline: GPipe) -> None:
+    """Struck as a batch norm was patched, its statistics never moved again."""
+    assert strike(pipeline, ENGINE, lambda: lambda: pipeline(X)) > 100
+
+
+def test_interrupt_of_backward(pipeline: GPipe) -> None:
+    """Struck as buffers were lent, they were lost from the module and its state dict."""
+
+    def run() -> Callable[[], object]:
+        y = pipeline(X)
+        return lambda: backward(pipeline, y)
+
+    assert strike(pipeline, ENGINE, run) > 50
+
+
+def test_interrupt_of_verification(pipeline: GPipe) -> None:
+    """Struck as dropouts were switched off, they stayed so."""
+    if len(pipeline.devices) > 1:
+        pytest.skip("the plain run and what surrounds both are the same on any number of devices")
+
+    assert strike(pipeline, VERIFICATION, lambda: lambda: verify(pipeline, X)) > 100

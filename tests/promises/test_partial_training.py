@@ -1,0 +1,558 @@
+"""Promise: what is not trained costs nothing, and what is learns as it does in the plain module.
+
+Frozen stages, parts trained beside a frozen base, parameters that take turns, parameters that a
+step, or one of its micro-batches, leaves out, and parameters with two places.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.models import assert_same, gradients, perceptron, rows, step, whole_batch_loss
+
+W = 3
+M = 3  # of 3, 2 and 2 rows
+MODES: list[Mode] = ["always", "except_last", "never", 1]
+on_every_mode = pytest.mark.parametrize("mode", MODES)
+
+Pipe = Callable[..., GPipe]
+
+
+@pytest.fixture
+def piped() -> Iterator[Pipe]:
+    """Makes a pipeline of a copy of a module, in stages of two layers."""
+    pipelines: list[GPipe] = []
+
+    def pipe(module: nn.Sequential, mode: Mode = "except_last", **more: Any) -> GPipe:
+        n = len(module) // 2
+        more = {"devices": ["cpu"] * n, "chunks": M, **more}
+        pipelines.append(GPipe(deepcopy(module), [2] * n, activation_checkpointing=mode, **more))
+        return pipelines[-1]
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+class Meter(nn.Module):
+    """A linear layer that counts its forwards and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.forwards = self.backwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return _Metered.apply(self.linear(x), self)
+
+
+class _Metered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meter: Meter) -> Tensor:
+        ctx.meter = meter
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.meter.backwards += 1
+        return gradients[0], None
+
+
+def meters(depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Meter() for _ in range(depth))).double()
+
+
+def readings(module: nn.Module) -> list[tuple[int, int]]:
+    """How often each layer ran forward and backward, by micro-batch of the pipeline."""
+    found = [layer for layer in module.modules() if isinstance(layer, Meter)]
+    return [(meter.forwards, meter.backwards) for meter in found]
+
+
+# Frozen stages.
+
+
+@pytest.mark.parametrize("mode, again", [("always", 3), ("except_last", 2), ("never", 0), (1, 1)])
+@pytest.mark.parametrize("frozen", [0, 1, 2, 3, 4, 6])
+def test_frozen_first_layers_run_forward_once(
+    piped: Pipe, frozen: int, mode: Mode, again: int
+) -> None:
+    plain = meters()
+    plain[:frozen].requires_grad_(False)
+    pipeline = piped(plain, mode)
+    x = rows(7).detach()
+
+    for module in (plain, pipeline):
+        y = module(x)
+        if y.requires_grad:
+            whole_batch_loss(y).backward()
+
+    stages_without = frozen // 2
+    forwards = [M + (again if k // 2 >= stages_without else 0) for k in range(6)]
+    backwards = [M * count for _, count in readings(plain)]
+    assert readings(pipeline) == list(zip(forwards, backwards, strict=True))
+    assert backwards == [M * (k >= frozen) for k in range(6)]
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@on_every_mode
+def test_frozen_stage_between_two_that_learn(piped: Pipe, mode: Mode) -> None:
+    plain = meters()
+    plain[2:4].requires_grad_(False)
+    pipeline = piped(plain, mode)
+
+    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert [backwards for _, backwards in readings(pipeline)] == [M] * 6
+
+
+@on_every_mode
+def test_frozen_last_stages(piped: Pipe, mode: Mode) -> None:
+    plain = meters()
+    plain[2:].requires_grad_(False)
+    x = rows(7).detach()
+    pipeline = piped(plain, mode)
+
+    assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+    assert set(gradients(pipeline)) == {
+        f"{k}.linear.{n}" for k in (0, 1) for n in ("weight", "bias")
+    }
+
+
+@on_every_mode
+def test_gradient_of_the_input_of_a_frozen_model(piped: Pipe, mode: Mode) -> None:
+    plain = meters()
+    plain.requires_grad_(False)
+
+    actual, expected = step(piped(plain, mode), rows(7)), step(plain, rows(7))
+
+    assert_same(actual._asdict(), expected._asdict())
+    assert actual.gradients == {}
+    assert len(actual.input_gradients) == 1
+
+
+def test_wholly_frozen_model_runs_forward_once(piped: Pipe) -> None:
+    plain = meters()
+    plain.requires_grad_(False)
+    pipeline = piped(plain, "always")
+
+    assert not pipeline(rows(7).detach()).requires_grad
+
+    assert readings(pipeline) == [(M, 0)] * 6
+
+
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "weights": lambda name: name.endswith("weight"),
+    "biases": lambda name: name.endswith("bias"),
+    "first": lambda name: name < "3",
+    "last": lambda name: name > "3",
+    "middle": lambda name: name.startswith("2"),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+def test_backward_does_no_more_than_the_plain_modules(
+    piped: Pipe, frozen: Callable[[str], bool]
+) -> None:
+    plain, counts = perceptron(6), []
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen(name))
+
+    for module in (plain, piped(plain, "never")):
+        loss = whole_batch_loss(module(rows(7).detach()))
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts.append(counter.get_total_flops())
+
+    assert counts[1] == counts[0]
+
+
+@on_every_mode
+def test_batch_norms_in_eval_mode_while_the_rest_learns(piped: Pipe, mode: Mode) -> None:
+    torch.manual_seed(3)
+    norms = [nn.BatchNorm1d(W).eval().requires_grad_(False) for _ in range(2)]
+    plain = nn.Sequential(nn.Linear(W, W), norms[0], norms[1], nn.Linear(W, W)).double()
+    for norm in norms:
+        norm.running_mean = torch.rand(W, dtype=torch.float64)
+    pipeline = piped(plain, mode)
+
+    learn(plain, OPTIMIZERS["adam"])
+    learn(pipeline, OPTIMIZERS["adam"])
+
+    assert_same(pipeline.state_dict(), plain.state_dict())
+    assert_same(pipeline.get_buffer("1.running_mean"), norms[0].running_mean)
+    assert pipeline.get_buffer("1.num_batches_tracked") == 0
+
+
+# A small part beside a frozen base.
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer and a trained update of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(W, W).requires_grad_(False)
+        self.down = nn.Linear(W, 1, bias=False)
+        self.up = nn.Linear(1, W, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+}
+on_every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def learn(module: nn.Module, make: Make, *, steps: int = 4) -> None:
+    optimizer = make(module.parameters())
+    for seed in range(steps):
+        optimizer.zero_grad()
+        step(module, rows(7, seed=seed).detach())
+        optimizer.step()
+
+
+@on_every_mode
+@on_every_optimizer
+def test_low_rank_updates_of_a_frozen_base(piped: Pipe, make: Make, mode: Mode) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(LowRank(), nn.Tanh(), LowRank(), nn.Tanh(), LowRank(), nn.Tanh()).double()
+    pipeline, before = piped(plain, mode), deepcopy(plain.state_dict())
+
+    learn(plain, make)
+    learn(pipeline, make)
+
+    assert_same(pipeline.state_dict(), plain.state_dict())
+    changed = {
+        name for name, value in pipeline.state_dict().items() if value.ne(before[name]).any()
+    }
+    assert changed == {f"{k}.{part}.weight" for k in (0, 2, 4) for part in ("down", "up")}
+
+
+@on_every_mode
+@on_every_optimizer
+def test_learning_with_a_frozen_stage(piped: Pipe, make: Make, mode: Mode) -> None:
+    plain = perceptron(6)
+    plain[2:4].requires_grad_(False)
+    pipeline = piped(plain, mode)
+
+    learn(plain, make)
+    learn(pipeline, make)
+
+    assert_same(pipeline.state_dict(), plain.state_dict())
+
+
+# Parameters that take turns.
+
+
+@on_every_mode
+def test_stages_that_learn_in_turn(piped: Pipe, mode: Mode) -> None:
+    plain = perceptron(6)
+    pipeline = piped(plain, mode)
+    ends = []
+
+    for module in (plain, pipeline):
+        layers = list(module)
+        optimizers = [torch.optim.Adam(layers[k].parameters(), lr=0.1) for k in (0, 2, 4)]
+        for seed in range(6):
+            for k, layer in enumerate(layers):
+                layer.requires_grad_(k == 2 * (seed % 3))
+            step(module, rows(7, seed=seed).detach())
+            assert {name[0] for name in gradients(module)} == {str(2 * (seed % 3))}
+            optimizers[seed % 3].step()
+            module.zero_grad()
+        ends.append(module.state_dict())
+
+    assert_same(ends[1], ends[0])
+
+
+def test_recomputation_begins_when_a_stage_is_thawed(piped: Pipe) -> None:
+    plain = meters(4)
+    plain[:2].requires_grad_(False)
+    pipeline, x = piped(plain, "always"), rows(7).detach()
+    step(pipeline, x)
+    assert readings(pipeline)[:2] == [(M, 0)] * 2
+
+    for module in (plain, pipeline):
+        module.requires_grad_(True)
+        module.zero_grad()
+
+    assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+    assert readings(pipeline)[:2] == [(3 * M, M)] * 2
+
+
+@on_every_mode
+@pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
+def test_parameter_thawed_between_forward_and_backward(piped: Pipe, mode: Mode, name: str) -> None:
+    """0.1: recomputation used the parameter itself, which so had a gradient of a few rows."""
+    plain = perceptron(6)
+    plain.get_parameter(name).requires_grad_(False)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        loss = whole_batch_loss(module(rows(7)))
+        module.get_parameter(name).requires_grad_(True)
+        loss.backward()
+
+    assert name not in gradients(plain)
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@on_every_mode
+@pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
+def test_parameter_frozen_between_forward_and_backward(piped: Pipe, mode: Mode, name: str) -> None:
+    plain = perceptron(6)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        loss = whole_batch_loss(module(rows(7)))
+        module.get_parameter(name).requires_grad_(False)
+        loss.backward()
+
+    assert name not in gradients(plain)
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@on_every_mode
+def test_frozen_parameter_edited_between_forward_and_backward(piped: Pipe, mode: Mode) -> None:
+    """0.1: recomputation took the edited values of a frozen weight; the gradient was another's."""
+    plain = perceptron(6)
+    plain[2].requires_grad_(False)
+
+    for module in (plain, piped(plain, mode)):
+        loss = whole_batch_loss(module(rows(7)))
+        with torch.no_grad():
+            module.get_parameter("2.weight").mul_(2)
+        with pytest.raises(RuntimeError, match="edited between a forward|modified by an inplace"):
+            loss.backward()
+
+
+@on_every_mode
+def test_frozen_parameter_replaced_between_forward_and_backward(piped: Pipe, mode: Mode) -> None:
+    """0.1: recomputation ran with the new one."""
+    plain = perceptron(6)
+    plain[2].requires_grad_(False)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        loss = whole_batch_loss(module(rows(7)))
+        linear = module[2]
+        assert isinstance(linear, nn.Linear)
+        linear.weight = nn.Parameter(torch.ones_like(linear.weight), requires_grad=False)
+        loss.backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@on_every_mode
+def test_functional_call_with_frozen_parameters(piped: Pipe, mode: Mode) -> None:
+    plain = perceptron(6)
+    plain[2].requires_grad_(False)
+    weight = torch.full((W, W), 0.5, dtype=torch.float64)
+
+    for module in (plain, pipeline := piped(plain, mode)):
+        y = torch.func.functional_call(module, {"2.weight": weight}, (rows(7),))
+        whole_batch_loss(y).backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+# Parameters that are left out.
+
+
+class Experts(nn.Module):
+    """Each row goes to one of two linear layers; one that gets no row is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = x[:, 0] > 0
+        y = torch.zeros_like(x)
+        for chosen, expert in zip((~second, second), self.experts, strict=True):
+            if chosen.any():
+                y = y.masked_scatter(chosen.unsqueeze(1), expert(x[chosen]))
+        return y + x
+
+
+ROUTES = {
+    "mixed": [1, -1, 1, -1, 1, -1, 1],
+    "by micro-batch": [1, 1, 1, -1, -1, 1, 1],
+    "in one micro-batch": [-1, -1, -1, -1, -1, 1, 1],
+    "only the first": [-1] * 7,
+    "only the second": [1] * 7,
+}
+
+
+def routed(signs: list[int]) -> Tensor:
+    x = rows(7).detach()
+    x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
+    return x.requires_grad_()
+
+
+@on_every_mode
+@pytest.mark.parametrize("signs", ROUTES.values(), ids=ROUTES)
+def test_experts_that_some_micro_batches_use(piped: Pipe, mode: Mode, signs: list[int]) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Identity(), Experts(), nn.Linear(W, W), nn.Tanh()).double()
+
+    actual, expected = (step(each, routed(signs)) for each in (piped(plain, mode), plain))
+
+    assert_same(actual._asdict(), expected._asdict())
+    used = {name[10] for name in actual.gradients if name.startswith("1.")}
+    assert used == {"1" if sign > 0 else "0" for sign in signs}
+
+
+@on_every_mode
+@on_every_optimizer
+def test_learning_with_experts_that_come_and_go(piped: Pipe, make: Make, mode: Mode) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Identity(), Experts(), Experts(), nn.Tanh()).double()
+    ends = []
+
+    for module in (plain, piped(plain, mode)):
+        optimizer = make(module.parameters())
+        for signs in ROUTES.values():
+            optimizer.zero_grad()
+            step(module, routed(signs))
+            optimizer.step()
+        ends.append(module.state_dict())
+
+    assert_same(ends[1], ends[0])
+
+
+class Optional(nn.Module):
+    """A linear layer that is left out on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if self.used else x
+
+
+@on_every_mode
+def test_layer_left_out_in_some_steps(piped: Pipe, mode: Mode) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(W, W), Optional(), nn.Tanh(), nn.Tanh()).double()
+    pipeline = piped(plain, mode)
+
+    for seed, used in enumerate([True, False, True]):
+        for module in (plain, pipeline):
+            (layer,) = (layer for layer in module if isinstance(layer, Optional))
+            layer.used = used
+            module.zero_grad()
+        x = rows(7, seed=seed)
+        assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+        assert ("1.linear.weight" in gradients(pipeline)) == used
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(head(x) for head in self.heads)
+
+
+@on_every_mode
+@pytest.mark.parametrize("k", [0, 1])
+def test_loss_that_leaves_an_output_out(piped: Pipe, mode: Mode, k: int) -> None:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), Heads()).double()
+    pipeline = piped(plain, mode)
+
+    for module in (plain, pipeline):
+        module(rows(7))[k].exp().sum().backward()
+
+    assert f"3.heads.{1 - k}.weight" not in gradients(pipeline)
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+# Parameters with two places.
+
+
+class Twice(nn.Module):
+    """Two linear layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(W, W)
+        self.second = nn.Linear(W, W)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def shared_within_a_stage() -> nn.Sequential:
+    return nn.Sequential(nn.Tanh(), nn.Linear(W, W), Twice(), nn.Tanh(), nn.Linear(W, W), nn.Tanh())
+
+
+def shared_by_two_stages() -> nn.Sequential:
+    module = perceptron(6)
+    module[4].weight = module[0].weight
+    return module
+
+
+def shared_by_all_stages() -> nn.Sequential:
+    module = shared_by_two_stages()
+    module[2].weight = module[0].weight
+    module[2].bias = module[0].bias
+    return module
+
+
+def shared_and_frozen_around() -> nn.Sequential:
+    module = shared_by_two_stages()
+    for name in ("0.bias", "2.weight", "4.bias"):
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+SHARED = [
+    shared_within_a_stage,
+    shared_by_two_stages,
+    shared_by_all_stages,
+    shared_and_frozen_around,
+]
+
+
+@on_every_mode
+@on_every_optimizer
+@pytest.mark.parametrize("build", SHARED, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu"]], ids=len)
+def test_learning_with_a_weight_in_two_places(
+    piped: Pipe, build: Callable[[], nn.Sequential], make: Make, mode: Mode, devices: list[str]
+) -> None:
+    torch.manual_seed(3)
+    plain = build().double()
+    pipeline = piped(plain, mode, devices=devices)
+
+    learn(plain, make)
+    learn(pipeline, make)
+
+    assert_same(pipeline.state_dict(), plain.state_dict())
+    assert len(list(pipeline.parameters())) == len(list(plain.parameters()))
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+def test_hook_on_a_weight_in_two_places_sees_one_gradient(piped: Pipe) -> None:
+    plain, seen = shared_by_all_stages(), []
+    for module in (plain, piped(plain)):
+        module.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient))
+        step(module, rows(7))
+
+    assert_same(seen[1:], seen[:1])

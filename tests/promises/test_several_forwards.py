@@ -1,0 +1,432 @@
+"""Promise: forwards and backwards may follow one another in any order in which plain ones may.
+
+Each forward has an activation or an input of its own to keep, and a recomputation in between must
+find the layers, their training mode, their buffers and their random numbers as its forward did.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.models import Call, assert_same, gradients, perceptron, rows
+
+W = 3
+MODES: list[Mode] = ["always", "except_last", "never", 1]
+
+Pipe = Callable[..., GPipe]
+Run = Callable[[nn.Module], list[Tensor]]  # forwards and backwards of a module; what came of them
+
+
+@pytest.fixture(params=MODES, ids=str)
+def mode(request: pytest.FixtureRequest) -> Mode:
+    return request.param
+
+
+@pytest.fixture
+def piped(mode: Mode) -> Iterator[Pipe]:
+    """Makes a pipeline of two stages of a copy of a module."""
+    pipelines: list[GPipe] = []
+
+    def pipe(module: nn.Sequential, **more: Any) -> GPipe:
+        half = len(module) // 2
+        more = {"devices": ["cpu", "cpu"], "chunks": 3, **more}
+        pipelines.append(
+            GPipe(
+                deepcopy(module),
+                [half, len(module) - half],
+                activation_checkpointing=mode,
+                **more,
+            )
+        )
+        return pipelines[-1]
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+@pytest.fixture
+def plain() -> nn.Sequential:
+    torch.manual_seed(3)
+    return perceptron(4)
+
+
+def assert_same_ends(run: Run, pipeline: nn.Module, plain: nn.Module) -> None:
+    """Compare what came of ``run``, the gradients and the buffers."""
+    expected = run(plain), gradients(plain), dict(plain.named_buffers())
+
+    assert_same((run(pipeline), gradients(pipeline), dict(pipeline.named_buffers())), expected)
+
+
+def a_loss(y: Tensor) -> Tensor:
+    return y.exp().sum()
+
+
+# Orders.
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
+def test_three_forwards_and_their_backwards(
+    piped: Pipe, plain: nn.Sequential, order: list[int]
+) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        inputs = [rows(4 + k, seed=k) for k in range(3)]
+        losses = [a_loss(module(x)) for x in inputs]
+        for k in order:
+            losses[k].backward()
+        return [x.grad for x in inputs if x.grad is not None]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_three_forwards_before_one_backward(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        outputs = [module(rows(4 + k, seed=k)) for k in range(3)]
+        loss = a_loss(torch.cat(outputs)) * outputs[1].mean()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_contrast_of_two_views(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        one, other = module(rows(7)), module(rows(7, seed=1))
+        loss = nn.functional.cross_entropy(one @ other.t(), torch.arange(7))
+        loss.backward()
+        return [loss.detach()]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_backwards_and_forwards_by_turns(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        ahead = module(rows(7))
+        for seed in range(1, 4):
+            now, ahead = ahead, module(rows(7, seed=seed))
+            a_loss(now).backward()
+        return [ahead.detach()]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_output_as_the_next_input_several_times(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        x = state = rows(7)
+        for _ in range(3):
+            state = module(state) + x
+        a_loss(state).backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_forward_that_is_kept_and_never_used(piped: Pipe, plain: nn.Sequential) -> None:
+    kept: list[Tensor] = []
+
+    def run(module: nn.Module) -> list[Tensor]:
+        kept.append(module(rows(5, seed=1)))
+        y = module(rows(7))
+        kept.append(module(rows(3, seed=2)))
+        a_loss(y).backward()
+        return [y.detach()]
+
+    assert_same_ends(run, piped(plain), plain)
+    assert all(y.requires_grad for y in kept)
+
+
+def test_forward_that_goes_before_its_backward(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        y = module(rows(5, seed=1))
+        del y
+        a_loss(module(rows(7))).backward()
+        return []
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_losses_that_are_weighed_by_gradients(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        weight = next(module.parameters())
+        norms = []
+        for seed in range(2):
+            loss = a_loss(module(rows(7, seed=seed)))
+            (gradient,) = torch.autograd.grad(loss, weight)
+            norms.append(gradient.norm())
+        (a_loss(module(rows(7))) * norms[0] / norms[1]).backward()
+        return norms
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+# Other modes in between.
+
+
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
+def test_forward_without_gradients_in_between(
+    piped: Pipe, plain: nn.Sequential, enter: Callable[[], Any]
+) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        y = module(rows(7))
+        with enter():
+            target = module(rows(7, seed=1))
+        loss = ((y - target.clone()) ** 2).exp().sum()
+        loss.backward()
+        return [loss.detach()]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def normalised() -> nn.Sequential:
+    """The statistics of its batch norm do not depend on how the batch is cut."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh(), nn.Linear(W, W)).double()
+
+
+# With one micro-batch, what it is normalised by is the plain module's; with more, only the
+# statistics are.
+@pytest.mark.parametrize("gradients_in_eval", [False, True])
+def test_evaluation_in_between_with_batch_norm(piped: Pipe, gradients_in_eval: bool) -> None:
+    plain = normalised()
+
+    def run(module: nn.Module) -> list[Tensor]:
+        y = module(rows(7))
+        module.eval()
+        with torch.set_grad_enabled(gradients_in_eval):
+            z = module(rows(5, seed=1))
+        module.train()
+        a_loss(y).backward()
+        return [y.detach(), z.detach()]
+
+    assert_same_ends(run, piped(plain, chunks=1), plain)
+
+
+def test_running_statistics_with_evaluations_in_between(piped: Pipe) -> None:
+    plain = normalised()
+    pipeline = piped(plain)
+
+    for module in (plain, pipeline):
+        for seed in range(3):
+            loss = a_loss(module(rows(7, seed=seed)))
+            module.eval()
+            with torch.no_grad():
+                module(rows(5, seed=9))
+            module.train()
+            loss.backward()
+
+    assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
+    assert pipeline.get_buffer("1.num_batches_tracked") == 3
+
+
+def test_training_forwards_with_batch_norm(piped: Pipe) -> None:
+    plain = normalised()
+
+    def run(module: nn.Module) -> list[Tensor]:
+        losses = [a_loss(module(rows(7, seed=k))) for k in range(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        return [loss.detach() for loss in losses]
+
+    assert_same_ends(run, piped(plain, chunks=1), plain)
+
+
+def test_statistics_that_move_between_an_evaluation_and_its_backward(
+    piped: Pipe, mode: Mode
+) -> None:
+    """The plain module takes the moved ones, without an error, for a gradient that is none."""
+    plain = normalised().eval()
+    pipeline = piped(plain)
+    a_loss(plain(rows(7))).backward()
+
+    loss = a_loss(pipeline(rows(7)))
+    pipeline.train()
+    pipeline(rows(6, seed=1))
+
+    if mode == "always":  # recomputation has those of its forward
+        loss.backward()
+        assert_same(gradients(pipeline), gradients(plain))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def dropping() -> nn.Sequential:
+    torch.manual_seed(3)
+    layers = [nn.Linear(W, W), nn.Dropout(), nn.Linear(W, W), nn.Dropout()]
+    return nn.Sequential(*layers).double()
+
+
+def seeded(run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return run()
+
+
+def test_other_forwards_in_between_with_dropout(piped: Pipe) -> None:
+    pipeline, undisturbed = piped(dropping()), piped(dropping())
+    undisturbed.activation_checkpointing = "never"
+
+    def ends(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+        a_loss(y).backward()
+        assert x.grad is not None
+        return [y.detach(), x.grad, *gradients(module).values()]
+
+    def alone() -> list[Tensor]:
+        x = rows(7)
+        return ends(undisturbed, x, undisturbed(x))
+
+    def among_others() -> list[Tensor]:
+        x = rows(7)
+        y = pipeline(x)
+        pipeline(rows(5, seed=1))
+        pipeline.eval()
+        with torch.no_grad():
+            pipeline(rows(5, seed=2))
+        torch.rand(3)
+        return ends(pipeline, x, y)
+
+    assert_same(seeded(among_others), seeded(alone))
+
+
+def test_evaluation_in_between_with_dropout_draws_nothing(piped: Pipe) -> None:
+    pipeline = piped(dropping()).eval()
+    plain = dropping().eval()
+
+    def run() -> list[Tensor]:
+        with torch.no_grad():
+            y = pipeline(rows(7))
+        return [y, torch.rand(2)]
+
+    y, number = seeded(run)
+
+    assert_same(y, plain(rows(7)).detach())
+    assert_same(number, seeded(lambda: [torch.rand(2)])[0])
+
+
+# Within something larger.
+
+
+class Larger(nn.Module):
+    """Layers before and after, a way around, and a scale that all of it shares."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.before = nn.Linear(W, W).double()
+        self.middle = middle
+        self.after = nn.Linear(W, W).double()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x * self.scale)
+        return self.after(self.middle(y.tanh()) * self.scale + y)
+
+
+def larger(middle: nn.Module) -> Larger:
+    torch.manual_seed(4)
+    return Larger(middle)
+
+
+def of_larger(module: Larger) -> list[Tensor]:
+    a_loss(module(rows(7))).backward()
+    return []
+
+
+def test_pipeline_with_parts_before_and_after(piped: Pipe, plain: nn.Sequential) -> None:
+    assert_same_ends(of_larger, larger(piped(plain)), larger(plain))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_the_larger_module(
+    piped: Pipe, plain: nn.Sequential, use_reentrant: bool
+) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        inputs = [rows(7), rows(5, seed=1)]
+        outputs = [checkpoint(module, x, use_reentrant=use_reentrant) for x in inputs]
+        (a_loss(outputs[0]) * outputs[1].sum()).backward()
+        return [x.grad for x in inputs if x.grad is not None]
+
+    assert_same_ends(run, larger(piped(plain)), larger(plain))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoint_of_the_parts_around(
+    piped: Pipe, plain: nn.Sequential, use_reentrant: bool
+) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        before, middle = module.children()
+        x = rows(7)
+        y = checkpoint(before, x, use_reentrant=use_reentrant)
+        z = checkpoint(torch.sin, middle(y), use_reentrant=use_reentrant)
+        a_loss(z).backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    before = perceptron(4)
+    pipeline, whole = (
+        nn.ModuleList([deepcopy(before), piped(plain)]),
+        nn.ModuleList([before, plain]),
+    )
+    assert_same_ends(run, pipeline, whole)
+
+
+class Checkpointed(nn.Module):
+    """A layer that recomputes itself."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=self.use_reentrant)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_layers_that_checkpoint_themselves(piped: Pipe, use_reentrant: bool) -> None:
+    torch.manual_seed(3)
+    layers = [Checkpointed(use_reentrant=use_reentrant) for _ in range(4)]
+    plain = nn.Sequential(*layers).double()
+
+    def run(module: nn.Module) -> list[Tensor]:
+        inputs = [rows(7), rows(5, seed=1)]
+        losses = [a_loss(module(x)) for x in inputs]
+        for loss in reversed(losses):
+            loss.backward()
+        return [x.grad for x in inputs if x.grad is not None]
+
+    assert_same_ends(run, piped(plain), plain)
+
+
+def test_two_pipelines_one_after_the_other(piped: Pipe, plain: nn.Sequential) -> None:
+    both = nn.Sequential(plain, Call(torch.sin), deepcopy(plain))
+    pipelines = nn.Sequential(piped(plain), Call(torch.sin), piped(plain))
+
+    def run(module: nn.Module) -> list[Tensor]:
+        losses = [a_loss(module(rows(7, seed=k))) for k in range(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        return []
+
+    assert_same_ends(run, pipelines, both)
+
+
+def test_one_pipeline_in_two_places_of_a_graph(piped: Pipe, plain: nn.Sequential) -> None:
+    def run(module: nn.Module) -> list[Tensor]:
+        x = rows(7)
+        one, other = module(x), module(x.sin())
+        (one * module(one + other)).exp().sum().backward()
+        assert x.grad is not None
+        return [x.grad]
+
+    assert_same_ends(run, piped(plain), plain)

@@ -1,0 +1,204 @@
+"""Promise: a weight that layers share is one weight, on however many devices those layers are.
+
+Two devices take a GPU; a stage on the CPU beside one on a GPU will do. Without one, the second
+stage is told that the weight lives elsewhere: it then works on a copy, as it would there.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.models import assert_same, gradients, perceptron, rows, step, whole_batch_loss
+
+MODES: list[Mode] = ["always", "except_last", "never"]
+WORDS, W = 5, 3
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Head(nn.Module):
+    """Scores for every word, by a weight that may be the embedding's."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def language_model(*, sparse: bool = False) -> nn.Sequential:
+    torch.manual_seed(3)
+    embedding = nn.Embedding(WORDS, W, sparse=sparse)
+    layers = [nn.Linear(W, W), nn.Tanh(), nn.LayerNorm(W)]
+    return nn.Sequential(embedding, *layers, Head(embedding.weight)).double()
+
+
+def tokens(seed: int = 0) -> Tensor:
+    return torch.randint(WORDS, (7, 4), generator=torch.Generator().manual_seed(seed))
+
+
+Pipe = Callable[..., GPipe]
+
+
+@pytest.fixture(
+    params=["copies on the cpu", pytest.param("two devices", marks=[pytest.mark.gpu, CUDA])]
+)
+def piped(request: pytest.FixtureRequest) -> Iterator[Pipe]:
+    """Makes a pipeline of two stages, the second of which follows the first one's weight."""
+    pipelines: list[GPipe] = []
+    devices = ["cpu", "cuda:0" if request.param == "two devices" else "cpu"]
+
+    def pipe(module: nn.Sequential, mode: Mode = "except_last", **more: Any) -> GPipe:
+        pipeline = GPipe(
+            deepcopy(module),
+            [2, len(module) - 2],
+            devices=devices,
+            chunks=3,
+            activation_checkpointing=mode,
+            **more,
+        )
+        head = pipeline[-1]
+        pipeline.stages[1].followed = frozenset({(head, "weight")})
+        pipelines.append(pipeline)
+        return pipeline
+
+    yield pipe
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("threads", [True, False])
+def test_gradient_is_the_sum_of_both_uses(mode: Mode, threads: bool, piped: Pipe) -> None:
+    module = language_model()
+    pipeline = piped(module, mode, threads=threads)
+
+    for seed in range(2):
+        batch = tokens(seed)
+        assert_same(on_cpu(step(pipeline, batch)), on_cpu(step(module, batch)))
+
+
+def on_cpu(result: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, result._asdict())
+
+
+def test_gradient_arrives_once(piped: Pipe) -> None:
+    pipeline = piped(language_model())
+    arrived: list[Tensor] = []
+    weight = pipeline.get_parameter("0.weight")
+    weight.register_post_accumulate_grad_hook(arrived.append)
+
+    step(pipeline, tokens())
+
+    assert len(arrived) == 1
+    assert arrived[0] is weight
+
+
+def test_training(piped: Pipe) -> None:
+    module = language_model()
+    pipeline = piped(module)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, pipeline)]
+
+    for seed in range(4):
+        for each, optimizer in zip((module, pipeline), optimizers, strict=True):
+            optimizer.zero_grad()
+            step(each, tokens(seed))
+            optimizer.step()
+
+    assert len(optimizers[1].param_groups[0]["params"]) == len(list(module.parameters()))
+    state = {name: value.cpu() for name, value in pipeline.state_dict().items()}
+    assert_same(state, dict(module.state_dict()))
+    assert torch.equal(state["0.weight"], state["4.weight"])
+
+
+def test_sparse_gradient_of_the_embedding(piped: Pipe) -> None:
+    module = language_model(sparse=True)
+    pipeline = piped(module)
+
+    for each in (module, pipeline):
+        whole_batch_loss(each(tokens())).backward()
+
+    weight, expected = (
+        pipeline.get_parameter("0.weight").grad,
+        module.get_parameter("0.weight").grad,
+    )
+    assert weight is not None
+    assert expected is not None
+    assert_same(weight.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_without_gradients(frozen: bool, piped: Pipe) -> None:
+    module = language_model().requires_grad_(not frozen)
+    pipeline = piped(module)
+
+    for value in (1.0, 2.0):
+        for each in (module, pipeline):
+            each.get_parameter("0.weight").data.fill_(value)
+        with torch.no_grad():
+            assert_same(pipeline(tokens()).cpu(), module(tokens()))
+
+
+def test_frozen_weight_in_a_model_that_trains(piped: Pipe) -> None:
+    module = language_model()
+    module.get_parameter("0.weight").requires_grad_(False)
+    pipeline = piped(module)
+
+    assert_same(on_cpu(step(pipeline, tokens())), on_cpu(step(module, tokens())))
+
+
+def test_edit_between_forward_and_recomputation_is_refused(piped: Pipe) -> None:
+    pipeline = piped(language_model(), "always")
+    loss = whole_batch_loss(pipeline(tokens()))
+    with torch.no_grad():
+        pipeline.get_parameter("0.weight").mul_(2)
+
+    with pytest.raises(RuntimeError, match="must not be edited between a forward and its"):
+        loss.backward()
+
+
+def test_weight_of_three_layers(piped: Pipe) -> None:
+    module = perceptron(6)
+    module[2].weight = module[4].weight = module[0].weight
+    pipeline = piped(module)
+    places = {(pipeline[2], "weight"), (pipeline[4], "weight")}
+    pipeline.stages[1].followed = frozenset(places)
+
+    assert_same(on_cpu(step(pipeline, rows(7))), on_cpu(step(module, rows(7))))
+
+
+def test_weight_shared_with_what_is_around_the_pipeline() -> None:
+    module = language_model()
+    body, head = module[:4], module[4]
+    assert isinstance(body, nn.Sequential)
+    pipeline = GPipe(deepcopy(body), [2, 2], devices=["cpu", "cpu"], chunks=3)
+    weight = pipeline.get_parameter("0.weight")
+    outside = Head(weight)
+    pipeline.share([weight], "cpu")
+    pipeline.stages[0].followed = frozenset({(pipeline[0], "weight")})
+
+    for each, last in ((body, head), (pipeline, outside)):
+        whole_batch_loss(last(each(tokens()))).backward()
+
+    pipeline.close()
+    assert_same(gradients(pipeline), gradients(body))
+
+
+@pytest.mark.gpu
+@CUDA
+def test_weight_lives_where_the_first_stage_is() -> None:
+    pipeline = GPipe(language_model(), [2, 3], devices=["cuda:0", "cpu"], chunks=3)
+
+    assert pipeline.get_parameter("0.weight").device == torch.device("cuda:0")
+    assert pipeline.get_parameter("4.weight").device == torch.device("cuda:0")
+    pipeline.share([pipeline.get_parameter("0.weight")], "cpu")
+    assert pipeline.get_parameter("4.weight").device == torch.device("cpu")
+    assert step(pipeline, tokens()).gradients["0.weight"].device == torch.device("cpu")
+    pipeline.close()

@@ -1,0 +1,142 @@
+"""Layers for pipelines to run, and one step of a module to compare with another's."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
+
+
+class Step(NamedTuple):
+    """What came of a forward and a backward; gradients by name, those that are None left out."""
+
+    output: Any
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    input_gradients: list[Tensor]
+
+
+def whole_batch_loss(output: Any) -> Tensor:
+    """A loss that is no mean of the losses of micro-batches."""
+    floating = [leaf for leaf in tree_flatten(output).leaves if _floating(leaf)]
+    return sum(
+        ((leaf.flatten(1).mean(1).exp().mean().log() + (leaf**2).mean()) for leaf in floating),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+
+
+def step(
+    module: nn.Module, batch: Any, loss_of: Callable[[Any], Tensor] = whole_batch_loss
+) -> Step:
+    """Forward, loss and backward of ``module`` on a copy of ``batch``."""
+    batch = map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
+    output = module(batch)
+    loss = loss_of(output)
+    loss.backward()
+    inputs = [leaf.grad for leaf in tree_flatten(batch).leaves if isinstance(leaf, Tensor)]
+    return Step(
+        map_tensors(torch.detach, output),
+        loss.detach(),
+        gradients(module),
+        [gradient for gradient in inputs if gradient is not None],
+    )
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that there are, by the name of their parameter."""
+    return {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal in structure and, but for the order of floating-point sums, in value."""
+    (found, structure), (wanted, other) = tree_flatten(actual), tree_flatten(expected)
+    assert structure == other
+    for one, two in zip(found, wanted, strict=True):
+        if isinstance(two, Tensor):
+            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+        else:
+            assert one == two
+
+
+def perceptron(depth: int = 4, width: int = 3) -> nn.Sequential:
+    """So many layers, Linear and Tanh by turns, in float64."""
+    layers = [nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(depth)]
+    return nn.Sequential(*layers).double()
+
+
+def rows(count: int, width: int = 3, *, seed: int = 7) -> Tensor:
+    """An input that requires a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+class Call(nn.Module):
+    """Runs a function as a layer."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+class Fork(nn.Module):
+    """One tensor in; out a tuple of a tensor and a dict with a floating and an integer one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.linear(x), {"residual": x, "largest": x.argmax(-1)}
+
+
+class Through(nn.Module):
+    """Works on the tensor of what :class:`Fork` returned, and lets the rest pass."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, forked: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+        x, rest = forked
+        return self.layer(x), rest
+
+
+class Join(nn.Module):
+    """Puts together what :class:`Fork` took apart."""
+
+    def forward(self, forked: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        x, rest = forked
+        return x * (1 + rest["largest"].unsqueeze(-1)) + rest["residual"]
+
+
+class Attention(nn.Module):
+    """Causal attention of one head, with a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Unused(nn.Linear):
+    """A linear layer with a parameter that takes no part."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.unused = nn.Parameter(torch.ones(width))
+
+
+def _floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad

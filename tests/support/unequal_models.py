@@ -1,0 +1,84 @@
+"""Layers for verify() to look at, and pipelines of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe, verify
+from lightning_gpipe.core.verify.parity import Parity
+from tests.support.models import Call, rows
+
+W = 3  # the width of all layers
+Layers = list[nn.Module]
+
+
+def piped(*layers: nn.Module, dtype: torch.dtype = torch.float64, **options: Any) -> GPipe:
+    """A pipeline of two stages, the first with one layer, for micro-batches of 3, 2 and 2 rows."""
+    module = nn.Sequential(*layers).to(dtype)
+    defaults: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 3}
+    return GPipe(module, options.pop("balance", [1, len(layers) - 1]), **(defaults | options))
+
+
+def verified(*layers: nn.Module, batch: Any = None, **options: Any) -> Parity:
+    pipeline = piped(*layers, **options)
+    try:
+        return verify(pipeline, rows(7) if batch is None else batch)
+    finally:
+        pipeline.close()
+
+
+def linear() -> nn.Module:
+    return nn.Linear(W, W)
+
+
+def counted(x: Tensor) -> tuple[Tensor, int, Tensor]:
+    return x, x.size(0), torch.arange(x.size(0))
+
+
+def sequences() -> Tensor:
+    return torch.randn(7, 4, W, dtype=torch.float64, requires_grad=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(W, W, num_layers=2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+class Centred(nn.Module):
+    """Looks across the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Counting(nn.Module):
+    """Updates a buffer whenever it runs."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Coarse(nn.Module):
+    """Drops precision for few rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.size(0) > 4 else x.bfloat16().to(x.dtype)
+
+
+def functional_dropout() -> nn.Module:
+    return Call(lambda x: F.dropout(x, 0.5))

@@ -1,0 +1,289 @@
+"""The words of the grammar of models: runs of layers, and company for a tensor, each by its name.
+
+A run is one layer or more, which take and return a tensor of one shape. A stage may begin at any
+layer, so what travels between the layers of a run crosses stages too.
+
+In most runs what becomes of a row depends on that row alone, so that they give the same for a
+mini-batch as for its micro-batches. The others mix: they look across rows, or move a state on with
+each forward, and what they give depends on which micro-batches they see.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpipe import whole
+from tests.support.models import Attention, Call, Unused
+
+Runs = dict[str, Callable[[], list[nn.Module]]]
+
+T, C, W = 4, 2, 3  # the length of a sequence, the channels of an image, the width of all
+# Sums in another order have other last digits. Nothing here jumps at 0, which exact sums often are,
+# or divides by what may be as small as those digits.
+EPS = 0.123
+
+
+class Dropout(nn.Module):
+    """Dropout that keeps its masks by the number of the draw, or takes those that are there.
+
+    The number is a buffer, which a forward that is run again must find as the first one did.
+
+    Attributes:
+        masks: The masks; of another's dropout, to take those.
+        taken: How many to take at once; 0 to draw one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.masks: dict[int, Tensor] = {}
+        self.taken = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        first, number = int(self.draws), max(1, self.taken)
+        if not self.taken:
+            self.masks[first] = F.dropout(torch.ones_like(x), 0.4)
+        self.draws.add_(number)
+        return x * torch.cat([self.masks[k] for k in range(first, first + number)])
+
+
+class Repeated(nn.Module):
+    """Calls a layer as often as :attr:`times` says at the moment."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = self.layer(x)
+        return x
+
+
+class Frozen(nn.Sequential):
+    """Keeps its layers in eval mode."""
+
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(False)
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes its layers, which draw nothing, by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        run = super().forward
+        return checkpoint(run, input, use_reentrant=False, preserve_rng_state=False)
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Counter(nn.Module):
+    """Computes with the number of its forwards, a buffer that it edits or replaces."""
+
+    def __init__(self, *, edits: bool) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
+        self.edits = edits
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.edits:
+            self.calls.add_(1)
+        else:
+            self.calls = nn.Buffer(self.calls + 1)
+        return x / (1 + 0.1 * int(self.calls))
+
+
+class Chooser(nn.Module):
+    """Runs one layer or the other, as what it sees tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[int(x.sum() > EPS)](x)
+
+
+def tied() -> list[nn.Module]:
+    """Two layers with one weight."""
+    first, last = nn.Linear(W, W), nn.Linear(W, W)
+    last.weight = first.weight
+    return [first, nn.Tanh(), last]
+
+
+def spectral() -> nn.Module:
+    """A layer whose power iteration has not converged."""
+    layer = spectral_norm(nn.Linear(W, W))
+    for buffer in layer.buffers():
+        buffer.copy_(F.normalize(buffer + 0.3 * torch.randn(W), dim=0))
+    return layer
+
+
+def transformer() -> nn.Module:
+    """Attention and a perceptron."""
+    return nn.TransformerEncoderLayer(
+        W, 1, 5, dropout=0.0, activation="gelu", layer_norm_eps=EPS, batch_first=True
+    )
+
+
+def batch_norms(norm: Any, channels: int) -> Runs:
+    """Batch norms in training mode."""
+    return {
+        "batch norm": lambda: [norm(channels, EPS)],
+        "batch norm, cumulative": lambda: [norm(channels, EPS, momentum=None)],
+        "batch norm, not affine": lambda: [norm(channels, EPS, affine=False)],
+        "batch norm, not tracking": lambda: [norm(channels, EPS, track_running_stats=False)],
+        "batch norm, repeated": lambda: [Repeated(norm(channels, EPS))],
+    }
+
+
+# For tensors of any shape (rows, ..., W).
+ROWWISE: Runs = {
+    "linear": lambda: [nn.Linear(W, W)],
+    "tanh": lambda: [nn.Tanh()],
+    "scale": lambda: [Scale()],
+    "norm": lambda: [nn.LayerNorm(W, EPS)],
+    "unchanged": lambda: [nn.Identity()],
+    "view": lambda: [Call(lambda x: x.view_as(x))],
+    "turned": lambda: [Call(lambda x: x.transpose(0, 1)), Call(lambda x: x.transpose(0, 1))],
+    "edit": lambda: [nn.Linear(W, W), nn.ELU(inplace=True)],
+    "edit of a view": lambda: [nn.Linear(W, W), Call(lambda x: x[:]), nn.ELU(inplace=True)],
+    "detached": lambda: [Call(lambda x: x + x.detach().sin())],
+    "unused parameter": lambda: [Unused(W)],
+    "shared weight": tied,
+    "weight norm": lambda: [weight_norm(nn.Linear(W, W))],
+    "repeated": lambda: [Repeated(nn.Sequential(nn.Linear(W, W), nn.Tanh()))],
+    "checkpointed": lambda: [Checkpointed(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))],
+    "masked": lambda: [Dropout()],
+}
+MIXING: Runs = {
+    "counter": lambda: [Counter(edits=True)],
+    "counter, replaced": lambda: [Counter(edits=False)],
+    "chooser": lambda: [Chooser()],
+    "centred": lambda: [Call(lambda x: x - x.mean(0))],
+    "spectral norm": lambda: [spectral()],
+    "spectral norm, repeated": lambda: [Repeated(spectral())],
+}
+DRAWING: Runs = {  # for models that are compared with themselves only
+    "dropout": lambda: [nn.Dropout(0.4)],
+    "alpha dropout": lambda: [nn.AlphaDropout(0.4)],
+    "random slope": lambda: [nn.RReLU()],
+    "noise": lambda: [Call(lambda x: x + torch.rand_like(x))],
+    "shuffled": lambda: [Call(lambda x: x[torch.randperm(2 * len(x))[: len(x)] // 2])],
+}
+
+
+class Kind(NamedTuple):
+    """What there is for tensors of one shape."""
+
+    shape: tuple[int, ...]
+    rowwise: Runs
+    mixing: Runs
+
+
+FLAT_BATCH_NORMS = batch_norms(nn.BatchNorm1d, W)
+KINDS = {
+    "flat": Kind(
+        (W,),
+        ROWWISE | {"frozen batch norm": lambda: [Frozen(nn.BatchNorm1d(W, EPS))]},
+        MIXING | FLAT_BATCH_NORMS,
+    ),
+    "sequence": Kind(
+        (T, W),
+        ROWWISE
+        | {
+            "attention": lambda: [Attention(W)],
+            "transformer": lambda: [transformer()],
+            "recurrent": lambda: [nn.GRU(W, W, batch_first=True), Call(itemgetter(0))],
+            "convolution": lambda: [nn.Conv1d(T, T, 3, padding=1)],
+            "frozen batch norm": lambda: [Frozen(nn.BatchNorm1d(T, EPS))],
+        },
+        MIXING | batch_norms(nn.BatchNorm1d, T),
+    ),
+    "image": Kind(
+        (C, 4, W),
+        ROWWISE
+        | {
+            "convolution": lambda: [nn.Conv2d(C, C, 3, padding=1), nn.ELU(inplace=True)],
+            "group norm": lambda: [nn.GroupNorm(1, C, EPS)],
+            "frozen batch norm": lambda: [Frozen(nn.BatchNorm2d(C, EPS))],
+        },
+        MIXING
+        | batch_norms(nn.BatchNorm2d, C)
+        | {"instance norm": lambda: [nn.InstanceNorm2d(C, EPS, track_running_stats=True)]},
+    ),
+}
+EMBEDDINGS: Runs = {
+    "embedding": lambda: [nn.Embedding(5, W)],
+    "padded embedding": lambda: [nn.Embedding(5, W, padding_idx=0)],
+    "sparse embedding": lambda: [nn.Embedding(5, W, sparse=True)],
+}
+
+# What goes with a tensor: its company, made of the tensor.
+ROWWISE_COMPANY: dict[str, Callable[[Tensor], Any]] = {
+    "same tensor": lambda x: x,
+    "view": lambda x: x[..., :1],
+    "detached": lambda x: x.detach(),
+    "integers": lambda x: (7.7 * x).long(),
+    "booleans": lambda x: x > EPS,
+    "nested": lambda x: {"sin": x.sin(), "sign": ((x - EPS).sign(),)},
+    "whole": lambda x: whole(torch.ones(W)),
+    "none": lambda x: None,
+    "string": lambda x: "company",
+}
+COMPANY = ROWWISE_COMPANY | {"mean": lambda x: x.mean(), "constant": lambda x: torch.tensor(2.0)}
+
+
+@dataclass
+class Parcel:
+    """A tensor and its company."""
+
+    x: Any
+    company: list[Any]
+
+
+class Form(NamedTuple):
+    """A tree for a tensor and its company: how to make it, and how to take it apart."""
+
+    pack: Callable[[Any, list[Any]], Any]
+    unpack: Callable[[Any], tuple[Any, list[Any]]]
+
+
+FORMS = {
+    "tuple": Form(lambda x, company: (x, *company), lambda tree: (tree[0], list(tree[1:]))),
+    "list": Form(lambda x, company: [company, x], itemgetter(1, 0)),
+    "dict": Form(lambda x, company: {"x": x, "company": company}, itemgetter("x", "company")),
+    "dataclass": Form(Parcel, lambda parcel: (parcel.x, parcel.company)),
+}
+
+
+class Through(nn.Module):
+    """Lets a layer work on a tensor that has company."""
+
+    def __init__(self, form: Form, layer: nn.Module) -> None:
+        super().__init__()
+        self.form = form
+        self.layer = layer
+
+    def forward(self, tree: Any) -> Any:
+        x, company = self.form.unpack(tree)
+        return self.form.pack(self.layer(x), company)
