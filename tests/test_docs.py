@@ -1,0 +1,172 @@
+"""What README and the guide show is what happens: their code runs, and their links lead somewhere.
+
+The blocks marked ``python`` of a page run in order, in one namespace, on the CPU. Two conventions::
+
+    <!-- not run: needs GPUs -->    above a block: it is compiled only
+    ```text                         right below a block: what it prints, but for white space; a
+                                    Trainer may print more around it
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+GUIDE = sorted(DOCS.glob("guide/*.md"))
+SITE = sorted(DOCS.rglob("*.md"))
+OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")]
+
+_NOT_RUN = re.compile(r"<!-- not run: .+ -->")
+_HEADING = re.compile(r"#{1,6} +(.+)")
+_LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+_INLINE_CODE = re.compile(r"`[^`]*`")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its lines, and the last line with text above it."""
+
+    language: str
+    line: int
+    text: str
+    above: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page; ``line`` is the number of the first line within."""
+    lines = page.splitlines()
+    above, k = "", 0
+    while k < len(lines):
+        if lines[k].startswith("```"):
+            end = lines.index("```", k + 1)
+            yield Block(lines[k][3:], k + 2, "\n".join(lines[k + 1 : end]) + "\n", above)
+            k = end
+        above = lines[k] or above
+        k += 1
+
+
+def prose(page: str) -> list[str]:
+    """The lines outside of fenced blocks."""
+    outside, found = True, []
+    for line in page.splitlines():
+        if line.startswith("```"):
+            outside = not outside
+        elif outside:
+            found.append(line)
+    return found
+
+
+def anchors(page: str) -> list[str]:
+    """The names by which the headings of a page are linked to, as GitHub and MkDocs make them."""
+    titles = [found[1] for line in prose(page) if (found := _HEADING.fullmatch(line))]
+    return [re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles]
+
+
+def relative_links(path: Path) -> list[str]:
+    """What a file links to within the repository."""
+    text = "\n".join(prose(path.read_text("utf-8")))
+    return [link for link in _LINK.findall(_INLINE_CODE.sub("", text)) if "://" not in link]
+
+
+def broken_links(path: Path) -> list[str]:
+    """The relative links of a file that lead to no file, or to no heading in it."""
+    found = []
+    for link in relative_links(path):
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text("utf-8"))):
+            found.append(link)
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# Code.
+
+
+@pytest.mark.parametrize("page", [README, *SITE], ids=name_of)
+def test_code_of_a_page(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = ModuleType(f"page_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # for pickles and dataclasses
+    monkeypatch.chdir(tmp_path)  # a Trainer writes to where it is
+    found = list(blocks(page.read_text("utf-8")))
+
+    with torch.random.fork_rng(devices=[]):
+        for block, below in zip_longest(found, found[1:]):
+            if block.language != "python":
+                continue
+            # At its lines in the page, for tracebacks.
+            code = "\n" * (block.line - 1) + block.text
+            compiled = compile(code, str(page), "exec", dont_inherit=True)
+            if _NOT_RUN.fullmatch(block.above):
+                continue
+            capsys.readouterr()
+            exec(compiled, vars(module))
+            if below is not None and below.language == "text" and below.above == "```":
+                shown, printed = below.text.split(), capsys.readouterr().out.split()
+                assert " ".join(shown) in " ".join(printed), f"line {below.line}"
+
+
+# Links.
+
+
+@pytest.mark.parametrize("path", [README, *OTHERS, *SITE], ids=name_of)
+def test_links_of_a_file(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    page, other = tmp_path / "page.md", tmp_path / "other.md"
+    page.write_text(
+        "# One `word`, (two)\n[a](#one-word-two) [b](#three) [c](other.md) [d](other.md#four)\n"
+        "[e](none.md) `[f](none.md)` [g](https://none/#five)\n"
+        "```text\n# Three\n[h](none.md)\n```\n",
+        "utf-8",
+    )
+    other.write_text("# Fourth\n", "utf-8")
+
+    assert broken_links(page) == ["#three", "other.md#four", "none.md"]
+
+
+@pytest.mark.parametrize("page", [DOCS / "index.md", *GUIDE], ids=name_of)
+def test_links_of_the_guide_stay_in_it(page: Path) -> None:
+    # A site is made of docs/ alone.
+    targets = {
+        link: (page.parent / link.partition("#")[0]).resolve() for link in relative_links(page)
+    }
+
+    assert [link for link, target in targets.items() if DOCS not in [target, *target.parents]] == []
+
+
+def test_index_lists_every_page_of_the_guide() -> None:
+    linked = {link.partition("#")[0] for link in relative_links(DOCS / "index.md")}
+
+    assert {f"guide/{page.name}" for page in GUIDE} <= linked
+
+
+# Figures.
+
+
+def test_figures_of_the_readme_are_those_of_the_whole_table() -> None:
+    _, section = README.read_text("utf-8").split("\n## Figures\n")
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
+    whole = (DOCS / "guide" / "figures.md").read_text("utf-8").splitlines()
+
+    assert len(rows) == 1 + 4
+    assert [row for row in rows if row not in whole] == []
