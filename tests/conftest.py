@@ -25,6 +25,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# The fixtures that all tests may take.
+pytest_plugins = ["tests.support.pipes", "tests.support.process"]
+
 # Cases are not made smaller in the suite: that takes longer than a test may.
 settings.register_profile(
     "suite",

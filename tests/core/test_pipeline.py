@@ -2,7 +2,7 @@ import copy
 import gc
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_gpipe.core.pipeline import GPipe, choose_devices
 from lightning_gpipe.core.plan.recompute import Mode
 from lightning_gpipe.core.plan.schedule import Kind
 from tests.support.models import Call, assert_same, perceptron, rows, step
+from tests.support.pipes import RECOMPUTED, Pipe, every_mode
 
 CPU = torch.device("cpu")
 
@@ -27,10 +28,8 @@ def module() -> nn.Sequential:
 
 
 @pytest.fixture
-def pipeline(module: nn.Sequential) -> Iterator[GPipe]:
-    pipeline = GPipe(module, [2, 2], devices=["cpu", "cpu"], chunks=3)
-    yield pipeline
-    pipeline.close()
+def pipeline(module: nn.Sequential, pipe: Pipe) -> GPipe:
+    return pipe(module, copy=False)
 
 
 class Where(nn.Module):
@@ -157,12 +156,11 @@ def test_gpus_that_do_not_divide_the_stages(monkeypatch: pytest.MonkeyPatch) -> 
         choose_devices(None, 4)
 
 
-def test_fewer_devices_than_stages() -> None:
+def test_fewer_devices_than_stages(pipe: Pipe) -> None:
     layers = [Where() for _ in range(4)]
-    pipeline = GPipe(nn.Sequential(*layers), [1] * 4, devices=["cpu", "cpu"], chunks=2)
+    pipeline = pipe(nn.Sequential(*layers), stages=4, devices=2, copy=False)
 
     pipeline(rows(4))
-    pipeline.close()
 
     assert [len(layer.threads) for layer in layers] == [1, 1, 1, 1]
     assert layers[0].threads == layers[2].threads
@@ -170,11 +168,11 @@ def test_fewer_devices_than_stages() -> None:
     assert layers[0].threads != layers[1].threads
 
 
-@pytest.mark.parametrize("arguments", [{"devices": ["cpu"]}, {"threads": False}], ids=str)
-def test_runs_on_the_calling_thread(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("arguments", [{"devices": 1}, {"threads": False}], ids=str)
+def test_runs_on_the_calling_thread(arguments: dict[str, Any], pipe: Pipe) -> None:
     where = Where()
     module = nn.Sequential(nn.Linear(3, 3).double(), where)
-    pipeline = GPipe(module, [1, 1], **{"devices": ["cpu", "cpu"], "chunks": 3, **arguments})
+    pipeline = pipe(module, copy=False, **arguments)
     before = threading.enumerate()
 
     step(pipeline, rows(7))
@@ -275,23 +273,18 @@ def test_no_timeline_before_the_first_mini_batch(pipeline: GPipe) -> None:
     assert pipeline.timeline is None
 
 
-@pytest.mark.parametrize("mode, again", [("always", 3), ("except_last", 2), ("never", 0), (1, 1)])
-def test_timeline_after_forward_and_after_backward(mode: Mode, again: int) -> None:
-    pipeline = GPipe(
-        perceptron(4), [2, 2], devices=["cpu", "cpu"], chunks=3, activation_checkpointing=mode
-    )
-
+@every_mode
+def test_timeline_after_forward_and_after_backward(mode: Mode, pipeline: GPipe) -> None:
     loss = pipeline(rows(7)).sum()
     timeline = pipeline.timeline
     assert timeline is not None
     assert [span.action.kind for span in timeline.spans] == [Kind.FORWARD] * 6
     loss.backward()
-    pipeline.close()
 
     assert {span.action for span in timeline.spans} == {
         action for row in timeline.schedule.rows for action in row
     }
-    assert len(timeline.spans) == 2 * (3 + again + 3)
+    assert len(timeline.spans) == 2 * (3 + RECOMPUTED[mode] + 3)
     assert 0 <= timeline.bubble < 1
 
 
@@ -314,7 +307,7 @@ def test_small_batch_makes_fewer_micro_batches(pipeline: GPipe) -> None:
 # What belongs to the caller's thread.
 
 
-def test_context_variables_reach_the_layers() -> None:
+def test_context_variables_reach_the_layers(pipe: Pipe) -> None:
     request: ContextVar[str] = ContextVar("request", default="none")
     seen: list[str] = []
 
@@ -322,11 +315,10 @@ def test_context_variables_reach_the_layers() -> None:
         seen.append(request.get())
         return x
 
-    pipeline = GPipe(nn.Sequential(Call(look), Call(look)), [1, 1], devices=["cpu", "cpu"])
+    pipeline = pipe(nn.Sequential(Call(look), Call(look)), chunks=1)
     token = request.set("of the caller")
     pipeline(rows(4))
     request.reset(token)
-    pipeline.close()
 
     assert seen == ["of the caller"] * 2
 
@@ -349,14 +341,13 @@ def test_flop_counter_counts_what_the_plain_module_takes(
     assert min(counts[0]) > 0
 
 
-def test_layer_that_runs_the_pipeline_it_is_part_of() -> None:
+def test_layer_that_runs_the_pipeline_it_is_part_of(pipe: Pipe) -> None:
     pipelines: list[GPipe] = []
     again = Call(lambda x: pipelines[0](x))
-    pipelines.append(GPipe(nn.Sequential(nn.Identity(), again), [1, 1], devices=["cpu", "cpu"]))
+    pipelines.append(pipe(nn.Sequential(nn.Identity(), again)))
 
     with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
         pipelines[0](rows(4))
-    pipelines[0].close()
 
 
 def test_layer_replaced_after_setup(pipeline: GPipe, module: nn.Sequential) -> None:
@@ -381,11 +372,10 @@ def test_cached_parametrizations_are_refused(pipeline: GPipe) -> None:
         pipeline(rows(7))
 
 
-def test_cpu_with_an_index() -> None:
-    pipeline = GPipe(perceptron(4), [2, 2], devices=["cpu:0", "cpu:0"])
+def test_cpu_with_an_index(pipe: Pipe) -> None:
+    pipeline = pipe(perceptron(4), devices=["cpu:0", "cpu:0"])
 
     step(pipeline, rows(4))
-    pipeline.close()
 
     assert pipeline.devices == [CPU, CPU]
 
@@ -420,9 +410,9 @@ def test_function_transforms_are_refused(pipeline: GPipe, transform: Callable[..
         transform(pipeline)
 
 
-def test_casts_do_not_add_up_under_the_callers_autocast() -> None:
+def test_casts_do_not_add_up_under_the_callers_autocast(pipe: Pipe) -> None:
     """0.1: autocast kept a copy of the weights for every mini-batch until its block ended."""
-    pipeline = GPipe(perceptron(4).float(), [2, 2], devices=["cpu"], chunks=2)
+    pipeline = pipe(perceptron(4).float(), devices=1)
     x = rows(4).detach().float()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,9 +1,4 @@
-"""Promise: a pipeline is one ordinary autograd node, and holds nothing longer than it must."""
-
-import gc
-import weakref
-from collections.abc import Iterator
-from copy import deepcopy
+"""Promise: a pipeline is one ordinary autograd node: gradients arrive once per backward."""
 
 import pytest
 import torch
@@ -11,25 +6,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
-from tests.support.models import Call, assert_same, gradients, perceptron, rows, step
+from tests.support.models import Call, assert_same, assert_same_step, gradients, perceptron, rows
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
-
-class Watch(nn.Module):
-    """Remembers weakly what went through it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        self.seen.append(weakref.ref(y))
-        return y.sin()  # which saves y
-
-    @property
-    def alive(self) -> int:
-        return sum(reference() is not None for reference in self.seen)
+pytestmark = with_and_without_threads
 
 
 @pytest.fixture
@@ -37,29 +17,9 @@ def plain() -> nn.Sequential:
     return perceptron(4)
 
 
-@pytest.fixture(params=[True, False], ids=["threads", "no threads"])
-def pipeline(request: pytest.FixtureRequest, plain: nn.Sequential) -> Iterator[GPipe]:
-    cpus = ["cpu", "cpu"]
-    pipeline = GPipe(deepcopy(plain), [2, 2], devices=cpus, chunks=3, threads=request.param)
-    yield pipeline
-    pipeline.close()
-
-
 @pytest.fixture
-def _no_collector() -> Iterator[None]:
-    """What is freed is freed because nothing refers to it, not even itself in a circle."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def watching(mode: Mode) -> tuple[GPipe, Watch]:
-    watch = Watch()
-    module = nn.Sequential(*perceptron(2), watch, nn.Tanh())
-    return GPipe(
-        module, [1, 3], devices=["cpu", "cpu"], chunks=3, activation_checkpointing=mode
-    ), watch
+def pipeline(pipe: Pipe, plain: nn.Sequential) -> GPipe:
+    return pipe(plain)
 
 
 def test_gradients_without_accumulation(pipeline: GPipe, plain: nn.Sequential) -> None:
@@ -143,9 +103,9 @@ def test_hook_on_the_output_changes_every_gradient(pipeline: GPipe, plain: nn.Se
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_output_that_is_edited_in_place(chunks: int) -> None:
+def test_output_that_is_edited_in_place(chunks: int, pipe: Pipe) -> None:
     plain = perceptron(3)
-    pipeline = GPipe(deepcopy(plain), [2, 1], devices=["cpu"], chunks=chunks)
+    pipeline = pipe(plain, [2, 1], chunks=chunks)
 
     for module in (plain, pipeline):
         module(rows(7)).mul_(2).sum().backward()
@@ -192,87 +152,6 @@ def test_differentiating_twice_is_refused(pipeline: GPipe) -> None:
         torch.autograd.grad(pipeline(x).sum(), x, create_graph=True)
 
 
-# Memory.
-
-
-@pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("mode, kept", [("always", 0), ("except_last", 1), ("never", 3), (2, 1)])
-def test_activations_between_forward_and_backward(mode: Mode, kept: int) -> None:
-    pipeline, watch = watching(mode)
-
-    y = pipeline(rows(7))
-
-    assert watch.alive == kept
-    y.sum().backward()
-    assert watch.alive == 0
-    pipeline.close()
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_forward_without_a_backward_frees_its_activations() -> None:
-    pipeline, watch = watching("never")
-
-    y = pipeline(rows(7))
-    del y
-
-    assert watch.alive == 0
-    pipeline.close()
-
-
-@pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_forward_without_gradients_keeps_nothing(mode: Mode) -> None:
-    pipeline, watch = watching(mode)
-
-    with torch.no_grad():
-        y = pipeline(rows(7))
-
-    assert watch.alive == 0
-    assert y.shape == (7, 3)
-    pipeline.close()
-
-
-def test_backward_that_fails_frees_the_activations() -> None:
-    watch = Watch()
-    module = nn.Sequential(watch, nn.Linear(3, 3).double())
-    pipeline = GPipe(module, [1, 1], devices=["cpu"], chunks=3, activation_checkpointing="never")
-    module[1].register_full_backward_hook(lambda *_: 1 / 0)
-    loss = pipeline(rows(7)).sum()
-    assert watch.alive == 3
-
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-    gc.collect()
-
-    assert watch.alive == 0
-    assert loss.requires_grad
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_input_is_not_kept_by_the_output(pipeline: GPipe) -> None:
-    x = rows(7).detach()
-    alive = weakref.ref(x)
-
-    y = pipeline(x)
-    y.sum().backward()
-    del x
-
-    assert alive() is None
-
-
-@pytest.mark.usefixtures("_no_collector")
-def test_steps_do_not_add_up_in_memory(pipeline: GPipe) -> None:
-    def tensors() -> int:
-        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
-
-    counts = []
-    for _ in range(30):
-        pipeline(rows(7)).sum().backward()
-        counts.append(tensors())
-
-    assert counts[-1] == counts[2]
-
-
 @pytest.mark.parametrize("retain", [True, False])
 def test_second_backward_is_refused(pipeline: GPipe, retain: bool) -> None:
     loss = pipeline(rows(7)).sum()
@@ -282,9 +161,9 @@ def test_second_backward_is_refused(pipeline: GPipe, retain: bool) -> None:
         loss.backward()
 
 
-def test_backwards_of_two_outputs_in_turn_are_refused() -> None:
+def test_backwards_of_two_outputs_in_turn_are_refused(pipe: Pipe) -> None:
     module = nn.Sequential(*perceptron(2), Call(lambda x: (x, x * 2)))
-    one, two = GPipe(module, [1, 2], devices=["cpu"], chunks=3)(rows(7))
+    one, two = pipe(module)(rows(7))
     one.sum().backward()
 
     with pytest.raises(RuntimeError, match="must run once through a pipeline's output"):
@@ -301,22 +180,15 @@ def test_functional_call_leaves_the_parameters(pipeline: GPipe) -> None:
     assert all(other.grad is not None for other in others.values())
 
 
-def test_pipeline_within_a_pipeline() -> None:
+def test_pipeline_within_a_pipeline(pipe: Pipe) -> None:
     first, second = perceptron(2), perceptron(2)
-    plain = deepcopy(nn.Sequential(first, second))
-    inner = GPipe(first, [1, 1], devices=["cpu", "cpu"], chunks=3)
-    outer = GPipe(nn.Sequential(inner, second), [1, 1], devices=["cpu", "cpu"], chunks=3)
+    outer = pipe(nn.Sequential(pipe(first), second), copy=False)
 
-    actual = step(outer, rows(7))
-
-    assert_same(actual._asdict(), step(plain, rows(7))._asdict())
-    inner.close()
-    outer.close()
+    assert_same_step(outer, nn.Sequential(first, second), rows(7))
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
-def test_parameter_edited_between_forward_and_backward(plain: nn.Sequential, mode: Mode) -> None:
-    pipeline = GPipe(plain, [2, 2], devices=["cpu"], activation_checkpointing=mode)
+@every_mode
+def test_parameter_edited_between_forward_and_backward(pipeline: GPipe) -> None:
     loss = pipeline(rows(7)).sum()
     with torch.no_grad():
         pipeline.get_parameter("2.weight").mul_(2)
@@ -325,12 +197,11 @@ def test_parameter_edited_between_forward_and_backward(plain: nn.Sequential, mod
         loss.backward()
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
+@every_mode
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_pipeline_within_checkpointing(
-    pipeline: GPipe, plain: nn.Sequential, mode: Mode, use_reentrant: bool
+    pipeline: GPipe, plain: nn.Sequential, use_reentrant: bool
 ) -> None:
-    pipeline.activation_checkpointing = mode
     x = rows(7)
 
     checkpoint(pipeline, x, use_reentrant=use_reentrant).square().sum().backward()

@@ -2,14 +2,21 @@
 
 import threading
 import time
-from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.pipeline import GPipe
-from tests.support.models import Call, Step, assert_same, perceptron, rows, step
+from tests.support.models import (
+    Call,
+    Step,
+    assert_same,
+    assert_same_step,
+    perceptron,
+    rows,
+    step,
+)
+from tests.support.pipes import Pipe
 from tests.support.waiting import PATIENCE
 
 
@@ -18,12 +25,12 @@ def slowly(x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"]], ids=len)
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("gradients", [True, False])
-def test_two_threads_take_turns(devices: list[str], gradients: bool) -> None:
+def test_two_threads_take_turns(devices: int, gradients: bool, pipe: Pipe) -> None:
     """0.1: one thread took the shadows that the other ran with for parameters."""
     plain = nn.Sequential(*perceptron(2), Call(slowly), *perceptron(2))
-    pipeline = GPipe(deepcopy(plain), [2, 3], devices=devices, chunks=3)
+    pipeline = pipe(plain, devices=devices)
     parameters = list(pipeline.parameters())
     outputs: list[Tensor] = []
 
@@ -45,11 +52,10 @@ def test_two_threads_take_turns(devices: list[str], gradients: bool) -> None:
     for output in outputs:
         assert_same(output, plain(rows(7)).detach())
     pipeline.zero_grad()
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
-    pipeline.close()
+    assert_same_step(pipeline, plain, rows(7))
 
 
-def test_error_of_one_thread_is_not_the_others() -> None:
+def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:
     """0.1: the thread that waited for its turn took the other's error, and both hung."""
     started, asked = threading.Event(), threading.Event()
     ends: dict[str, BaseException | Step] = {}
@@ -63,7 +69,7 @@ def test_error_of_one_thread_is_not_the_others() -> None:
         return x
 
     plain = nn.Sequential(*perceptron(2), Call(fail_once), *perceptron(2))
-    pipeline = GPipe(deepcopy(plain), [2, 3], devices=["cpu", "cpu"], chunks=3)
+    pipeline = pipe(plain)
 
     def run(name: str) -> None:
         try:
@@ -82,4 +88,3 @@ def test_error_of_one_thread_is_not_the_others() -> None:
     second = ends["second"]
     assert isinstance(second, Step)
     assert_same(second._asdict(), step(plain, rows(7))._asdict())
-    pipeline.close()

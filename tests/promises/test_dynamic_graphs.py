@@ -5,8 +5,6 @@ it sees a micro-batch, so it is compared with the plain module run on each micro
 """
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,40 +13,21 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_gpipe.core.data.microbatch.rows import Rows
-from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import (
     Attention,
     Call,
     assert_same,
+    assert_same_steps,
     gradients,
     perceptron,
     rows,
     step,
 )
+from tests.support.pipes import M, Pipe, every_mode
+
+pytestmark = every_mode
 
 W = 3
-M = 3
-MODES: list[Mode] = ["always", "except_last", "never", 1]
-
-Pipe = Callable[..., GPipe]
-Info = dict[str, Any]
-
-
-@pytest.fixture(params=MODES, ids=str)
-def piped(request: pytest.FixtureRequest) -> Iterator[Pipe]:
-    """Makes a pipeline of a copy of a module, one layer in each stage."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, **more: Any) -> GPipe:
-        n = len(module)
-        more = {"balance": [1] * n, "devices": ["cpu"] * n, "chunks": M, **more}
-        pipelines.append(GPipe(deepcopy(module), activation_checkpointing=request.param, **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 class Mapped(nn.Module):
@@ -58,17 +37,12 @@ class Mapped(nn.Module):
         super().__init__()
         self.module = module
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the plain module's names."""
+        return self.module.named_parameters(*args, **kwargs)
+
     def forward(self, batch: Any) -> Any:
         return Rows().merge([self.module(x) for x in Rows().split(batch, M)], batch)
-
-
-def assert_same_steps(pipeline: GPipe, plain: nn.Module, batches: list[Any]) -> None:
-    for batch in batches:
-        for module in (pipeline, plain):
-            module.zero_grad()
-        actual, expected = step(pipeline, batch), step(plain, batch)
-        inner = {name.removeprefix("module."): g for name, g in expected.gradients.items()}
-        assert_same(actual._asdict(), expected._replace(gradients=inner)._asdict())
 
 
 # Shapes.
@@ -79,15 +53,15 @@ def tokens(count: int, length: int) -> Tensor:
     return torch.randint(5, (count, length), generator=generator)
 
 
-def test_batches_and_sequences_of_every_size(piped: Pipe) -> None:
+def test_batches_and_sequences_of_every_size(pipe: Pipe) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Embedding(5, W), Attention(W), nn.Linear(W, W)).double()
     sizes = [(7, 4), (7, 9), (2, 4), (1, 1), (12, 2), (7, 4)]
 
-    assert_same_steps(piped(plain), plain, [tokens(*size) for size in sizes])
+    assert_same_steps(pipe(plain, stages=len(plain)), plain, [tokens(*size) for size in sizes])
 
 
-def test_images_of_every_size(piped: Pipe) -> None:
+def test_images_of_every_size(pipe: Pipe) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1),
@@ -97,26 +71,26 @@ def test_images_of_every_size(piped: Pipe) -> None:
     shapes = [(6, 2, 8, 8), (4, 2, 5, 7), (1, 2, 16, 2), (6, 2, 8, 8)]
 
     assert_same_steps(
-        piped(plain),
+        pipe(plain, stages=len(plain)),
         plain,
         [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes],
     )
 
 
-def test_numbers_of_dimensions_that_differ(piped: Pipe) -> None:
+def test_numbers_of_dimensions_that_differ(pipe: Pipe) -> None:
     plain = perceptron(4)
     shapes: list[tuple[int, ...]] = [(7, W), (7, 2, W), (4, 2, 2, W), (7, W)]
 
     assert_same_steps(
-        piped(plain),
+        pipe(plain, stages=len(plain)),
         plain,
         [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes],
     )
 
 
-def test_shapes_that_differ_between_training_and_evaluation(piped: Pipe) -> None:
+def test_shapes_that_differ_between_training_and_evaluation(pipe: Pipe) -> None:
     plain = perceptron(4)
-    pipeline = piped(plain)
+    pipeline = pipe(plain, stages=len(plain))
 
     for count in (8, 3, 11):
         assert_same_steps(pipeline, plain, [rows(count)])
@@ -128,7 +102,7 @@ def test_shapes_that_differ_between_training_and_evaluation(piped: Pipe) -> None
         pipeline.train()
 
 
-def test_micro_batches_cut_to_their_longest_sequence(piped: Pipe) -> None:
+def test_micro_batches_cut_to_their_longest_sequence(pipe: Pipe) -> None:
     class Trim(nn.Module):
         """Cuts the padding off that all rows have; what follows works on fewer columns."""
 
@@ -141,7 +115,7 @@ def test_micro_batches_cut_to_their_longest_sequence(piped: Pipe) -> None:
     pool = Call(lambda x: x.sum(1))
     plain = nn.Sequential(Trim(), nn.Linear(W, W, bias=False), pool, nn.Linear(W, W)).double()
 
-    assert_same_steps(piped(plain), plain, [batch, batch[3:], batch])
+    assert_same_steps(pipe(plain, stages=len(plain)), plain, [batch, batch[3:], batch])
 
 
 # Decisions.
@@ -180,13 +154,15 @@ class Nothing(nn.Module):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("build", [Deeper, Either, Nothing])
-def test_decision_by_values(piped: Pipe, build: Callable[[], nn.Module], place: int) -> None:
+def test_decision_by_values(pipe: Pipe, build: Callable[[], nn.Module], place: int) -> None:
     torch.manual_seed(3)
     layers: list[nn.Module] = [nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W)]
     layers[place] = build()
     plain = nn.Sequential(*layers).double()
 
-    assert_same_steps(piped(plain), Mapped(plain), [rows(7, seed=seed) for seed in range(8)])
+    assert_same_steps(
+        pipe(plain, stages=len(plain)), Mapped(plain), [rows(7, seed=seed) for seed in range(8)]
+    )
 
 
 class Repeated(nn.Module):
@@ -209,10 +185,10 @@ def set_times(module: nn.Module, times: int) -> None:
             each.times = times
 
 
-def test_layer_that_runs_an_inner_layer_a_number_of_times(piped: Pipe) -> None:
+def test_layer_that_runs_an_inner_layer_a_number_of_times(pipe: Pipe) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(W, W), Repeated(norm=False), Repeated(norm=False)).double()
-    pipeline = piped(plain)
+    pipeline = pipe(plain, stages=len(plain))
 
     for times in (1, 3, 0, 2):
         for module in (plain, pipeline):
@@ -221,10 +197,10 @@ def test_layer_that_runs_an_inner_layer_a_number_of_times(piped: Pipe) -> None:
         assert ("1.layer.weight" in gradients(pipeline)) == (times > 0)
 
 
-def test_batch_norm_that_runs_a_number_of_times(piped: Pipe) -> None:
+def test_batch_norm_that_runs_a_number_of_times(pipe: Pipe) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(W, W), Repeated(norm=True), nn.Tanh()).double()
-    pipeline = piped(plain)
+    pipeline = pipe(plain, stages=len(plain))
 
     for times in (1, 3, 0, 2):
         for module in (plain, pipeline):
@@ -245,258 +221,12 @@ class NormsIfPositive(nn.Module):
         return self.norm(x) if x[0, 0] > 0 else x
 
 
-def test_batch_norm_that_some_micro_batches_meet(piped: Pipe) -> None:
+def test_batch_norm_that_some_micro_batches_meet(pipe: Pipe) -> None:
     plain = nn.Sequential(nn.Identity(), NormsIfPositive()).double()
-    pipeline, x = piped(plain), rows(7).detach()
+    pipeline, x = pipe(plain, stages=len(plain)), rows(7).detach()
     x[:, 0] = torch.tensor([1, 1, 1, -1, -1, 1, 1])
 
     step(pipeline, x.requires_grad_())
     plain(x[[0, 1, 2, 5, 6]])
 
     assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
-
-
-# What travels with the activations.
-
-
-@dataclass(frozen=True)
-class Task:
-    """Something that PyTorch knows nothing of."""
-
-    name: str
-    temperature: float
-
-
-class Masked(nn.Module):
-    """Attention that leaves out what the mask does; hands everything on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(W, 3 * W)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-class WithMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Masked()
-
-    def forward(self, xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, mask = xs
-        return self.inner(x, mask), mask
-
-
-def padded(count: int, length: int) -> tuple[Tensor, Tensor]:
-    x = rows(count * length).detach().reshape(count, length, W).requires_grad_()
-    kept = torch.arange(length) < torch.arange(1, count + 1).unsqueeze(1)
-    return x, kept[:, None, :].expand(-1, length, -1)
-
-
-def test_mask_through_all_stages(piped: Pipe) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(*(WithMask() for _ in range(4))).double()
-
-    assert_same_steps(piped(plain), plain, [padded(7, 4), padded(5, 6), padded(1, 2)])
-
-
-class Informed(nn.Module):
-    """Works by the additional_info that comes with the activations, and adds to it."""
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.k = k
-        self.linear = nn.Linear(W, W)
-        self.inner = Masked()
-        self.seen: list[Info] = []
-
-    def forward(self, batch: tuple[Tensor, Info]) -> tuple[Tensor, Info]:
-        x, info = batch
-        self.seen.append(info)
-        x = self.inner(x, info["mask"]) * info["weights"]["rows"][:, None]
-        if info["causal"] is not None and self.k % 2 == 0:
-            x = x.cumsum(1)
-        x = self.linear(x) / info["task"].temperature + info["bias"]
-        weights = {**info["weights"], "rows": info["weights"]["rows"].cos()}
-        return x, {
-            **info,
-            "weights": weights,
-            "depth": info["depth"] + 1,
-            f"first {self.k}": x[:, 0],
-        }
-
-
-def additional_info(count: int) -> Info:
-    x, mask = padded(count, 4)
-    return {
-        "mask": mask,
-        "weights": {"rows": x[:, 0, :1].detach().requires_grad_(), "ids": torch.arange(count)},
-        "bias": torch.tensor(0.5, dtype=torch.float64),  # of no row: all micro-batches get it
-        "causal": True,
-        "nothing": None,
-        "depth": 0,
-        "names": ("left", "right"),
-        "task": Task("tagging", 2.0),
-        "scale": 1.5,
-    }
-
-
-def test_additional_info_through_all_stages(piped: Pipe) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(*(Informed(k) for k in range(3))).double()
-    pipeline = piped(plain)
-    batches = [(padded(count, 4)[0], additional_info(count)) for count in (7, 4, 1)]
-
-    assert_same_steps(pipeline, plain, batches)
-
-    info = pipeline(batches[0])[1]
-    assert info["depth"] == 3
-    assert info["task"] is batches[0][1]["task"]
-    assert info["names"] == ("left", "right")
-    assert info["nothing"] is None
-    assert_same(info["weights"]["ids"], torch.arange(7))
-
-
-def test_additional_info_that_changes_from_step_to_step(piped: Pipe) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(*(Informed(k) for k in range(3))).double()
-    x, info = padded(7, 4)[0], additional_info(7)
-    changes: list[Info] = [
-        {},
-        {"causal": None},
-        {"task": Task("parsing", 0.5)},
-        {"more": torch.arange(7), "deep": [{"er": (1, None)}]},
-        {"nothing": rows(7)},
-        {},
-    ]
-
-    assert_same_steps(piped(plain), plain, [(x, {**info, **change}) for change in changes])
-
-
-def test_info_of_one_micro_batch_is_not_seen_by_another(piped: Pipe) -> None:
-    class Counting(nn.Module):
-        """Changes the dict that it is given."""
-
-        def forward(self, batch: tuple[Tensor, Info]) -> tuple[Tensor, Info]:
-            x, info = batch
-            info["count"] += 1
-            return x * info["count"], info
-
-    plain = nn.Sequential(nn.Identity(), Counting(), Counting())
-    pipeline = piped(plain)
-
-    for _ in range(2):
-        info = {"count": 0}
-        y, out = pipeline((rows(7), info))
-        y.sum().backward()
-        assert out["count"] == 2
-        assert_same(y, rows(7) * 2)
-
-
-# Structures.
-
-
-class Tells(nn.Module):
-    """Gives an auxiliary output in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
-
-    def forward(self, batch: Any) -> Any:
-        x, others = batch if isinstance(batch, tuple) else (batch, [])
-        y = self.linear(x).tanh()
-        return (y, [*others, y.mean(1, keepdim=True)]) if self.training else y
-
-
-@pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_auxiliary_outputs_in_training_only(piped: Pipe, first: str) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(Tells(), Tells(), Tells()).double()
-    pipeline = piped(plain)
-
-    for k in range(4):
-        training = (k % 2 == 0) == (first == "training")
-        for module in (plain, pipeline):
-            module.train(training)
-        assert_same_steps(pipeline, plain, [rows(7, seed=k)])
-        with torch.no_grad():
-            assert_same(pipeline(rows(5)), plain(rows(5)))
-        assert isinstance(pipeline(rows(5)), tuple) == training
-
-
-class Named(nn.Module):
-    """Hands on a dict with names that change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
-        self.name = "y"
-
-    def forward(self, x: Any) -> dict[str, Tensor]:
-        x = sum(x.values()) if isinstance(x, dict) else x
-        return {self.name: self.linear(x), **({"a": x.sin()} if self.name == "z" else {})}
-
-
-def test_dicts_whose_keys_change(piped: Pipe) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(Named(), Named(), Named()).double()
-    pipeline = piped(plain)
-
-    for name in ("y", "z", "b", "y"):
-        for module in (plain, pipeline):
-            for layer in module.children():
-                assert isinstance(layer, Named)
-                layer.name = name
-        assert_same_steps(pipeline, plain, [rows(7)])
-
-
-class Prepend(nn.Module):
-    """Puts something before its input, on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.does = True
-
-    def forward(self, x: Tensor) -> Any:
-        return (x.detach().sign(), x) if self.does else x
-
-
-class EditLast(nn.Module):
-    """Edits the last of its inputs in place, and gives it back."""
-
-    def forward(self, xs: Any) -> Tensor:
-        x = xs[-1] if isinstance(xs, tuple) else xs
-        return x.mul_(2)
-
-
-def test_edit_in_place_where_structures_differ(piped: Pipe) -> None:
-    """0.1: edited inputs were known by their number, whatever the structure around them."""
-    plain = nn.Sequential(nn.Linear(W, W), Prepend(), EditLast()).double()
-    pipeline = piped(plain)
-
-    for does in (True, False, True, False):
-        for module in (plain, pipeline):
-            (layer,) = (each for each in module if isinstance(each, Prepend))
-            layer.does = does
-        assert_same_steps(pipeline, plain, [rows(7)])
-
-
-class Squash(nn.Module):
-    """Edits its input in place in training, as nn.Dropout(inplace=True) does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.tanh_() if self.training else x
-
-
-def test_edit_in_place_in_training_only(piped: Pipe) -> None:
-    """0.1: an edit was refused after an earlier run in eval mode, with gradients, made none."""
-    plain = nn.Sequential(nn.Linear(W, W), Squash(), nn.Linear(W, W)).double()
-    pipeline = piped(plain)
-
-    for k in range(4):
-        for module in (plain, pipeline):
-            module.train(k % 2 == 1)
-        assert_same_steps(pipeline, plain, [rows(7)])

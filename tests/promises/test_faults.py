@@ -2,8 +2,7 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -23,6 +22,7 @@ from tests.support.faults import (
     workers,
 )
 from tests.support.models import assert_same, rows, step
+from tests.support.pipes import Pipe, with_and_without_threads
 from tests.support.waiting import PATIENCE
 
 M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1
@@ -53,21 +53,9 @@ def plain() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-@pytest.fixture(params=[True, False], ids=["threads", "no threads"])
-def pipeline(request: pytest.FixtureRequest, plain: nn.Sequential) -> Iterator[GPipe]:
-    pipeline = GPipe(
-        deepcopy(plain),
-        [2, 2, 2],
-        devices=["cpu"] * 3,
-        chunks=M,
-        activation_checkpointing="always",
-        threads=request.param,
-    )
-    yield pipeline
-    pipeline.close()
-
-
-on_threads = pytest.mark.parametrize("pipeline", [True], indirect=True, ids=["threads"])
+@pytest.fixture
+def pipeline(pipe: Pipe, plain: nn.Sequential) -> GPipe:
+    return pipe(plain, stages=3, chunks=M, mode="always")
 
 
 def light(pipeline: GPipe, stage: int, at: tuple[str, int], fault: Callable[[], None]) -> None:
@@ -76,6 +64,7 @@ def light(pipeline: GPipe, stage: int, at: tuple[str, int], fault: Callable[[], 
     fuse.light(at, fault)
 
 
+@with_and_without_threads
 @pytest.mark.parametrize("warm", [False, True], ids=["first step", "later step"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("at", VERBS, ids=VERBS.values())
@@ -106,6 +95,7 @@ def test_error_in_a_layer(
     assert workers() == []
 
 
+@with_and_without_threads
 def test_error_without_gradients(pipeline: GPipe, plain: nn.Sequential) -> None:
     light(pipeline, 1, FIRST_FORWARD, throw(OwnError()))
 
@@ -116,6 +106,7 @@ def test_error_without_gradients(pipeline: GPipe, plain: nn.Sequential) -> None:
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
 
 
+@with_and_without_threads
 @pytest.mark.parametrize("at", [FIRST_FORWARD, BACKWARD], ids=["forward", "backward"])
 def test_modules_are_as_they_were_after_an_error(pipeline: GPipe, at: tuple[str, int]) -> None:
     parameters = list(pipeline.parameters())
@@ -128,6 +119,7 @@ def test_modules_are_as_they_were_after_an_error(pipeline: GPipe, at: tuple[str,
     assert all(parameter.grad is None for parameter in parameters)
 
 
+@with_and_without_threads
 def test_errors_of_two_stages_at_once(pipeline: GPipe, plain: nn.Sequential) -> None:
     for stage in range(3):
         light(pipeline, stage, FIRST_FORWARD, throw(OwnError(f"of stage {stage}")))
@@ -140,6 +132,7 @@ def test_errors_of_two_stages_at_once(pipeline: GPipe, plain: nn.Sequential) -> 
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
 
 
+@with_and_without_threads
 def test_error_after_error(pipeline: GPipe, plain: nn.Sequential) -> None:
     for at in (BACKWARD, FIRST_FORWARD, RECOMPUTE) * 2:
         light(pipeline, 1, at, throw(OwnError()))
@@ -166,7 +159,6 @@ def fail_while_another_layer_is_busy(pipeline: GPipe) -> Busy:
 
 
 @pytest.mark.usefixtures("_short_grace")
-@on_threads
 def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(
     pipeline: GPipe, plain: nn.Sequential
 ) -> None:
@@ -176,6 +168,7 @@ def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(
     assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
 
 
+@with_and_without_threads
 @pytest.mark.usefixtures("_short_grace")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("at", VERBS, ids=VERBS.values())
@@ -202,7 +195,6 @@ def test_caller_is_interrupted(
 
 
 @pytest.mark.usefixtures("_short_grace")
-@on_threads
 def test_step_right_after_an_error_while_another_layer_was_busy(
     pipeline: GPipe, plain: nn.Sequential
 ) -> None:

@@ -2,8 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from copy import deepcopy
 
 import pytest
 import torch
@@ -11,40 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, Unused, assert_same, gradients, rows, step, whole_batch_loss
+from tests.support.pipes import Pipe
+from tests.support.process import seeded
 from tests.support.vocabulary import Counter, Frozen, W
 from tests.support.waiting import PATIENCE
 
 
-@pytest.fixture
-def piped() -> Iterator[Callable[..., GPipe]]:
-    """Makes a pipeline of two stages of a copy of a module."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, mode: Mode = "always", chunks: int = 4) -> GPipe:
-        half = len(module) // 2
-        pipelines.append(
-            GPipe(
-                deepcopy(module),
-                [half, len(module) - half],
-                devices=["cpu", "cpu"],
-                chunks=chunks,
-                activation_checkpointing=mode,
-            )
-        )
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
-
-
-Pipe = Callable[..., GPipe]
-
-
-def test_edit_in_place_of_what_passes_twice(piped: Pipe) -> None:
+def test_edit_in_place_of_what_passes_twice(pipe: Pipe) -> None:
     """0.1: each leaf was copied by itself, so that the edit of one was not seen in the other."""
     module = nn.Sequential(
         nn.Linear(W, W),
@@ -53,12 +25,12 @@ def test_edit_in_place_of_what_passes_twice(piped: Pipe) -> None:
         Call(sum),
     ).double()
 
-    assert_same(step(piped(module), rows(8))._asdict(), step(module, rows(8))._asdict())
+    assert_same(step(pipe(module), rows(8))._asdict(), step(module, rows(8))._asdict())
 
 
-def test_hooks_of_a_parameter_that_took_no_part(piped: Pipe) -> None:
+def test_hooks_of_a_parameter_that_took_no_part(pipe: Pipe) -> None:
     """0.1: they were called with None, which few of them expect."""
-    pipeline = piped(nn.Sequential(nn.Linear(W, W), Unused(W)).double())
+    pipeline = pipe(nn.Sequential(nn.Linear(W, W), Unused(W)).double())
     unused, called = pipeline.get_parameter("1.unused"), []
     unused.register_hook(lambda gradient: called.append("gradient"))
     unused.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
@@ -68,19 +40,19 @@ def test_hooks_of_a_parameter_that_took_no_part(piped: Pipe) -> None:
     assert not called
 
 
-def test_parameter_that_its_layer_edits(piped: Pipe) -> None:
+def test_parameter_that_its_layer_edits(pipe: Pipe) -> None:
     """0.1: refused as an edit between forward and backward."""
     module = nn.Sequential(nn.Embedding(5, W, max_norm=0.5), nn.Linear(W, W)).double()
     tokens = torch.arange(8) % 5
 
-    assert_same(step(piped(module), tokens)._asdict(), step(module, tokens)._asdict())
+    assert_same(step(pipe(module), tokens)._asdict(), step(module, tokens)._asdict())
 
 
-def test_evaluation_that_draws_between_forward_and_backward(piped: Pipe) -> None:
+def test_evaluation_that_draws_between_forward_and_backward(pipe: Pipe) -> None:
     """0.1: to run again, it wrote to all buffers, those too that the first graph had saved."""
     noise = Call(lambda x: x + 0 * torch.rand_like(x))
     module = nn.Sequential(Frozen(nn.BatchNorm1d(W)), noise).double().train()
-    pipeline = piped(module, "never")
+    pipeline = pipe(module, mode="never")
 
     for each in (pipeline, module):
         output = each.train()(rows(8))
@@ -91,10 +63,10 @@ def test_evaluation_that_draws_between_forward_and_backward(piped: Pipe) -> None
     assert_same(gradients(pipeline), gradients(module))
 
 
-def test_buffer_of_a_model_that_starts_to_draw(piped: Pipe) -> None:
+def test_buffer_of_a_model_that_starts_to_draw(pipe: Pipe) -> None:
     """0.1: the forward that runs again found it moved on, and moved it on again."""
     module = nn.Sequential(Counter(edits=True), nn.Dropout(0.0), nn.Linear(W, W)).double()
-    pipeline = piped(module)
+    pipeline = pipe(module, chunks=4)
 
     for p in (0.0, 0.5):
         dropout = pipeline[1]
@@ -106,16 +78,16 @@ def test_buffer_of_a_model_that_starts_to_draw(piped: Pipe) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_layer_that_checkpoints_itself_and_draws(use_reentrant: bool, piped: Pipe) -> None:
+def test_layer_that_checkpoints_itself_and_draws(use_reentrant: bool, pipe: Pipe) -> None:
     """0.1: it drew from a private stream in forward, but from the generator in backward."""
     drop = Call(lambda x: checkpoint(F.dropout, x, use_reentrant=use_reentrant))
-    pipeline = piped(nn.Sequential(nn.Linear(W, W), drop).double(), "never", chunks=1)
+    pipeline = pipe(nn.Sequential(nn.Linear(W, W), drop).double(), chunks=1, mode="never")
 
     with pytest.raises(RuntimeError, match="must not draw random numbers under torch.utils"):
         step(pipeline, rows(8))
 
 
-def test_layers_that_checkpoint_themselves_leave_the_generator_alone(piped: Pipe) -> None:
+def test_layers_that_checkpoint_themselves_leave_the_generator_alone(pipe: Pipe) -> None:
     """0.1: each put back what it had found, which was what another stage's had set."""
 
     def slow(x: Tensor) -> Tensor:
@@ -124,10 +96,10 @@ def test_layers_that_checkpoint_themselves_leave_the_generator_alone(piped: Pipe
 
     first, last = (Call(lambda x: checkpoint(slow, x, use_reentrant=False)) for _ in range(2))
     module = nn.Sequential(nn.Linear(W, W), first, last, nn.Dropout()).double()
-    pipeline = piped(module, "never")
+    pipeline = pipe(module, mode="never")
     step(pipeline, rows(8))
 
-    with torch.random.fork_rng(devices=[]):
+    with seeded():
         loss = whole_batch_loss(pipeline(rows(8)))
         before = torch.get_rng_state()
         loss.backward()
@@ -135,7 +107,7 @@ def test_layers_that_checkpoint_themselves_leave_the_generator_alone(piped: Pipe
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
+def test_layer_that_starts_to_draw_while_another_draws(pipe: Pipe) -> None:
     """0.1: the other put the generator back to before both: it seemed that only it drew."""
     late, drawing, drawn = (threading.Event() for _ in range(3))
 
@@ -162,7 +134,7 @@ def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
     x = torch.cat([-torch.ones(6, W), torch.ones(2, W)]).double()  # late only in the last two rows
     steps = []
     for mode in ("never", "always"):
-        pipeline = piped(module, mode)
+        pipeline = pipe(module, chunks=4, mode=mode)
         late.clear()
         drawn.set()
         step(pipeline, x)
@@ -170,28 +142,19 @@ def test_layer_that_starts_to_draw_while_another_draws(piped: Pipe) -> None:
         late.set()
         drawing.clear()
         drawn.clear()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded():
             steps.append(step(pipeline, x)._asdict())
 
     assert_same(*steps)
 
 
-def test_forward_that_starts_to_draw_after_another_with_batch_norm() -> None:
+def test_forward_that_starts_to_draw_after_another_with_batch_norm(pipe: Pipe) -> None:
     """0.1: to run again, it wrote to the running statistics, which the first graph had saved."""
     module = nn.Sequential(nn.BatchNorm1d(W), nn.Dropout(0.0)).double()
-    pipeline = GPipe(
-        module,
-        [1, 1],
-        devices=["cpu", "cpu"],
-        chunks=4,
-        activation_checkpointing="never",
-        deferred_batch_norm=False,
-    )
+    pipeline = pipe(module, mode="never", deferred_batch_norm=False)
     pipeline(rows(8))
     first = pipeline(rows(8))
     dropout = pipeline[1]
     assert isinstance(dropout, nn.Dropout)
     dropout.p = 0.5
     (first.sum() + pipeline(rows(8)).sum()).backward()
-    pipeline.close()

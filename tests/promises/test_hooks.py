@@ -7,7 +7,7 @@ itself or on what is around it acts once per backward.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -19,38 +19,23 @@ from torch.nn.modules import module as every_module
 from torch.nn.utils import prune
 
 from lightning_gpipe.core.frontends.install import install, remove
-from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
-from tests.support.models import Call, assert_same, gradients, perceptron, rows, step
+from tests.support.models import (
+    Call,
+    assert_same,
+    assert_same_step,
+    gradients,
+    perceptron,
+    rows,
+    step,
+)
+from tests.support.pipes import MODES, M, Pipe
 
-MODES: list[Mode] = ["always", "except_last", "never", 1]
+# In every mode; one without threads will do.
+pytestmark = pytest.mark.parametrize(
+    "mode, threads", [*((mode, True) for mode in MODES), ("always", False)]
+)
+
 LAYERS = 6  # in two stages of three: 0 is the first of a stage, 4 in the middle of one, 5 the last
-M = 3
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture(params=[*((mode, True) for mode in MODES), ("always", False)], ids=str)
-def piped(request: pytest.FixtureRequest) -> Iterator[Pipe]:
-    """Makes a pipeline of a copy of a module of six layers."""
-    mode, threads = request.param
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, *, copy: bool = True) -> GPipe:
-        pipeline = GPipe(
-            deepcopy(module) if copy else module,
-            [3, 3],
-            devices=["cpu", "cpu"],
-            chunks=M,
-            activation_checkpointing=mode,
-            threads=threads,
-        )
-        pipelines.append(pipeline)
-        return pipeline
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 @pytest.fixture
@@ -63,7 +48,7 @@ def assert_same_steps(pipeline: nn.Module, plain: nn.Module) -> None:
     """Two, because a stage copies its input the first time that it runs."""
     for seed in range(2):
         x = rows(7, seed=seed)
-        assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+        assert_same_step(pipeline, plain, x)
 
 
 def doubled(gradients: Any) -> Any:
@@ -95,8 +80,8 @@ on_module = pytest.mark.parametrize("register", MODULE_HOOKS.values(), ids=MODUL
 
 @pytest.mark.parametrize("k", range(LAYERS))
 @on_module
-def test_hook_on_a_layer(plain: nn.Sequential, piped: Pipe, register: OnModule, k: int) -> None:
-    pipeline = piped(plain)
+def test_hook_on_a_layer(plain: nn.Sequential, pipe: Pipe, register: OnModule, k: int) -> None:
+    pipeline = pipe(plain)
     for module in (plain, pipeline):
         register(module[k])
 
@@ -104,26 +89,24 @@ def test_hook_on_a_layer(plain: nn.Sequential, piped: Pipe, register: OnModule, 
 
 
 @on_module
-def test_hooks_on_every_layer(plain: nn.Sequential, piped: Pipe, register: OnModule) -> None:
+def test_hooks_on_every_layer(plain: nn.Sequential, pipe: Pipe, register: OnModule) -> None:
     for layer in plain:
         register(layer)
 
-    assert_same_steps(piped(plain), plain)
+    assert_same_steps(pipe(plain), plain)
 
 
 @on_module
-def test_hook_on_the_pipelined_module(
-    plain: nn.Sequential, piped: Pipe, register: OnModule
-) -> None:
-    pipeline = piped(plain)
+def test_hook_on_the_pipelined_module(plain: nn.Sequential, pipe: Pipe, register: OnModule) -> None:
+    pipeline = pipe(plain)
     for module in (plain, pipeline):
         register(module)
 
     assert_same_steps(pipeline, plain)
 
 
-def test_hook_on_the_pipelined_module_runs_once(plain: nn.Sequential, piped: Pipe) -> None:
-    pipeline, seen = piped(plain), []
+def test_hook_on_the_pipelined_module_runs_once(plain: nn.Sequential, pipe: Pipe) -> None:
+    pipeline, seen = pipe(plain), []
 
     def after_forward(_: nn.Module, x: Any, y: Any) -> None:
         seen.append((x[0].shape, y.shape))
@@ -139,8 +122,8 @@ def test_hook_on_the_pipelined_module_runs_once(plain: nn.Sequential, piped: Pip
     assert seen == [((7, 3), (7, 3))] * 2
 
 
-def test_forward_hook_that_was_removed(plain: nn.Sequential, piped: Pipe) -> None:
-    pipeline = piped(plain)
+def test_forward_hook_that_was_removed(plain: nn.Sequential, pipe: Pipe) -> None:
+    pipeline = pipe(plain)
     handles = [
         module[3].register_forward_hook(lambda _, x, y: y * 2) for module in (plain, pipeline)
     ]
@@ -152,14 +135,14 @@ def test_forward_hook_that_was_removed(plain: nn.Sequential, piped: Pipe) -> Non
     assert_same_steps(pipeline, plain)
 
 
-def test_forward_hook_with_keywords(plain: nn.Sequential, piped: Pipe) -> None:
+def test_forward_hook_with_keywords(plain: nn.Sequential, pipe: Pipe) -> None:
     def hook(_: nn.Module, x: Any, keywords: dict[str, Any], y: Tensor) -> Tensor:
         assert keywords == {}
         return y + x[0]
 
     plain[3].register_forward_hook(hook, with_kwargs=True)
 
-    assert_same_steps(piped(plain), plain)
+    assert_same_steps(pipe(plain), plain)
 
 
 def double_input_of_linear(layer: nn.Module, x: Any) -> Any:
@@ -182,9 +165,9 @@ GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("register", GLOBAL_HOOKS.values(), ids=GLOBAL_HOOKS)
 def test_hook_on_every_module_there_is(
-    plain: nn.Sequential, piped: Pipe, register: Callable[[], Any]
+    plain: nn.Sequential, pipe: Pipe, register: Callable[[], Any]
 ) -> None:
-    pipeline, unhooked = piped(plain), step(deepcopy(plain), rows(7))
+    pipeline, unhooked = pipe(plain), step(deepcopy(plain), rows(7))
     handle = register()
     try:
         actual, expected = step(pipeline, rows(7)), step(plain, rows(7))
@@ -195,12 +178,10 @@ def test_hook_on_every_module_there_is(
     assert not torch.equal(expected.input_gradients[0], unhooked.input_gradients[0])
 
 
-def test_hook_on_every_module_sees_the_users_modules_only(
-    plain: nn.Sequential, piped: Pipe
-) -> None:
+def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, pipe: Pipe) -> None:
     """0.1: it also saw the pipeline that ran in the place of the user's module."""
     seen: list[str] = []
-    pipeline = piped(plain, copy=False)
+    pipeline = pipe(plain, copy=False)
     install(plain, pipeline.forward)
     handle = every_module.register_module_forward_hook(
         lambda layer, x, y: seen.append(type(layer).__name__)
@@ -248,26 +229,26 @@ TENSOR_HOOKS: list[Callable[[Tensor], Tensor]] = [on_its_input, on_its_output, b
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("function", TENSOR_HOOKS, ids=lambda function: function.__name__)
 def test_hook_that_a_layer_registers(
-    plain: nn.Sequential, piped: Pipe, function: Callable[[Tensor], Tensor], k: int
+    plain: nn.Sequential, pipe: Pipe, function: Callable[[Tensor], Tensor], k: int
 ) -> None:
     """0.1: recomputation registered a second hook on the input that forward had kept."""
     plain[k] = Call(function)
 
-    assert_same_steps(piped(plain), plain)
+    assert_same_steps(pipe(plain), plain)
 
 
 @pytest.mark.parametrize("k", [0, 2, 3])
-def test_hook_that_a_forward_hook_registers(plain: nn.Sequential, piped: Pipe, k: int) -> None:
+def test_hook_that_a_forward_hook_registers(plain: nn.Sequential, pipe: Pipe, k: int) -> None:
     def on_both(_: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
         for tensor in (*x, y):
             tensor.register_hook(lambda gradient: gradient * 2)
 
     plain[k].register_forward_hook(on_both)
 
-    assert_same_steps(piped(plain), plain)
+    assert_same_steps(pipe(plain), plain)
 
 
-def test_hook_on_several_tensors_of_a_layer(plain: nn.Sequential, piped: Pipe) -> None:
+def test_hook_on_several_tensors_of_a_layer(plain: nn.Sequential, pipe: Pipe) -> None:
     seen: list[Any] = []
 
     def layer(x: Tensor) -> Tensor:
@@ -276,7 +257,7 @@ def test_hook_on_several_tensors_of_a_layer(plain: nn.Sequential, piped: Pipe) -
         return y * z
 
     plain[4] = Call(layer)
-    pipeline = piped(plain)
+    pipeline = pipe(plain)
     step(plain, rows(7))
     (expected,) = seen
     seen.clear()
@@ -311,10 +292,10 @@ class Keep(nn.Module):
 
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("what", ["input", "between", "output"])
-def test_gradient_that_a_layer_keeps(plain: nn.Sequential, piped: Pipe, what: str, k: int) -> None:
+def test_gradient_that_a_layer_keeps(plain: nn.Sequential, pipe: Pipe, what: str, k: int) -> None:
     """0.1: a stage took the gradient of its input away from the layer that kept that input."""
     plain[k] = Keep(what)
-    pipeline = piped(plain)
+    pipeline = pipe(plain)
 
     for seed in range(2):
         for module in (plain, pipeline):
@@ -325,9 +306,9 @@ def test_gradient_that_a_layer_keeps(plain: nn.Sequential, piped: Pipe, what: st
         assert_same(keep.gradient(), other.gradient())
 
 
-def test_gradients_that_are_kept_around_the_pipeline(plain: nn.Sequential, piped: Pipe) -> None:
+def test_gradients_that_are_kept_around_the_pipeline(plain: nn.Sequential, pipe: Pipe) -> None:
     kept = []
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain)):
         x = rows(7) * 2
         y = module(x)
         for tensor in (x, y):
@@ -346,18 +327,18 @@ class HooksItsWeight(nn.Linear):
 
 @pytest.mark.parametrize("k", [0, 4])
 def test_hook_that_a_layer_registers_on_its_parameter(
-    plain: nn.Sequential, piped: Pipe, k: int
+    plain: nn.Sequential, pipe: Pipe, k: int
 ) -> None:
     """0.1: it was one more hook for every micro-batch, and acted on the sum of some of them."""
     plain[k] = HooksItsWeight(3, 3).double()
-    pipeline = piped(plain)
+    pipeline = pipe(plain)
 
     with pytest.raises(RuntimeError, match="hook"):
         step(pipeline, rows(7))
 
 
 def test_hook_that_a_layer_registers_on_what_it_makes_of_its_parameter(
-    plain: nn.Sequential, piped: Pipe
+    plain: nn.Sequential, pipe: Pipe
 ) -> None:
     class Scaled(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -367,7 +348,7 @@ def test_hook_that_a_layer_registers_on_what_it_makes_of_its_parameter(
 
     plain[4] = Scaled(3, 3).double()
 
-    assert_same_steps(piped(plain), plain)
+    assert_same_steps(pipe(plain), plain)
 
 
 def masked(layer: nn.Module) -> None:
@@ -380,7 +361,7 @@ def normalised(layer: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
 @pytest.mark.parametrize("compute", [masked, normalised], ids=lambda f: f.__name__)
-def test_hook_that_computes_a_weight(piped: Pipe, compute: Callable[[nn.Module], None]) -> None:
+def test_hook_that_computes_a_weight(pipe: Pipe, compute: Callable[[nn.Module], None]) -> None:
     def build() -> nn.Sequential:
         torch.manual_seed(3)
         module = perceptron(LAYERS)
@@ -388,7 +369,7 @@ def test_hook_that_computes_a_weight(piped: Pipe, compute: Callable[[nn.Module],
             compute(module[k])
         return module
 
-    assert_same_steps(piped(build(), copy=False), build())
+    assert_same_steps(pipe(build(), copy=False), build())
 
 
 # Hooks on parameters.
@@ -441,8 +422,8 @@ PARAMETER_HOOKS = [before_accumulation, at_accumulation, after_accumulation, on_
 
 
 @pytest.mark.parametrize("register", PARAMETER_HOOKS, ids=lambda f: f.__name__)
-def test_hook_on_a_parameter(plain: nn.Sequential, piped: Pipe, register: OnParameter) -> None:
-    pipeline, seen, held = piped(plain), [], []
+def test_hook_on_a_parameter(plain: nn.Sequential, pipe: Pipe, register: OnParameter) -> None:
+    pipeline, seen, held = pipe(plain), [], []
     for module in (plain, pipeline):
         saw: dict[str, list[Tensor]] = {}
         for name, parameter in module.named_parameters():
@@ -456,9 +437,9 @@ def test_hook_on_a_parameter(plain: nn.Sequential, piped: Pipe, register: OnPara
 
 
 @pytest.mark.parametrize("when", ["all", "any"])
-def test_hook_on_several_parameters(plain: nn.Sequential, piped: Pipe, when: Any) -> None:
+def test_hook_on_several_parameters(plain: nn.Sequential, pipe: Pipe, when: Any) -> None:
     seen: list[list[Any]] = []
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain)):
         saw: list[Any] = []
         register_multi_grad_hook(tuple(module.parameters()), saw.append, mode=when)
         step(module, rows(7))
@@ -472,9 +453,9 @@ def test_hook_on_several_parameters(plain: nn.Sequential, piped: Pipe, when: Any
 # Hooks around the pipeline.
 
 
-def test_hook_on_the_input(plain: nn.Sequential, piped: Pipe) -> None:
+def test_hook_on_the_input(plain: nn.Sequential, pipe: Pipe) -> None:
     ends = []
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain)):
         x = rows(7)
         x.register_hook(lambda gradient: gradient * 3)
         module(x).exp().sum().backward()
@@ -483,8 +464,8 @@ def test_hook_on_the_input(plain: nn.Sequential, piped: Pipe) -> None:
     assert_same(ends[1], ends[0])
 
 
-def test_hook_on_the_node_of_the_output(plain: nn.Sequential, piped: Pipe) -> None:
-    pipeline = piped(plain)
+def test_hook_on_the_node_of_the_output(plain: nn.Sequential, pipe: Pipe) -> None:
+    pipeline = pipe(plain)
     for module in (plain, pipeline):
         y = module(rows(7))
         y.grad_fn.register_prehook(doubled)
@@ -493,9 +474,9 @@ def test_hook_on_the_node_of_the_output(plain: nn.Sequential, piped: Pipe) -> No
     assert_same(gradients(pipeline), gradients(plain))
 
 
-def test_hook_on_input_and_output_together(plain: nn.Sequential, piped: Pipe) -> None:
+def test_hook_on_input_and_output_together(plain: nn.Sequential, pipe: Pipe) -> None:
     seen: list[Any] = []
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain)):
         x = rows(7)
         y = module(x)
         register_multi_grad_hook((x, y), lambda grads: seen.append(list(grads)))
@@ -527,7 +508,7 @@ class Borrows(nn.Module):
         return self.borrowed[0](x)
 
 
-def test_hook_on_a_parameter_that_another_stage_uses(piped: Pipe) -> None:
+def test_hook_on_a_parameter_that_another_stage_uses(pipe: Pipe) -> None:
     """0.1: only its own stage was asked whether it took part: its gradient was lost."""
     lent = nn.Linear(3, 3).double()
     layers = [Lends(lent), *(nn.Linear(3, 3).double() for _ in range(4)), Borrows(lent)]
@@ -537,7 +518,7 @@ def test_hook_on_a_parameter_that_another_stage_uses(piped: Pipe) -> None:
     lent.weight.grad = None
     lent.weight.register_hook(lambda gradient: None)
 
-    piped(module, copy=False)(rows(6, 3)).square().sum().backward()
+    pipe(module, copy=False)(rows(6, 3)).square().sum().backward()
 
     assert lent.weight.grad is not None
     torch.testing.assert_close(lent.weight.grad, expected)

@@ -7,7 +7,7 @@ plain module.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import lightning_gpipe
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.verification import verify
+from tests.support.models import gradients
+from tests.support.pipes import Pipe
 
 CORE = Path(lightning_gpipe.__file__).parent / "core"
 ENGINE = {
@@ -109,15 +111,13 @@ class Look:
 
 @pytest.fixture(
     params=[
-        pytest.param({"devices": ["cpu"]}, id="one device"),
-        pytest.param({"devices": ["cpu", "cpu"], "threads": False}, id="inline"),
-        pytest.param({"devices": ["cpu", "cpu"]}, id="threads"),
+        pytest.param({"devices": 1}, id="one device"),
+        pytest.param({"threads": False}, id="no threads"),
+        pytest.param({}, id="threads"),
     ]
 )
-def pipeline(request: pytest.FixtureRequest) -> Iterator[GPipe]:
-    pipeline = GPipe(layers(), [3, 2], chunks=2, activation_checkpointing="always", **request.param)
-    yield pipeline
-    pipeline.close()
+def pipeline(request: pytest.FixtureRequest, pipe: Pipe) -> GPipe:
+    return pipe(layers(), [3, 2], chunks=2, mode="always", **request.param)
 
 
 def step(pipeline: GPipe) -> dict[str, Tensor]:
@@ -125,8 +125,7 @@ def step(pipeline: GPipe) -> dict[str, Tensor]:
     pipeline.load_state_dict(layers().state_dict())
     pipeline.zero_grad()
     backward(pipeline, pipeline(X))
-    gradients = {name: p.grad for name, p in pipeline.named_parameters() if p.grad is not None}
-    return {**gradients, **copy.deepcopy(dict(pipeline.named_buffers()))}
+    return {**gradients(pipeline), **copy.deepcopy(dict(pipeline.named_buffers()))}
 
 
 def backward(pipeline: GPipe, y: Tensor) -> None:

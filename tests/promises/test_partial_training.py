@@ -4,7 +4,7 @@ Frozen stages, parts trained beside a frozen base, parameters that take turns, p
 step, or one of its micro-batches, leaves out, and parameters with two places.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,32 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
-from tests.support.models import assert_same, gradients, perceptron, rows, step, whole_batch_loss
+from tests.support.models import (
+    assert_same,
+    assert_same_step,
+    gradients,
+    perceptron,
+    rows,
+    step,
+    whole_batch_loss,
+)
+from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 W = 3
-M = 3  # of 3, 2 and 2 rows
-MODES: list[Mode] = ["always", "except_last", "never", 1]
-on_every_mode = pytest.mark.parametrize("mode", MODES)
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture
-def piped() -> Iterator[Pipe]:
-    """Makes a pipeline of a copy of a module, in stages of two layers."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, mode: Mode = "except_last", **more: Any) -> GPipe:
-        n = len(module) // 2
-        more = {"devices": ["cpu"] * n, "chunks": M, **more}
-        pipelines.append(GPipe(deepcopy(module), [2] * n, activation_checkpointing=mode, **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 class Meter(nn.Module):
@@ -80,14 +67,12 @@ def readings(module: nn.Module) -> list[tuple[int, int]]:
 # Frozen stages.
 
 
-@pytest.mark.parametrize("mode, again", [("always", 3), ("except_last", 2), ("never", 0), (1, 1)])
+@every_mode
 @pytest.mark.parametrize("frozen", [0, 1, 2, 3, 4, 6])
-def test_frozen_first_layers_run_forward_once(
-    piped: Pipe, frozen: int, mode: Mode, again: int
-) -> None:
+def test_frozen_first_layers_run_forward_once(pipe: Pipe, frozen: int, mode: Mode) -> None:
     plain = meters()
     plain[:frozen].requires_grad_(False)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
     x = rows(7).detach()
 
     for module in (plain, pipeline):
@@ -96,52 +81,52 @@ def test_frozen_first_layers_run_forward_once(
             whole_batch_loss(y).backward()
 
     stages_without = frozen // 2
-    forwards = [M + (again if k // 2 >= stages_without else 0) for k in range(6)]
+    forwards = [M + RECOMPUTED[mode] * (k // 2 >= stages_without) for k in range(6)]
     backwards = [M * count for _, count in readings(plain)]
     assert readings(pipeline) == list(zip(forwards, backwards, strict=True))
     assert backwards == [M * (k >= frozen) for k in range(6)]
     assert_same(gradients(pipeline), gradients(plain))
 
 
-@on_every_mode
-def test_frozen_stage_between_two_that_learn(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_frozen_stage_between_two_that_learn(pipe: Pipe) -> None:
     plain = meters()
     plain[2:4].requires_grad_(False)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
     assert [backwards for _, backwards in readings(pipeline)] == [M] * 6
 
 
-@on_every_mode
-def test_frozen_last_stages(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_frozen_last_stages(pipe: Pipe) -> None:
     plain = meters()
     plain[2:].requires_grad_(False)
     x = rows(7).detach()
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
-    assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+    assert_same_step(pipeline, plain, x)
     assert set(gradients(pipeline)) == {
         f"{k}.linear.{n}" for k in (0, 1) for n in ("weight", "bias")
     }
 
 
-@on_every_mode
-def test_gradient_of_the_input_of_a_frozen_model(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_gradient_of_the_input_of_a_frozen_model(pipe: Pipe) -> None:
     plain = meters()
     plain.requires_grad_(False)
 
-    actual, expected = step(piped(plain, mode), rows(7)), step(plain, rows(7))
+    actual, expected = step(pipe(plain, stages=3), rows(7)), step(plain, rows(7))
 
     assert_same(actual._asdict(), expected._asdict())
     assert actual.gradients == {}
     assert len(actual.input_gradients) == 1
 
 
-def test_wholly_frozen_model_runs_forward_once(piped: Pipe) -> None:
+def test_wholly_frozen_model_runs_forward_once(pipe: Pipe) -> None:
     plain = meters()
     plain.requires_grad_(False)
-    pipeline = piped(plain, "always")
+    pipeline = pipe(plain, stages=3, mode="always")
 
     assert not pipeline(rows(7).detach()).requires_grad
 
@@ -159,13 +144,13 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 def test_backward_does_no_more_than_the_plain_modules(
-    piped: Pipe, frozen: Callable[[str], bool]
+    pipe: Pipe, frozen: Callable[[str], bool]
 ) -> None:
     plain, counts = perceptron(6), []
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not frozen(name))
 
-    for module in (plain, piped(plain, "never")):
+    for module in (plain, pipe(plain, stages=3, mode="never")):
         loss = whole_batch_loss(module(rows(7).detach()))
         with FlopCounterMode(display=False) as counter:
             loss.backward()
@@ -174,14 +159,14 @@ def test_backward_does_no_more_than_the_plain_modules(
     assert counts[1] == counts[0]
 
 
-@on_every_mode
-def test_batch_norms_in_eval_mode_while_the_rest_learns(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_batch_norms_in_eval_mode_while_the_rest_learns(pipe: Pipe) -> None:
     torch.manual_seed(3)
     norms = [nn.BatchNorm1d(W).eval().requires_grad_(False) for _ in range(2)]
     plain = nn.Sequential(nn.Linear(W, W), norms[0], norms[1], nn.Linear(W, W)).double()
     for norm in norms:
         norm.running_mean = torch.rand(W, dtype=torch.float64)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain)
 
     learn(plain, OPTIMIZERS["adam"])
     learn(pipeline, OPTIMIZERS["adam"])
@@ -224,12 +209,12 @@ def learn(module: nn.Module, make: Make, *, steps: int = 4) -> None:
         optimizer.step()
 
 
-@on_every_mode
+@every_mode
 @on_every_optimizer
-def test_low_rank_updates_of_a_frozen_base(piped: Pipe, make: Make, mode: Mode) -> None:
+def test_low_rank_updates_of_a_frozen_base(pipe: Pipe, make: Make) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(LowRank(), nn.Tanh(), LowRank(), nn.Tanh(), LowRank(), nn.Tanh()).double()
-    pipeline, before = piped(plain, mode), deepcopy(plain.state_dict())
+    pipeline, before = pipe(plain, stages=3), deepcopy(plain.state_dict())
 
     learn(plain, make)
     learn(pipeline, make)
@@ -241,12 +226,12 @@ def test_low_rank_updates_of_a_frozen_base(piped: Pipe, make: Make, mode: Mode) 
     assert changed == {f"{k}.{part}.weight" for k in (0, 2, 4) for part in ("down", "up")}
 
 
-@on_every_mode
+@every_mode
 @on_every_optimizer
-def test_learning_with_a_frozen_stage(piped: Pipe, make: Make, mode: Mode) -> None:
+def test_learning_with_a_frozen_stage(pipe: Pipe, make: Make) -> None:
     plain = perceptron(6)
     plain[2:4].requires_grad_(False)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
     learn(plain, make)
     learn(pipeline, make)
@@ -257,10 +242,10 @@ def test_learning_with_a_frozen_stage(piped: Pipe, make: Make, mode: Mode) -> No
 # Parameters that take turns.
 
 
-@on_every_mode
-def test_stages_that_learn_in_turn(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_stages_that_learn_in_turn(pipe: Pipe) -> None:
     plain = perceptron(6)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
     ends = []
 
     for module in (plain, pipeline):
@@ -278,10 +263,10 @@ def test_stages_that_learn_in_turn(piped: Pipe, mode: Mode) -> None:
     assert_same(ends[1], ends[0])
 
 
-def test_recomputation_begins_when_a_stage_is_thawed(piped: Pipe) -> None:
+def test_recomputation_begins_when_a_stage_is_thawed(pipe: Pipe) -> None:
     plain = meters(4)
     plain[:2].requires_grad_(False)
-    pipeline, x = piped(plain, "always"), rows(7).detach()
+    pipeline, x = pipe(plain, mode="always"), rows(7).detach()
     step(pipeline, x)
     assert readings(pipeline)[:2] == [(M, 0)] * 2
 
@@ -289,18 +274,18 @@ def test_recomputation_begins_when_a_stage_is_thawed(piped: Pipe) -> None:
         module.requires_grad_(True)
         module.zero_grad()
 
-    assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+    assert_same_step(pipeline, plain, x)
     assert readings(pipeline)[:2] == [(3 * M, M)] * 2
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
-def test_parameter_thawed_between_forward_and_backward(piped: Pipe, mode: Mode, name: str) -> None:
+def test_parameter_thawed_between_forward_and_backward(pipe: Pipe, name: str) -> None:
     """0.1: recomputation used the parameter itself, which so had a gradient of a few rows."""
     plain = perceptron(6)
     plain.get_parameter(name).requires_grad_(False)
 
-    for module in (plain, pipeline := piped(plain, mode)):
+    for module in (plain, pipeline := pipe(plain, stages=3)):
         loss = whole_batch_loss(module(rows(7)))
         module.get_parameter(name).requires_grad_(True)
         loss.backward()
@@ -309,12 +294,12 @@ def test_parameter_thawed_between_forward_and_backward(piped: Pipe, mode: Mode, 
     assert_same(gradients(pipeline), gradients(plain))
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
-def test_parameter_frozen_between_forward_and_backward(piped: Pipe, mode: Mode, name: str) -> None:
+def test_parameter_frozen_between_forward_and_backward(pipe: Pipe, name: str) -> None:
     plain = perceptron(6)
 
-    for module in (plain, pipeline := piped(plain, mode)):
+    for module in (plain, pipeline := pipe(plain, stages=3)):
         loss = whole_batch_loss(module(rows(7)))
         module.get_parameter(name).requires_grad_(False)
         loss.backward()
@@ -323,13 +308,13 @@ def test_parameter_frozen_between_forward_and_backward(piped: Pipe, mode: Mode, 
     assert_same(gradients(pipeline), gradients(plain))
 
 
-@on_every_mode
-def test_frozen_parameter_edited_between_forward_and_backward(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_frozen_parameter_edited_between_forward_and_backward(pipe: Pipe) -> None:
     """0.1: recomputation took the edited values of a frozen weight; the gradient was another's."""
     plain = perceptron(6)
     plain[2].requires_grad_(False)
 
-    for module in (plain, piped(plain, mode)):
+    for module in (plain, pipe(plain, stages=3)):
         loss = whole_batch_loss(module(rows(7)))
         with torch.no_grad():
             module.get_parameter("2.weight").mul_(2)
@@ -337,13 +322,13 @@ def test_frozen_parameter_edited_between_forward_and_backward(piped: Pipe, mode:
             loss.backward()
 
 
-@on_every_mode
-def test_frozen_parameter_replaced_between_forward_and_backward(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_frozen_parameter_replaced_between_forward_and_backward(pipe: Pipe) -> None:
     """0.1: recomputation ran with the new one."""
     plain = perceptron(6)
     plain[2].requires_grad_(False)
 
-    for module in (plain, pipeline := piped(plain, mode)):
+    for module in (plain, pipeline := pipe(plain, stages=3)):
         loss = whole_batch_loss(module(rows(7)))
         linear = module[2]
         assert isinstance(linear, nn.Linear)
@@ -353,13 +338,13 @@ def test_frozen_parameter_replaced_between_forward_and_backward(piped: Pipe, mod
     assert_same(gradients(pipeline), gradients(plain))
 
 
-@on_every_mode
-def test_functional_call_with_frozen_parameters(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_functional_call_with_frozen_parameters(pipe: Pipe) -> None:
     plain = perceptron(6)
     plain[2].requires_grad_(False)
     weight = torch.full((W, W), 0.5, dtype=torch.float64)
 
-    for module in (plain, pipeline := piped(plain, mode)):
+    for module in (plain, pipeline := pipe(plain, stages=3)):
         y = torch.func.functional_call(module, {"2.weight": weight}, (rows(7),))
         whole_batch_loss(y).backward()
 
@@ -400,27 +385,27 @@ def routed(signs: list[int]) -> Tensor:
     return x.requires_grad_()
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("signs", ROUTES.values(), ids=ROUTES)
-def test_experts_that_some_micro_batches_use(piped: Pipe, mode: Mode, signs: list[int]) -> None:
+def test_experts_that_some_micro_batches_use(pipe: Pipe, signs: list[int]) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Identity(), Experts(), nn.Linear(W, W), nn.Tanh()).double()
 
-    actual, expected = (step(each, routed(signs)) for each in (piped(plain, mode), plain))
+    actual, expected = (step(each, routed(signs)) for each in (pipe(plain), plain))
 
     assert_same(actual._asdict(), expected._asdict())
     used = {name[10] for name in actual.gradients if name.startswith("1.")}
     assert used == {"1" if sign > 0 else "0" for sign in signs}
 
 
-@on_every_mode
+@every_mode
 @on_every_optimizer
-def test_learning_with_experts_that_come_and_go(piped: Pipe, make: Make, mode: Mode) -> None:
+def test_learning_with_experts_that_come_and_go(pipe: Pipe, make: Make) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Identity(), Experts(), Experts(), nn.Tanh()).double()
     ends = []
 
-    for module in (plain, piped(plain, mode)):
+    for module in (plain, pipe(plain)):
         optimizer = make(module.parameters())
         for signs in ROUTES.values():
             optimizer.zero_grad()
@@ -443,11 +428,11 @@ class Optional(nn.Module):
         return self.linear(x) if self.used else x
 
 
-@on_every_mode
-def test_layer_left_out_in_some_steps(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_layer_left_out_in_some_steps(pipe: Pipe) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(W, W), Optional(), nn.Tanh(), nn.Tanh()).double()
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain)
 
     for seed, used in enumerate([True, False, True]):
         for module in (plain, pipeline):
@@ -455,7 +440,7 @@ def test_layer_left_out_in_some_steps(piped: Pipe, mode: Mode) -> None:
             layer.used = used
             module.zero_grad()
         x = rows(7, seed=seed)
-        assert_same(step(pipeline, x)._asdict(), step(plain, x)._asdict())
+        assert_same_step(pipeline, plain, x)
         assert ("1.linear.weight" in gradients(pipeline)) == used
 
 
@@ -468,12 +453,12 @@ class Heads(nn.Module):
         return tuple(head(x) for head in self.heads)
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("k", [0, 1])
-def test_loss_that_leaves_an_output_out(piped: Pipe, mode: Mode, k: int) -> None:
+def test_loss_that_leaves_an_output_out(pipe: Pipe, k: int) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), Heads()).double()
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain)
 
     for module in (plain, pipeline):
         module(rows(7))[k].exp().sum().backward()
@@ -530,16 +515,16 @@ SHARED = [
 ]
 
 
-@on_every_mode
+@every_mode
 @on_every_optimizer
 @pytest.mark.parametrize("build", SHARED, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu"]], ids=len)
 def test_learning_with_a_weight_in_two_places(
-    piped: Pipe, build: Callable[[], nn.Sequential], make: Make, mode: Mode, devices: list[str]
+    pipe: Pipe, build: Callable[[], nn.Sequential], make: Make, devices: list[str]
 ) -> None:
     torch.manual_seed(3)
     plain = build().double()
-    pipeline = piped(plain, mode, devices=devices)
+    pipeline = pipe(plain, stages=3, devices=devices)
 
     learn(plain, make)
     learn(pipeline, make)
@@ -549,9 +534,9 @@ def test_learning_with_a_weight_in_two_places(
     assert_same(gradients(pipeline), gradients(plain))
 
 
-def test_hook_on_a_weight_in_two_places_sees_one_gradient(piped: Pipe) -> None:
+def test_hook_on_a_weight_in_two_places_sees_one_gradient(pipe: Pipe) -> None:
     plain, seen = shared_by_all_stages(), []
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain, stages=3)):
         module.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient))
         step(module, rows(7))
 

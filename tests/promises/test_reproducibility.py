@@ -2,20 +2,20 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, gradients, rows, whole_batch_loss
+from tests.support.pipes import MODES, Pipe
+
+pytestmark = pytest.mark.usefixtures("own_generator")
 
 W, N, CHUNKS = 3, 3, 4
 TIMES = 100
-MODES: list[Mode] = ["always", "except_last", "never", 2]
 
 
 def attention(x: Tensor) -> Tensor:
@@ -31,12 +31,6 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _generators_left_as_they_were() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        yield
-
-
 def dawdle(x: Tensor) -> Tensor:
     """Takes some time that is never the same."""
     time.sleep(random.uniform(0.0, 0.001))
@@ -48,21 +42,6 @@ def drawing(draw: Callable[[], nn.Module]) -> nn.Sequential:
     torch.manual_seed(1)
     stage = [lambda: nn.Linear(W, W), lambda: Call(dawdle), draw, nn.Tanh]
     return nn.Sequential(*(make() for make in stage * N)).double()
-
-
-@pytest.fixture
-def piped() -> Iterator[Callable[..., GPipe]]:
-    """Makes a pipeline of such a module, on a thread for each stage."""
-    pipelines = []
-
-    def pipe(draw: Callable[[], nn.Module], **more: Any) -> GPipe:
-        devices = ["cpu"] * N
-        pipelines.append(GPipe(drawing(draw), [4] * N, devices=devices, chunks=CHUNKS, **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 def seeded_step(pipeline: GPipe) -> dict[str, Tensor]:
@@ -88,13 +67,12 @@ def different(steps: Sequence[dict[str, Tensor]]) -> list[tuple[int, str]]:
     ]
 
 
-Pipe = Callable[..., GPipe]
 each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 
 
 @each_draw
-def test_step_repeated(draw: Callable[[], nn.Module], piped: Pipe) -> None:
-    pipeline = piped(draw)
+def test_step_repeated(draw: Callable[[], nn.Module], pipe: Pipe) -> None:
+    pipeline = pipe(drawing(draw), stages=N, chunks=CHUNKS)
 
     steps = [seeded_step(pipeline) for _ in range(TIMES)]
 
@@ -105,9 +83,9 @@ def test_step_repeated(draw: Callable[[], nn.Module], piped: Pipe) -> None:
 
 
 @each_draw
-def test_first_step_repeated(draw: Callable[[], nn.Module], piped: Pipe) -> None:
+def test_first_step_repeated(draw: Callable[[], nn.Module], pipe: Pipe) -> None:
     steps = [
-        seeded_step(piped(draw, activation_checkpointing=mode, threads=threads))
+        seeded_step(pipe(drawing(draw), stages=N, chunks=CHUNKS, mode=mode, threads=threads))
         for mode in MODES
         for threads in (True, True, False)
     ]
@@ -116,8 +94,8 @@ def test_first_step_repeated(draw: Callable[[], nn.Module], piped: Pipe) -> None
 
 
 @each_draw
-def test_forward_without_gradients_repeated(draw: Callable[[], nn.Module], piped: Pipe) -> None:
-    pipeline = piped(draw)
+def test_forward_without_gradients_repeated(draw: Callable[[], nn.Module], pipe: Pipe) -> None:
+    pipeline = pipe(drawing(draw), stages=N, chunks=CHUNKS)
     forwards = []
 
     for _ in range(TIMES):
@@ -130,8 +108,8 @@ def test_forward_without_gradients_repeated(draw: Callable[[], nn.Module], piped
 
 
 @each_draw
-def test_seed_goes_on_from_step_to_step(draw: Callable[[], nn.Module], piped: Pipe) -> None:
-    pipeline = piped(draw)
+def test_seed_goes_on_from_step_to_step(draw: Callable[[], nn.Module], pipe: Pipe) -> None:
+    pipeline = pipe(drawing(draw), stages=N, chunks=CHUNKS)
     runs = []
 
     for _ in range(5):

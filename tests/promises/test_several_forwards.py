@@ -4,7 +4,7 @@ Each forward has an activation or an input of its own to keep, and a recomputati
 find the layers, their training mode, their buffers and their random numbers as its forward did.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -13,43 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, assert_same, gradients, perceptron, rows
+from tests.support.pipes import Pipe, every_mode
+from tests.support.process import seeded
+
+pytestmark = every_mode
 
 W = 3
-MODES: list[Mode] = ["always", "except_last", "never", 1]
-
-Pipe = Callable[..., GPipe]
 Run = Callable[[nn.Module], list[Tensor]]  # forwards and backwards of a module; what came of them
-
-
-@pytest.fixture(params=MODES, ids=str)
-def mode(request: pytest.FixtureRequest) -> Mode:
-    return request.param
-
-
-@pytest.fixture
-def piped(mode: Mode) -> Iterator[Pipe]:
-    """Makes a pipeline of two stages of a copy of a module."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, **more: Any) -> GPipe:
-        half = len(module) // 2
-        more = {"devices": ["cpu", "cpu"], "chunks": 3, **more}
-        pipelines.append(
-            GPipe(
-                deepcopy(module),
-                [half, len(module) - half],
-                activation_checkpointing=mode,
-                **more,
-            )
-        )
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 @pytest.fixture
@@ -74,7 +46,7 @@ def a_loss(y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]], ids=str)
 def test_three_forwards_and_their_backwards(
-    piped: Pipe, plain: nn.Sequential, order: list[int]
+    pipe: Pipe, plain: nn.Sequential, order: list[int]
 ) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         inputs = [rows(4 + k, seed=k) for k in range(3)]
@@ -83,30 +55,30 @@ def test_three_forwards_and_their_backwards(
             losses[k].backward()
         return [x.grad for x in inputs if x.grad is not None]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_three_forwards_before_one_backward(piped: Pipe, plain: nn.Sequential) -> None:
+def test_three_forwards_before_one_backward(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         outputs = [module(rows(4 + k, seed=k)) for k in range(3)]
         loss = a_loss(torch.cat(outputs)) * outputs[1].mean()
         loss.backward()
         return [loss.detach()]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_contrast_of_two_views(piped: Pipe, plain: nn.Sequential) -> None:
+def test_contrast_of_two_views(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         one, other = module(rows(7)), module(rows(7, seed=1))
         loss = nn.functional.cross_entropy(one @ other.t(), torch.arange(7))
         loss.backward()
         return [loss.detach()]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_backwards_and_forwards_by_turns(piped: Pipe, plain: nn.Sequential) -> None:
+def test_backwards_and_forwards_by_turns(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         ahead = module(rows(7))
         for seed in range(1, 4):
@@ -114,10 +86,10 @@ def test_backwards_and_forwards_by_turns(piped: Pipe, plain: nn.Sequential) -> N
             a_loss(now).backward()
         return [ahead.detach()]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_output_as_the_next_input_several_times(piped: Pipe, plain: nn.Sequential) -> None:
+def test_output_as_the_next_input_several_times(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         x = state = rows(7)
         for _ in range(3):
@@ -126,10 +98,10 @@ def test_output_as_the_next_input_several_times(piped: Pipe, plain: nn.Sequentia
         assert x.grad is not None
         return [x.grad]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_forward_that_is_kept_and_never_used(piped: Pipe, plain: nn.Sequential) -> None:
+def test_forward_that_is_kept_and_never_used(pipe: Pipe, plain: nn.Sequential) -> None:
     kept: list[Tensor] = []
 
     def run(module: nn.Module) -> list[Tensor]:
@@ -139,21 +111,21 @@ def test_forward_that_is_kept_and_never_used(piped: Pipe, plain: nn.Sequential) 
         a_loss(y).backward()
         return [y.detach()]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
     assert all(y.requires_grad for y in kept)
 
 
-def test_forward_that_goes_before_its_backward(piped: Pipe, plain: nn.Sequential) -> None:
+def test_forward_that_goes_before_its_backward(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         y = module(rows(5, seed=1))
         del y
         a_loss(module(rows(7))).backward()
         return []
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_losses_that_are_weighed_by_gradients(piped: Pipe, plain: nn.Sequential) -> None:
+def test_losses_that_are_weighed_by_gradients(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         weight = next(module.parameters())
         norms = []
@@ -164,7 +136,7 @@ def test_losses_that_are_weighed_by_gradients(piped: Pipe, plain: nn.Sequential)
         (a_loss(module(rows(7))) * norms[0] / norms[1]).backward()
         return norms
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
 # Other modes in between.
@@ -172,7 +144,7 @@ def test_losses_that_are_weighed_by_gradients(piped: Pipe, plain: nn.Sequential)
 
 @pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
 def test_forward_without_gradients_in_between(
-    piped: Pipe, plain: nn.Sequential, enter: Callable[[], Any]
+    pipe: Pipe, plain: nn.Sequential, enter: Callable[[], Any]
 ) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         y = module(rows(7))
@@ -182,7 +154,7 @@ def test_forward_without_gradients_in_between(
         loss.backward()
         return [loss.detach()]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
 def normalised() -> nn.Sequential:
@@ -194,7 +166,7 @@ def normalised() -> nn.Sequential:
 # With one micro-batch, what it is normalised by is the plain module's; with more, only the
 # statistics are.
 @pytest.mark.parametrize("gradients_in_eval", [False, True])
-def test_evaluation_in_between_with_batch_norm(piped: Pipe, gradients_in_eval: bool) -> None:
+def test_evaluation_in_between_with_batch_norm(pipe: Pipe, gradients_in_eval: bool) -> None:
     plain = normalised()
 
     def run(module: nn.Module) -> list[Tensor]:
@@ -206,12 +178,12 @@ def test_evaluation_in_between_with_batch_norm(piped: Pipe, gradients_in_eval: b
         a_loss(y).backward()
         return [y.detach(), z.detach()]
 
-    assert_same_ends(run, piped(plain, chunks=1), plain)
+    assert_same_ends(run, pipe(plain, chunks=1), plain)
 
 
-def test_running_statistics_with_evaluations_in_between(piped: Pipe) -> None:
+def test_running_statistics_with_evaluations_in_between(pipe: Pipe) -> None:
     plain = normalised()
-    pipeline = piped(plain)
+    pipeline = pipe(plain)
 
     for module in (plain, pipeline):
         for seed in range(3):
@@ -226,7 +198,7 @@ def test_running_statistics_with_evaluations_in_between(piped: Pipe) -> None:
     assert pipeline.get_buffer("1.num_batches_tracked") == 3
 
 
-def test_training_forwards_with_batch_norm(piped: Pipe) -> None:
+def test_training_forwards_with_batch_norm(pipe: Pipe) -> None:
     plain = normalised()
 
     def run(module: nn.Module) -> list[Tensor]:
@@ -235,15 +207,15 @@ def test_training_forwards_with_batch_norm(piped: Pipe) -> None:
             loss.backward()
         return [loss.detach() for loss in losses]
 
-    assert_same_ends(run, piped(plain, chunks=1), plain)
+    assert_same_ends(run, pipe(plain, chunks=1), plain)
 
 
 def test_statistics_that_move_between_an_evaluation_and_its_backward(
-    piped: Pipe, mode: Mode
+    pipe: Pipe, mode: Mode
 ) -> None:
     """The plain module takes the moved ones, without an error, for a gradient that is none."""
     plain = normalised().eval()
-    pipeline = piped(plain)
+    pipeline = pipe(plain)
     a_loss(plain(rows(7))).backward()
 
     loss = a_loss(pipeline(rows(7)))
@@ -264,15 +236,8 @@ def dropping() -> nn.Sequential:
     return nn.Sequential(*layers).double()
 
 
-def seeded(run: Callable[[], list[Tensor]]) -> list[Tensor]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        return run()
-
-
-def test_other_forwards_in_between_with_dropout(piped: Pipe) -> None:
-    pipeline, undisturbed = piped(dropping()), piped(dropping())
-    undisturbed.activation_checkpointing = "never"
+def test_other_forwards_in_between_with_dropout(pipe: Pipe) -> None:
+    pipeline, undisturbed = pipe(dropping()), pipe(dropping(), mode="never")
 
     def ends(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
         a_loss(y).backward()
@@ -293,22 +258,22 @@ def test_other_forwards_in_between_with_dropout(piped: Pipe) -> None:
         torch.rand(3)
         return ends(pipeline, x, y)
 
-    assert_same(seeded(among_others), seeded(alone))
+    with seeded():
+        expected = alone()
+    with seeded():
+        assert_same(among_others(), expected)
 
 
-def test_evaluation_in_between_with_dropout_draws_nothing(piped: Pipe) -> None:
-    pipeline = piped(dropping()).eval()
+def test_evaluation_in_between_with_dropout_draws_nothing(pipe: Pipe) -> None:
+    pipeline = pipe(dropping()).eval()
     plain = dropping().eval()
 
-    def run() -> list[Tensor]:
-        with torch.no_grad():
-            y = pipeline(rows(7))
-        return [y, torch.rand(2)]
-
-    y, number = seeded(run)
+    with seeded(), torch.no_grad():
+        y, number = pipeline(rows(7)), torch.rand(2)
 
     assert_same(y, plain(rows(7)).detach())
-    assert_same(number, seeded(lambda: [torch.rand(2)])[0])
+    with seeded():
+        assert_same(number, torch.rand(2))
 
 
 # Within something larger.
@@ -339,13 +304,13 @@ def of_larger(module: Larger) -> list[Tensor]:
     return []
 
 
-def test_pipeline_with_parts_before_and_after(piped: Pipe, plain: nn.Sequential) -> None:
-    assert_same_ends(of_larger, larger(piped(plain)), larger(plain))  # type: ignore[arg-type]
+def test_pipeline_with_parts_before_and_after(pipe: Pipe, plain: nn.Sequential) -> None:
+    assert_same_ends(of_larger, larger(pipe(plain)), larger(plain))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_of_the_larger_module(
-    piped: Pipe, plain: nn.Sequential, use_reentrant: bool
+    pipe: Pipe, plain: nn.Sequential, use_reentrant: bool
 ) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         inputs = [rows(7), rows(5, seed=1)]
@@ -353,12 +318,12 @@ def test_checkpoint_of_the_larger_module(
         (a_loss(outputs[0]) * outputs[1].sum()).backward()
         return [x.grad for x in inputs if x.grad is not None]
 
-    assert_same_ends(run, larger(piped(plain)), larger(plain))
+    assert_same_ends(run, larger(pipe(plain)), larger(plain))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_of_the_parts_around(
-    piped: Pipe, plain: nn.Sequential, use_reentrant: bool
+    pipe: Pipe, plain: nn.Sequential, use_reentrant: bool
 ) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         before, middle = module.children()
@@ -371,7 +336,7 @@ def test_checkpoint_of_the_parts_around(
 
     before = perceptron(4)
     pipeline, whole = (
-        nn.ModuleList([deepcopy(before), piped(plain)]),
+        nn.ModuleList([deepcopy(before), pipe(plain)]),
         nn.ModuleList([before, plain]),
     )
     assert_same_ends(run, pipeline, whole)
@@ -393,7 +358,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_layers_that_checkpoint_themselves(piped: Pipe, use_reentrant: bool) -> None:
+def test_layers_that_checkpoint_themselves(pipe: Pipe, use_reentrant: bool) -> None:
     torch.manual_seed(3)
     layers = [Checkpointed(use_reentrant=use_reentrant) for _ in range(4)]
     plain = nn.Sequential(*layers).double()
@@ -405,12 +370,12 @@ def test_layers_that_checkpoint_themselves(piped: Pipe, use_reentrant: bool) -> 
             loss.backward()
         return [x.grad for x in inputs if x.grad is not None]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)
 
 
-def test_two_pipelines_one_after_the_other(piped: Pipe, plain: nn.Sequential) -> None:
+def test_two_pipelines_one_after_the_other(pipe: Pipe, plain: nn.Sequential) -> None:
     both = nn.Sequential(plain, Call(torch.sin), deepcopy(plain))
-    pipelines = nn.Sequential(piped(plain), Call(torch.sin), piped(plain))
+    pipelines = nn.Sequential(pipe(plain), Call(torch.sin), pipe(plain))
 
     def run(module: nn.Module) -> list[Tensor]:
         losses = [a_loss(module(rows(7, seed=k))) for k in range(2)]
@@ -421,7 +386,7 @@ def test_two_pipelines_one_after_the_other(piped: Pipe, plain: nn.Sequential) ->
     assert_same_ends(run, pipelines, both)
 
 
-def test_one_pipeline_in_two_places_of_a_graph(piped: Pipe, plain: nn.Sequential) -> None:
+def test_one_pipeline_in_two_places_of_a_graph(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         x = rows(7)
         one, other = module(x), module(x.sin())
@@ -429,4 +394,4 @@ def test_one_pipeline_in_two_places_of_a_graph(piped: Pipe, plain: nn.Sequential
         assert x.grad is not None
         return [x.grad]
 
-    assert_same_ends(run, piped(plain), plain)
+    assert_same_ends(run, pipe(plain), plain)

@@ -1,10 +1,10 @@
 """Promise: a skip connection is as in the plain nn.Sequential, and gives the same numbers.
 
 Whatever the balance, the chunks, the recomputation and the devices; also where tensors are shared,
-edited or absent, for which what the plain module makes of it is the yardstick.
+edited or absent, for which the plain module is the yardstick.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from itertools import pairwise
@@ -18,32 +18,15 @@ from torch import Tensor, nn
 
 from lightning_gpipe import whole
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from lightning_gpipe.core.skip.flight import in_flight
 from lightning_gpipe.core.verify.verification import verify
 from lightning_gpipe.skip import with_skips
-from tests.support.models import Call, assert_same, gradients, rows, step
+from tests.support.models import Call, assert_same, assert_same_step, gradients, rows, step
+from tests.support.pipes import MODES, Pipe, every_mode, with_and_without_threads
+from tests.support.process import seeded
 from tests.support.skip_layers import Join, Of, Pop, Stash, added, ignored, itself, pair
 
 W = 3
-MODES: list[Mode] = ["always", "except_last", "never", 1]
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture
-def piped() -> Iterator[Pipe]:
-    """Makes a pipeline of a copy of a module, on as many devices as stages unless told."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, balance: list[int], **more: Any) -> GPipe:
-        more = {"devices": ["cpu"] * len(balance), "chunks": 3, **more}
-        pipelines.append(GPipe(deepcopy(module), balance, **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 def linear() -> nn.Module:
@@ -66,8 +49,8 @@ def crossing() -> nn.Sequential:
 # Transparency.
 
 
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@with_and_without_threads
+@every_mode
 @pytest.mark.parametrize(
     "balance, devices",
     [
@@ -80,39 +63,30 @@ def crossing() -> nn.Sequential:
         ([3, 2, 2, 3], 2),
     ],
 )
-def test_crossing_and_nested_skips(
-    balance: list[int], devices: int, mode: Mode, threads: bool, piped: Pipe
-) -> None:
+def test_crossing_and_nested_skips(balance: list[int], devices: int, pipe: Pipe) -> None:
     module = crossing()
-    pipeline = piped(
-        module,
-        balance,
-        devices=["cpu"] * devices,
-        activation_checkpointing=mode,
-        threads=threads,
-    )
+    pipeline = pipe(module, balance, devices=devices)
 
     for count in (7, 2, 1):
-        actual, expected = step(pipeline, rows(count)), step(module, rows(count))
-        assert_same(actual._asdict(), expected._asdict())
+        assert_same_step(pipeline, module, rows(count))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize("over", [0, 1, 8])
-def test_skip_over_so_many_stages(over: int, mode: Mode, piped: Pipe) -> None:
+def test_skip_over_so_many_stages(over: int, pipe: Pipe) -> None:
     module = around(*(nn.Tanh() for _ in range(over)), of=torch.sin, join=torch.mul)
-    pipeline = piped(module, [1] * (over + 2), activation_checkpointing=mode)
+    pipeline = pipe(module, [1] * (over + 2))
 
     for _ in range(2):
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_skips_in_eval_mode_and_statistics_of_batch_norms(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_skips_in_eval_mode_and_statistics_of_batch_norms(pipe: Pipe) -> None:
     stash, pop = pair()
     norm = nn.BatchNorm1d(W).double()  # the skip comes before it, so it sees what it sees plain
     module = nn.Sequential(linear(), stash, norm, nn.Tanh(), pop)
-    pipeline = piped(module, [1, 1, 2, 1], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 2, 1])
 
     for seed in range(3):
         step(pipeline, rows(10, seed=seed))
@@ -121,7 +95,7 @@ def test_skips_in_eval_mode_and_statistics_of_batch_norms(mode: Mode, piped: Pip
 
     for each in (pipeline.eval(), module.eval()):
         each.zero_grad()
-    assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+    assert_same_step(pipeline, module, rows(7))
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -146,16 +120,16 @@ KINDS: dict[str, tuple[Of, Join]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]])
-def test_kinds_of_skips(kind: str, balance: list[int], mode: Mode, piped: Pipe) -> None:
+def test_kinds_of_skips(kind: str, balance: list[int], pipe: Pipe) -> None:
     of, join = KINDS[kind]
     module = around(linear(), nn.Tanh(), of=of, join=join)
-    pipeline = piped(module, balance, activation_checkpointing=mode)
+    pipeline = pipe(module, balance)
 
     for _ in range(2):
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
 @st.composite
@@ -206,8 +180,7 @@ def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:
 
     try:
         for _ in range(2):
-            actual, expected = step(pipeline, batch), step(plain, batch)
-            assert_same(actual._asdict(), expected._asdict())
+            assert_same_step(pipeline, plain, batch)
     finally:
         pipeline.close()
 
@@ -216,38 +189,36 @@ def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("join", [added, lambda x, skip: x if skip is None else edited(x, skip)])
-def test_skip_that_is_none_in_some_steps(join: Join, piped: Pipe) -> None:
+def test_skip_that_is_none_in_some_steps(join: Join, pipe: Pipe) -> None:
     """0.2: one that was None at first and then edited in place counted as one that is not."""
 
     def of(x: Tensor) -> Tensor | None:
         return x * 2 if there else None
 
     module = around(nn.Tanh(), of=of, join=join)
-    pipeline = piped(module, [1, 1, 1])
+    pipeline = pipe(module, [1, 1, 1])
 
     for there in (False, True, False, True):  # noqa: B007  # `of` sees it
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize(
     "then", [torch.detach, lambda x: x.argmax(1, keepdim=True)], ids=["detached", "integers"]
 )
-def test_only_the_skip_needs_a_gradient(
-    then: Callable[[Tensor], Tensor], mode: Mode, piped: Pipe
-) -> None:
+def test_only_the_skip_needs_a_gradient(then: Callable[[Tensor], Tensor], pipe: Pipe) -> None:
     """0.1: the stage between had no gradients to send, and backward failed on their number."""
     stash, pop = Stash(torch.tanh, then), Pop()
     module = nn.Sequential(linear(), stash, Call(lambda x: x + 1), pop)
-    pipeline = piped(module, [1, 1, 1, 1], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 1, 1])
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+    assert_same_step(pipeline, module, rows(7))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_frozen_part(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_frozen_part(pipe: Pipe) -> None:
     module = around(linear(), linear(), of=torch.tanh)
-    pipeline = piped(module, [1, 1, 2], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 2])
     x = rows(7).detach()
 
     for frozen in ([0], [1], [2], [0, 1], [0, 1, 2]):
@@ -258,46 +229,44 @@ def test_frozen_part(mode: Mode, piped: Pipe) -> None:
         if len(frozen) == 3:
             assert_same(pipeline(x), module(x))
         else:
-            assert_same(step(pipeline, x)._asdict(), step(module, x)._asdict())
+            assert_same_step(pipeline, module, x)
 
 
 BALANCES = [[3], [2, 1], [1, 2], [1, 1, 1]]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize("balance", BALANCES)
-def test_output_that_is_stashed_and_edited_by_a_later_layer(
-    balance: list[int], mode: Mode, piped: Pipe
-) -> None:
+def test_output_that_is_stashed_and_edited_by_a_later_layer(balance: list[int], pipe: Pipe) -> None:
     module = around(nn.ReLU(inplace=True))
-    pipeline = piped(module, balance, activation_checkpointing=mode)
+    pipeline = pipe(module, balance)
     if len(balance) == 3:  # the two names of the tensor are on two stages
         with pytest.raises(RuntimeError, match="must not edit a tensor that a skip connection"):
             pipeline(rows(7))
         return
 
     for _ in range(2):
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
 @pytest.mark.parametrize("balance", BALANCES)
-def test_popped_tensor_that_is_edited_and_is_the_input_too(balance: list[int], piped: Pipe) -> None:
+def test_popped_tensor_that_is_edited_and_is_the_input_too(balance: list[int], pipe: Pipe) -> None:
     module = around(nn.Identity(), join=edited)
-    pipeline = piped(module, balance)
+    pipeline = pipe(module, balance)
     if len(balance) == 3:
         with pytest.raises(RuntimeError, match="must not edit a tensor that a skip connection"):
             pipeline(rows(7))
         return
 
     for _ in range(2):
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_edit_of_a_popped_tensor_that_backward_needs(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_edit_of_a_popped_tensor_that_backward_needs(pipe: Pipe) -> None:
     """The plain module raises; here the tensor that is saved is another one."""
     module = around(nn.Tanh(), of=torch.tanh, join=edited)
-    pipeline = piped(module, [1, 1, 1], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 1])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(module, rows(7))
     module.zero_grad()
@@ -306,13 +275,13 @@ def test_edit_of_a_popped_tensor_that_backward_needs(mode: Mode, piped: Pipe) ->
     pop.join = lambda x, skip: edited(x, skip.clone())
 
     for _ in range(2):
-        assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+        assert_same_step(pipeline, module, rows(7))
 
 
-def test_stash_of_what_is_no_tensor(piped: Pipe) -> None:
+def test_stash_of_what_is_no_tensor(pipe: Pipe) -> None:
     """0.2: the tensors in a tuple kept their graph, and backward ran from stage to stage."""
     of: Any = lambda x: (x, x)  # noqa: E731  # what a type checker would refuse
-    pipeline = piped(around(nn.Tanh(), of=of, join=ignored), [1, 1, 1])
+    pipeline = pipe(around(nn.Tanh(), of=of, join=ignored), [1, 1, 1])
 
     with pytest.raises(TypeError, match="skip"):
         pipeline(rows(7))
@@ -328,19 +297,19 @@ class StashWeight(nn.Module):
         return x, {"skip": self.weight}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_stashed_parameter(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_stashed_parameter(pipe: Pipe) -> None:
     module = nn.Sequential(StashWeight(), linear(), nn.Tanh(), Pop(torch.mul))
-    pipeline = piped(module, [1, 1, 2], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 2])
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+    assert_same_step(pipeline, module, rows(7))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_stashed_tensor_of_the_whole_batch(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_stashed_tensor_of_the_whole_batch(pipe: Pipe) -> None:
     stash = Stash(lambda inputs: inputs["table"], lambda inputs: inputs["x"])
     module = nn.Sequential(stash, linear(), Pop(lambda x, table: x @ table.t().sin() @ table))
-    pipeline = piped(module, [1, 1, 1], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 1])
 
     found = []
     for each in (module, pipeline):
@@ -355,11 +324,11 @@ def test_stashed_tensor_of_the_whole_batch(mode: Mode, piped: Pipe) -> None:
 @pytest.mark.parametrize("manager", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_gradients(
-    kind: str, manager: Callable[[], AbstractContextManager[Any]], piped: Pipe
+    kind: str, manager: Callable[[], AbstractContextManager[Any]], pipe: Pipe
 ) -> None:
     of, join = KINDS[kind]
     module = around(nn.Tanh(), of=of, join=join)
-    pipeline = piped(module, [1, 1, 1])
+    pipeline = pipe(module, [1, 1, 1])
 
     for _ in range(2):
         with manager():
@@ -368,8 +337,8 @@ def test_without_gradients(
         assert actual.is_inference() == expected.is_inference()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_autocast(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_autocast(pipe: Pipe) -> None:
     types: list[torch.dtype] = []
 
     def join(x: Tensor, skip: Tensor) -> Tensor:
@@ -377,7 +346,7 @@ def test_autocast(mode: Mode, piped: Pipe) -> None:
         return x + skip
 
     module = around(linear(), linear(), join=join).float()
-    pipeline = piped(module, [1, 1, 1, 1], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 1, 1, 1])
     x = rows(6).detach().float()
 
     for each in (module, pipeline):
@@ -390,15 +359,14 @@ def test_autocast(mode: Mode, piped: Pipe) -> None:
     torch.testing.assert_close(gradients(pipeline), gradients(module), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
+@with_and_without_threads
+def test_dropout_is_the_same_under_a_seed(pipe: Pipe) -> None:
     module = around(nn.Dropout(), linear(), of=nn.Dropout())
     steps = []
 
     for mode in MODES:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            pipeline = piped(module, [1, 1, 2], activation_checkpointing=mode, threads=threads)
+        with seeded():
+            pipeline = pipe(module, [1, 1, 2], mode=mode)
             steps.append([step(pipeline, rows(8))._asdict() for _ in range(2)])
 
     for other in steps[1:]:
@@ -406,10 +374,10 @@ def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
     assert not torch.equal(steps[0][0]["output"], steps[0][1]["output"])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_forwards_before_a_backward(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_two_forwards_before_a_backward(pipe: Pipe) -> None:
     module = crossing()
-    pipeline = piped(module, [1, 4, 5], activation_checkpointing=mode)
+    pipeline = pipe(module, [1, 4, 5])
 
     for each in (module, pipeline):
         one, other = each(rows(7)), each(rows(4, seed=1))
@@ -418,16 +386,16 @@ def test_two_forwards_before_a_backward(mode: Mode, piped: Pipe) -> None:
     assert_same(gradients(pipeline), gradients(module))
 
 
-def test_copied_pipeline(piped: Pipe) -> None:
+def test_copied_pipeline(pipe: Pipe) -> None:
     module = crossing()
-    copied = deepcopy(piped(module, [1, 4, 5]))
+    copied = deepcopy(pipe(module, [1, 4, 5]))
 
-    assert_same(step(copied, rows(7))._asdict(), step(module, rows(7))._asdict())
+    assert_same_step(copied, module, rows(7))
     copied.close()
 
 
-def test_verify(piped: Pipe) -> None:
-    pipeline = piped(crossing(), [1, 4, 5])
+def test_verify(pipe: Pipe) -> None:
+    pipeline = pipe(crossing(), [1, 4, 5])
 
     verify(pipeline, rows(7)).check()
     assert not in_flight()

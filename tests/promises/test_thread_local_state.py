@@ -9,7 +9,6 @@ packed, FLOPs counted, errors raised.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,35 +26,7 @@ from lightning_gpipe.core.frontends.install import install, remove
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, assert_same, gradients, perceptron, rows, step
-
-MODES: list[Mode] = ["always", "except_last", "never", 1]
-RECOMPUTED = {"always": 3, "except_last": 2, "never": 0, 1: 1}
-M = 3  # of 3, 2 and 2 rows
-on_every_mode = pytest.mark.parametrize("mode", MODES)
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture
-def piped() -> Iterator[Pipe]:
-    """Makes a pipeline of a copy of a module, on threads."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, mode: Mode = "never", *, copy: bool = True) -> GPipe:
-        n = 3 if len(module) % 3 == 0 else 2
-        pipeline = GPipe(
-            deepcopy(module) if copy else module,
-            [len(module) // n] * n,
-            devices=["cpu"] * n,
-            chunks=M,
-            activation_checkpointing=mode,
-        )
-        pipelines.append(pipeline)
-        return pipeline
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
+from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 
 class Spy(nn.Module):
@@ -178,13 +149,13 @@ def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: Mode) -> None:
         assert one.backwards == other.backwards * M
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("during", ["forward", "backward", "both"])
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_layers_see_the_callers_state(piped: Pipe, state: State, during: str, mode: Mode) -> None:
+def test_layers_see_the_callers_state(pipe: Pipe, state: State, during: str, mode: Mode) -> None:
     """0.1: recomputation had the context variables of backward."""
     plain = spied(state.look)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
     for module in (plain, pipeline):
         x = torch.ones(7, 3, requires_grad=True)
@@ -198,11 +169,11 @@ def test_layers_see_the_callers_state(piped: Pipe, state: State, during: str, mo
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("state", OF_THE_PROCESS.values(), ids=OF_THE_PROCESS)
-def test_layers_see_the_state_of_the_process(piped: Pipe, state: State, mode: Mode) -> None:
+def test_layers_see_the_state_of_the_process(pipe: Pipe, state: State, mode: Mode) -> None:
     plain = spied(state.look)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
     for module in (plain, pipeline):
         x = torch.ones(7, 3, requires_grad=True)
@@ -213,9 +184,9 @@ def test_layers_see_the_state_of_the_process(piped: Pipe, state: State, mode: Mo
 
 
 @pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode], ids=lambda f: f.__name__)
-def test_layers_see_that_nothing_is_recorded(piped: Pipe, enter: Callable[[], Any]) -> None:
+def test_layers_see_that_nothing_is_recorded(pipe: Pipe, enter: Callable[[], Any]) -> None:
     plain = spied(lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-    pipeline = piped(plain)
+    pipeline = pipe(plain, stages=3)
 
     for module in (plain, pipeline):
         with enter():
@@ -226,11 +197,11 @@ def test_layers_see_that_nothing_is_recorded(piped: Pipe, enter: Callable[[], An
         assert one.forwards == other.forwards * M
 
 
-def test_caller_keeps_its_state(piped: Pipe) -> None:
+def test_caller_keeps_its_state(pipe: Pipe) -> None:
     def look() -> Any:
         return look_at_autocast(), torch.is_grad_enabled(), torch.empty(0).device, MODE.get()
 
-    pipeline, x = piped(perceptron(6)), rows(7)
+    pipeline, x = pipe(perceptron(6), stages=3), rows(7)
     with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), variable():
         before = look()
         pipeline(x)
@@ -247,11 +218,11 @@ class Shifted(nn.Module):
         return (x + torch.linspace(0.1, 1, 3)).sin()
 
 
-@on_every_mode
-def test_default_dtype_in_forward_only(piped: Pipe, mode: Mode) -> None:
+@every_mode
+def test_default_dtype_in_forward_only(pipe: Pipe) -> None:
     """0.1: recomputation made its tensors in the default dtype of backward, so less exact ones."""
     plain = nn.Sequential(*perceptron(2), Shifted(), *perceptron(2), Shifted())
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
 
     for module in (plain, pipeline):
         with default_dtype():
@@ -264,10 +235,10 @@ def test_default_dtype_in_forward_only(piped: Pipe, mode: Mode) -> None:
 # Saved tensors.
 
 
-@on_every_mode
-def test_offloading_to_the_cpu(piped: Pipe, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+@every_mode
+def test_offloading_to_the_cpu(pipe: Pipe, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = perceptron(6)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
     counts, real = [0], Tensor.cpu
 
     def cpu(tensor: Tensor) -> Tensor:
@@ -290,8 +261,8 @@ def test_offloading_to_the_cpu(piped: Pipe, mode: Mode, monkeypatch: pytest.Monk
     assert_same(gradients(pipeline), gradients(plain))
 
 
-@on_every_mode
-def test_offloading_to_a_disk(piped: Pipe, mode: Mode, tmp_path: Path) -> None:
+@every_mode
+def test_offloading_to_a_disk(pipe: Pipe, tmp_path: Path) -> None:
     def pack(tensor: Tensor) -> Path:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}-{id(tensor)}.pt"
         torch.save(tensor, path)
@@ -301,7 +272,7 @@ def test_offloading_to_a_disk(piped: Pipe, mode: Mode, tmp_path: Path) -> None:
         return torch.load(path)
 
     plain = perceptron(6)
-    pipeline = piped(plain, mode)
+    pipeline = pipe(plain, stages=3)
     with saved_tensors_hooks(pack, unpack):
         actual = step(pipeline, rows(7))
 
@@ -309,7 +280,7 @@ def test_offloading_to_a_disk(piped: Pipe, mode: Mode, tmp_path: Path) -> None:
     assert_same(actual._asdict(), step(plain, rows(7))._asdict())
 
 
-def test_innermost_hooks_are_those_that_pack(piped: Pipe) -> None:
+def test_innermost_hooks_are_those_that_pack(pipe: Pipe) -> None:
     packed: list[str] = []
 
     def hooks(name: str) -> saved_tensors_hooks:
@@ -319,7 +290,7 @@ def test_innermost_hooks_are_those_that_pack(piped: Pipe) -> None:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    pipeline = piped(perceptron(6))
+    pipeline = pipe(perceptron(6), stages=3)
     with hooks("outer"), hooks("inner"):
         pipeline(rows(7))
 
@@ -338,14 +309,14 @@ class Poison(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("k", [0, 3, 5])
-def test_anomaly_in_backward_reaches_the_caller(piped: Pipe, mode: Mode, k: int) -> None:
+def test_anomaly_in_backward_reaches_the_caller(pipe: Pipe, k: int) -> None:
     plain = perceptron(6)
     plain[k] = Poison()
 
     with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="Sqrt.*nan") as error:
-        piped(plain, mode)(rows(7)).sum().backward()
+        pipe(plain, stages=3)(rows(7)).sum().backward()
 
     assert f"on stage {k // 2} (" in error.value.__notes__[0]
 
@@ -365,15 +336,15 @@ class SineForTanhKernel(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@on_every_mode
+@every_mode
 @pytest.mark.parametrize("during", ["forward", "both"])
 @pytest.mark.parametrize("enter", [SineForTanh, SineForTanhKernel])
 def test_mode_that_changes_what_is_computed(
-    piped: Pipe, enter: Callable[[], Any], during: str, mode: Mode
+    pipe: Pipe, enter: Callable[[], Any], during: str
 ) -> None:
     """0.1: recomputation ran without; PyTorch itself leaves function modes to call backward."""
     plain = perceptron(6)
-    pipeline, unchanged = piped(plain, mode), plain(rows(7))
+    pipeline, unchanged = pipe(plain, stages=3), plain(rows(7))
     ends = []
 
     for module in (plain, pipeline):
@@ -407,10 +378,9 @@ def flops(module: nn.Module, x: Tensor) -> Flops:
 
 
 @pytest.mark.parametrize("chunks, mode", [(M, "never"), (M, 0), (1, "except_last"), (1, "never")])
-def test_flops_without_recomputation(piped: Pipe, chunks: int, mode: Mode) -> None:
+def test_flops_without_recomputation(pipe: Pipe, chunks: int) -> None:
     plain = perceptron(6)
-    pipeline = piped(plain, mode)
-    pipeline.chunks = chunks
+    pipeline = pipe(plain, stages=3, chunks=chunks)
 
     expected = flops(plain, rows(7))
 
@@ -419,20 +389,20 @@ def test_flops_without_recomputation(piped: Pipe, chunks: int, mode: Mode) -> No
 
 
 @pytest.mark.parametrize("mode, recomputed", [("always", 7), ("except_last", 5), (1, 3)])
-def test_flops_with_recomputation(piped: Pipe, mode: Mode, recomputed: int) -> None:
+def test_flops_with_recomputation(pipe: Pipe, recomputed: int) -> None:
     plain = perceptron(6)
 
-    found, expected = flops(piped(plain, mode), rows(7)), flops(plain, rows(7))
+    found, expected = flops(pipe(plain, stages=3), rows(7)), flops(plain, rows(7))
 
     assert found.forward == expected.forward
     assert found.backward == expected.backward + expected.forward * recomputed // 7
 
 
-def test_flops_of_a_step(piped: Pipe) -> None:
+def test_flops_of_a_step(pipe: Pipe) -> None:
     plain = perceptron(6)
     counts = []
 
-    for module in (plain, piped(plain)):
+    for module in (plain, pipe(plain, stages=3, mode="never")):
         with FlopCounterMode(display=False) as counter:
             step(module, rows(7))
         counts.append(counter.get_total_flops())
@@ -440,14 +410,14 @@ def test_flops_of_a_step(piped: Pipe) -> None:
     assert counts[1] == counts[0] > 0
 
 
-def test_flops_of_the_first_forward_with_dropout(piped: Pipe) -> None:
+def test_flops_of_the_first_forward_with_dropout(pipe: Pipe) -> None:
     """0.1: the first forward of a model that draws ran twice, and was counted twice."""
     plain = nn.Sequential(*perceptron(3), nn.Dropout(0.5), *perceptron(2))
 
-    assert flops(piped(plain), rows(7)) == flops(plain, rows(7))
+    assert flops(pipe(plain, stages=3, mode="never"), rows(7)) == flops(plain, rows(7))
 
 
-class Piped(L.LightningModule):
+class Pipelined(L.LightningModule):
     """A LightningModule whose layers may run as a pipeline."""
 
     def __init__(self) -> None:
@@ -464,10 +434,10 @@ class Piped(L.LightningModule):
 
 @pytest.mark.skipif(not hasattr(ModelSummary, "total_flops"), reason="older Lightning")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_flops_in_lightnings_summary(piped: Pipe, depth: int) -> None:
-    model = Piped()
+def test_flops_in_lightnings_summary(pipe: Pipe, depth: int) -> None:
+    model = Pipelined()
     expected = ModelSummary(model, max_depth=depth)
-    install(model.layers, piped(model.layers, "always", copy=False).forward)
+    install(model.layers, pipe(model.layers, stages=3, mode="always", copy=False).forward)
 
     found = ModelSummary(model, max_depth=depth)
     remove(model.layers)
@@ -481,8 +451,8 @@ def test_flops_in_lightnings_summary(piped: Pipe, depth: int) -> None:
 # What PyTorch tells to do for threads.
 
 
-def test_profiler_that_records_all_threads(piped: Pipe) -> None:
-    pipeline = piped(nn.Sequential(*perceptron(5), Call(lambda x: x.sin())))
+def test_profiler_that_records_all_threads(pipe: Pipe) -> None:
+    pipeline = pipe(nn.Sequential(*perceptron(5), Call(lambda x: x.sin())), mode="never")
     step(pipeline, rows(7))
     options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 

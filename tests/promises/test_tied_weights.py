@@ -4,8 +4,7 @@ Two devices take a GPU; a stage on the CPU beside one on a GPU will do. Without 
 stage is told that the weight lives elsewhere: it then works on a copy, as it would there.
 """
 
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import assert_same, gradients, perceptron, rows, step, whole_batch_loss
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
-MODES: list[Mode] = ["always", "except_last", "never"]
 WORDS, W = 5, 3
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -44,41 +42,29 @@ def tokens(seed: int = 0) -> Tensor:
     return torch.randint(WORDS, (7, 4), generator=torch.Generator().manual_seed(seed))
 
 
-Pipe = Callable[..., GPipe]
+Follow = Callable[..., GPipe]
 
 
 @pytest.fixture(
     params=["copies on the cpu", pytest.param("two devices", marks=[pytest.mark.gpu, CUDA])]
 )
-def piped(request: pytest.FixtureRequest) -> Iterator[Pipe]:
+def follow(request: pytest.FixtureRequest, pipe: Pipe) -> Follow:
     """Makes a pipeline of two stages, the second of which follows the first one's weight."""
-    pipelines: list[GPipe] = []
     devices = ["cpu", "cuda:0" if request.param == "two devices" else "cpu"]
 
-    def pipe(module: nn.Sequential, mode: Mode = "except_last", **more: Any) -> GPipe:
-        pipeline = GPipe(
-            deepcopy(module),
-            [2, len(module) - 2],
-            devices=devices,
-            chunks=3,
-            activation_checkpointing=mode,
-            **more,
-        )
-        head = pipeline[-1]
-        pipeline.stages[1].followed = frozenset({(head, "weight")})
-        pipelines.append(pipeline)
+    def make(module: nn.Sequential) -> GPipe:
+        pipeline = pipe(module, [2, len(module) - 2], devices=devices)
+        pipeline.stages[1].followed = frozenset({(pipeline[-1], "weight")})
         return pipeline
 
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
+    return make
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("threads", [True, False])
-def test_gradient_is_the_sum_of_both_uses(mode: Mode, threads: bool, piped: Pipe) -> None:
+@every_mode
+@with_and_without_threads
+def test_gradient_is_the_sum_of_both_uses(follow: Follow) -> None:
     module = language_model()
-    pipeline = piped(module, mode, threads=threads)
+    pipeline = follow(module)
 
     for seed in range(2):
         batch = tokens(seed)
@@ -89,8 +75,8 @@ def on_cpu(result: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, Tensor.cpu, result._asdict())
 
 
-def test_gradient_arrives_once(piped: Pipe) -> None:
-    pipeline = piped(language_model())
+def test_gradient_arrives_once(follow: Follow) -> None:
+    pipeline = follow(language_model())
     arrived: list[Tensor] = []
     weight = pipeline.get_parameter("0.weight")
     weight.register_post_accumulate_grad_hook(arrived.append)
@@ -101,9 +87,9 @@ def test_gradient_arrives_once(piped: Pipe) -> None:
     assert arrived[0] is weight
 
 
-def test_training(piped: Pipe) -> None:
+def test_training(follow: Follow) -> None:
     module = language_model()
-    pipeline = piped(module)
+    pipeline = follow(module)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, pipeline)]
 
     for seed in range(4):
@@ -118,9 +104,9 @@ def test_training(piped: Pipe) -> None:
     assert torch.equal(state["0.weight"], state["4.weight"])
 
 
-def test_sparse_gradient_of_the_embedding(piped: Pipe) -> None:
+def test_sparse_gradient_of_the_embedding(follow: Follow) -> None:
     module = language_model(sparse=True)
-    pipeline = piped(module)
+    pipeline = follow(module)
 
     for each in (module, pipeline):
         whole_batch_loss(each(tokens())).backward()
@@ -135,9 +121,9 @@ def test_sparse_gradient_of_the_embedding(piped: Pipe) -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_without_gradients(frozen: bool, piped: Pipe) -> None:
+def test_without_gradients(frozen: bool, follow: Follow) -> None:
     module = language_model().requires_grad_(not frozen)
-    pipeline = piped(module)
+    pipeline = follow(module)
 
     for value in (1.0, 2.0):
         for each in (module, pipeline):
@@ -146,16 +132,17 @@ def test_without_gradients(frozen: bool, piped: Pipe) -> None:
             assert_same(pipeline(tokens()).cpu(), module(tokens()))
 
 
-def test_frozen_weight_in_a_model_that_trains(piped: Pipe) -> None:
+def test_frozen_weight_in_a_model_that_trains(follow: Follow) -> None:
     module = language_model()
     module.get_parameter("0.weight").requires_grad_(False)
-    pipeline = piped(module)
+    pipeline = follow(module)
 
     assert_same(on_cpu(step(pipeline, tokens())), on_cpu(step(module, tokens())))
 
 
-def test_edit_between_forward_and_recomputation_is_refused(piped: Pipe) -> None:
-    pipeline = piped(language_model(), "always")
+@pytest.mark.parametrize("mode", ["always", "except_last", 1])
+def test_edit_between_forward_and_recomputation_is_refused(follow: Follow) -> None:
+    pipeline = follow(language_model())
     loss = whole_batch_loss(pipeline(tokens()))
     with torch.no_grad():
         pipeline.get_parameter("0.weight").mul_(2)
@@ -164,21 +151,21 @@ def test_edit_between_forward_and_recomputation_is_refused(piped: Pipe) -> None:
         loss.backward()
 
 
-def test_weight_of_three_layers(piped: Pipe) -> None:
+def test_weight_of_three_layers(follow: Follow) -> None:
     module = perceptron(6)
     module[2].weight = module[4].weight = module[0].weight
-    pipeline = piped(module)
+    pipeline = follow(module)
     places = {(pipeline[2], "weight"), (pipeline[4], "weight")}
     pipeline.stages[1].followed = frozenset(places)
 
     assert_same(on_cpu(step(pipeline, rows(7))), on_cpu(step(module, rows(7))))
 
 
-def test_weight_shared_with_what_is_around_the_pipeline() -> None:
+def test_weight_shared_with_what_is_around_the_pipeline(pipe: Pipe) -> None:
     module = language_model()
     body, head = module[:4], module[4]
     assert isinstance(body, nn.Sequential)
-    pipeline = GPipe(deepcopy(body), [2, 2], devices=["cpu", "cpu"], chunks=3)
+    pipeline = pipe(body)
     weight = pipeline.get_parameter("0.weight")
     outside = Head(weight)
     pipeline.share([weight], "cpu")
@@ -187,18 +174,16 @@ def test_weight_shared_with_what_is_around_the_pipeline() -> None:
     for each, last in ((body, head), (pipeline, outside)):
         whole_batch_loss(last(each(tokens()))).backward()
 
-    pipeline.close()
     assert_same(gradients(pipeline), gradients(body))
 
 
 @pytest.mark.gpu
 @CUDA
-def test_weight_lives_where_the_first_stage_is() -> None:
-    pipeline = GPipe(language_model(), [2, 3], devices=["cuda:0", "cpu"], chunks=3)
+def test_weight_lives_where_the_first_stage_is(pipe: Pipe) -> None:
+    pipeline = pipe(language_model(), devices=["cuda:0", "cpu"])
 
     assert pipeline.get_parameter("0.weight").device == torch.device("cuda:0")
     assert pipeline.get_parameter("4.weight").device == torch.device("cuda:0")
     pipeline.share([pipeline.get_parameter("0.weight")], "cpu")
     assert pipeline.get_parameter("4.weight").device == torch.device("cpu")
     assert step(pipeline, tokens()).gradients["0.weight"].device == torch.device("cpu")
-    pipeline.close()

@@ -4,7 +4,7 @@ A pipeline must give the output, the loss, the gradient of every parameter and o
 the plain nn.Sequential gives; up to the order of floating-point sums, so all is in float64.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -13,48 +13,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import (
     Call,
     Fork,
     Through,
     assert_same,
+    assert_same_step,
     gradients,
     perceptron,
     rows,
     step,
     whole_batch_loss,
 )
+from tests.support.pipes import MODES, Pipe, every_mode, with_and_without_threads
+from tests.support.process import seeded
 
 W = 3  # the width of all layers
 
-MODES: list[Mode] = ["always", "except_last", "never", 1, 3]
 
-
-# Circumstances, each on two stages.
-
-
-@pytest.fixture
-def piped() -> Iterator[Callable[..., GPipe]]:
-    """Makes a pipeline of a copy of a module."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, *, balance: list[int] | None = None, **more: Any) -> GPipe:
-        half = len(module) // 2
-        more = {"devices": ["cpu", "cpu"], "chunks": 3, **more}
-        pipelines.append(GPipe(deepcopy(module), balance or [half, len(module) - half], **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
-
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize(
     "module",
     [
@@ -65,38 +43,38 @@ Pipe = Callable[..., GPipe]
     ],
     ids=["integers pass", "twice and detached", "no tensors", "transposed"],
 )
-def test_outputs_of_every_kind(module: nn.Sequential, mode: Mode, piped: Pipe) -> None:
+def test_outputs_of_every_kind(module: nn.Sequential, pipe: Pipe) -> None:
     module = deepcopy(module).double()
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(module, rows(7))._asdict())
+    assert_same_step(pipeline, module, rows(7))
 
 
-def test_output_without_a_gradient(piped: Pipe) -> None:
+def test_output_without_a_gradient(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Linear(W, W), nn.Tanh(), Call(lambda x: x.argmax(1))).double()
 
-    classes = piped(module)(rows(7))
+    classes = pipe(module)(rows(7))
 
     assert torch.equal(classes, module(rows(7)))
     assert not classes.requires_grad
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_edit_in_place_of_the_pipelines_input(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_edit_in_place_of_the_pipelines_input(pipe: Pipe) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), *perceptron(3))
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
 
     for _ in range(2):
         x = rows(7).detach()
-        assert_same(step(pipeline, x)._asdict(), step(module, x)._asdict())
+        assert_same_step(pipeline, module, x)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_frozen_first_stage(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_frozen_first_stage(pipe: Pipe) -> None:
     module = perceptron(4)
     module[0].requires_grad_(False)
     x = rows(7).detach()
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
 
     actual = step(pipeline, x)
 
@@ -104,38 +82,38 @@ def test_frozen_first_stage(mode: Mode, piped: Pipe) -> None:
     assert set(actual.gradients) == {"2.weight", "2.bias"}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_gradients_accumulate(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_gradients_accumulate(pipe: Pipe) -> None:
     module = perceptron(4)
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
 
     for seed in range(3):
         batch = rows(5 + seed, seed=seed)
-        assert_same(step(pipeline, batch)._asdict(), step(module, batch)._asdict())
+        assert_same_step(pipeline, module, batch)
 
 
-def test_parameters_frozen_and_thawed_between_steps(piped: Pipe) -> None:
+def test_parameters_frozen_and_thawed_between_steps(pipe: Pipe) -> None:
     module = perceptron(6)
-    pipeline = piped(module)
+    pipeline = pipe(module)
 
     for frozen in ["0.weight", "4.bias", "0.bias"]:
         for each in (module, pipeline):
             parameter = each.get_parameter(frozen)
             parameter.requires_grad_(not parameter.requires_grad)
-        assert_same(step(pipeline, rows(5))._asdict(), step(module, rows(5))._asdict())
+        assert_same_step(pipeline, module, rows(5))
 
 
-def test_layers_that_share_a_weight(piped: Pipe) -> None:
+def test_layers_that_share_a_weight(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), nn.Linear(W, W)).double()
     module[3].weight = module[0].weight
-    pipeline = piped(module)
+    pipeline = pipe(module)
 
-    assert_same(step(pipeline, rows(5))._asdict(), step(module, rows(5))._asdict())
+    assert_same_step(pipeline, module, rows(5))
 
 
-def test_learning(piped: Pipe) -> None:
+def test_learning(pipe: Pipe) -> None:
     module = perceptron(4)
-    pipeline = piped(module)
+    pipeline = pipe(module)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, pipeline)]
 
     for seed in range(5):
@@ -147,12 +125,12 @@ def test_learning(piped: Pipe) -> None:
     assert_same(pipeline.state_dict(), module.state_dict())
 
 
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_running_statistics_of_batch_norms(mode: Mode, threads: bool, piped: Pipe) -> None:
+@with_and_without_threads
+@every_mode
+def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
     # Only the first normalises what the plain module's does: the second sees micro-batches.
     module = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()).double()
-    pipeline = piped(module, activation_checkpointing=mode, threads=threads)
+    pipeline = pipe(module)
 
     for seed in range(3):
         batch = rows(10, seed=seed)
@@ -167,10 +145,10 @@ def test_running_statistics_of_batch_norms(mode: Mode, threads: bool, piped: Pip
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
-def test_batch_norm_trains_on_whatever_it_would_train_on(count: int, piped: Pipe) -> None:
+def test_batch_norm_trains_on_whatever_it_would_train_on(count: int, pipe: Pipe) -> None:
     """0.1: 9 rows in 8 chunks made micro-batches of one row, on which it cannot train."""
     module = nn.Sequential(nn.BatchNorm1d(W), nn.Linear(W, W)).double()
-    pipeline = piped(module, chunks=8)
+    pipeline = pipe(module, chunks=8)
 
     for each in (module, pipeline):
         each(rows(count)).sum().backward()
@@ -182,16 +160,16 @@ def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext, autocast])
+@pytest.mark.parametrize("enter", [torch.no_grad, torch.inference_mode, nullcontext, autocast])
 @pytest.mark.parametrize("training", [True, False])
-def test_modes_of_the_caller(mode: Callable[[], Any], training: bool, piped: Pipe) -> None:
+def test_modes_of_the_caller(enter: Callable[[], Any], training: bool, pipe: Pipe) -> None:
     # A kernel may add up in another order for another number of rows.
-    dtype, tolerance = (torch.float32, 2e-2) if mode is autocast else (torch.float64, 1e-9)
+    dtype, tolerance = (torch.float32, 2e-2) if enter is autocast else (torch.float64, 1e-9)
     module = perceptron(4).to(dtype).train(training)
-    pipeline = piped(module)
+    pipeline = pipe(module)
     x = rows(6).detach().to(dtype)
 
-    with mode():
+    with enter():
         actual, expected = pipeline(x), module(x)
 
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -200,10 +178,10 @@ def test_modes_of_the_caller(mode: Callable[[], Any], training: bool, piped: Pip
     assert not gradients(pipeline)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_autocast_holds_in_backward(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_autocast_holds_in_backward(pipe: Pipe) -> None:
     module = perceptron(4).float()
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
     x = rows(6).detach().float()
 
     for each in (module, pipeline):
@@ -215,10 +193,10 @@ def test_autocast_holds_in_backward(mode: Mode, piped: Pipe) -> None:
     torch.testing.assert_close(gradients(pipeline), gradients(module), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_saved_tensors_hooks_hold_in_the_stages(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_saved_tensors_hooks_hold_in_the_stages(mode: Mode, pipe: Pipe) -> None:
     module = perceptron(4)
-    pipeline = piped(module, activation_checkpointing=mode)
+    pipeline = pipe(module)
     packed: list[int] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -236,16 +214,15 @@ def test_saved_tensors_hooks_hold_in_the_stages(mode: Mode, piped: Pipe) -> None
     assert_same(gradients(pipeline), gradients(module))
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
+@with_and_without_threads
+def test_dropout_is_the_same_under_a_seed(pipe: Pipe) -> None:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(W, W), nn.Dropout()) for _ in range(4)))
     module.double()
     steps = []
 
     for mode in MODES:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            pipeline = piped(module, activation_checkpointing=mode, threads=threads)
+        with seeded():
+            pipeline = pipe(module, mode=mode)
             steps.append([step(pipeline, rows(8))._asdict() for _ in range(2)])
 
     for other in steps[1:]:
@@ -253,9 +230,9 @@ def test_dropout_is_the_same_under_a_seed(threads: bool, piped: Pipe) -> None:
     assert not torch.equal(steps[0][0]["output"], steps[0][1]["output"])
 
 
-def test_edit_in_place_without_gradients_in_a_model_that_draws(piped: Pipe) -> None:
+def test_edit_in_place_without_gradients_in_a_model_that_draws(pipe: Pipe) -> None:
     """0.1: the forward that runs again, because something was drawn, edited the input again."""
-    pipeline = piped(nn.Sequential(Call(lambda x: x.mul_(2)), nn.Dropout(1e-9)))
+    pipeline = pipe(nn.Sequential(Call(lambda x: x.mul_(2)), nn.Dropout(1e-9)))
 
     for _ in range(2):
         with torch.no_grad():
@@ -275,39 +252,38 @@ class Counter(nn.Module):
         return x
 
 
-def test_buffers_of_a_model_that_draws_are_updated_once(piped: Pipe) -> None:
-    pipeline = piped(nn.Sequential(Counter(), nn.Dropout(), nn.Linear(W, W), Counter()).double())
+def test_buffers_of_a_model_that_draws_are_updated_once(pipe: Pipe) -> None:
+    pipeline = pipe(nn.Sequential(Counter(), nn.Dropout(), nn.Linear(W, W), Counter()).double())
 
     pipeline(rows(6))
 
     assert [buffer.item() for buffer in pipeline.buffers()] == [3, 3]
 
 
-def test_dropout_that_sets_in_after_some_steps(piped: Pipe) -> None:
+def test_dropout_that_sets_in_after_some_steps(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Linear(W, W), nn.Dropout(0.0), nn.Linear(W, W)).double()
     steps = []
 
     for mode in MODES:
-        pipeline = piped(module, activation_checkpointing=mode)
+        pipeline = pipe(module, mode=mode)
         step(pipeline, rows(6))
         pipeline.zero_grad()
         dropout = pipeline[1]
         assert isinstance(dropout, nn.Dropout)
         dropout.p = 0.5
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
+        with seeded():
             steps.append(step(pipeline, rows(6))._asdict())
 
     for other in steps[1:]:
         assert_same(other, steps[0])
 
 
-def test_input_made_in_inference_mode(piped: Pipe) -> None:
+def test_input_made_in_inference_mode(pipe: Pipe) -> None:
     with torch.inference_mode():
         x = torch.ones(6, W, dtype=torch.float64)
     module = perceptron(4)
     module[0].requires_grad_(False)
-    pipeline = piped(module)
+    pipeline = pipe(module)
 
     for each in (module, pipeline):
         each(x).sum().backward()
@@ -315,16 +291,15 @@ def test_input_made_in_inference_mode(piped: Pipe) -> None:
     assert_same(gradients(pipeline), gradients(module))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_eval_between_forward_and_backward(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_eval_between_forward_and_backward(pipe: Pipe) -> None:
     """0.1: the recomputation ran in eval mode, without dropout, and gave other gradients."""
     module = nn.Sequential(nn.Linear(W, W), nn.Dropout(), nn.Linear(W, W)).double()
-    pipeline = piped(module, activation_checkpointing=mode)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    pipeline = pipe(module)
+    with seeded():
         expected = step(pipeline, rows(6))
-        pipeline.zero_grad()
-        torch.manual_seed(5)
+    pipeline.zero_grad()
+    with seeded():
         output = pipeline(rows(6))
 
     pipeline.eval()
@@ -334,8 +309,8 @@ def test_eval_between_forward_and_backward(mode: Mode, piped: Pipe) -> None:
     assert not any(layer.training for layer in pipeline)
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_buffers_that_change_are_found_again_by_recomputation(threads: bool, piped: Pipe) -> None:
+@with_and_without_threads
+def test_buffers_that_change_are_found_again_by_recomputation(pipe: Pipe) -> None:
     """0.1: a spectral norm's power iteration went on, and the weight with it."""
     torch.manual_seed(2)
     module = nn.Sequential(
@@ -347,9 +322,7 @@ def test_buffers_that_change_are_found_again_by_recomputation(threads: bool, pip
     ends = []
 
     for mode in MODES:
-        pipeline = piped(
-            module, activation_checkpointing=mode, threads=threads, deferred_batch_norm=False
-        )
+        pipeline = pipe(module, mode=mode, deferred_batch_norm=False)
         ends.append([step(pipeline, rows(9))._asdict() for _ in range(2)])
         ends[-1].append(dict(pipeline.named_buffers()))
 

@@ -64,6 +64,19 @@ def assert_same(actual: Any, expected: Any) -> None:
             assert one == two
 
 
+def assert_same_step(one: nn.Module, other: nn.Module, batch: Any) -> None:
+    """A step of both on ``batch`` gives the same output, loss and gradients."""
+    assert_same(step(one, batch)._asdict(), step(other, batch)._asdict())
+
+
+def assert_same_steps(one: nn.Module, other: nn.Module, batches: list[Any]) -> None:
+    """So does a step on each of ``batches``, each beginning without gradients."""
+    for batch in batches:
+        one.zero_grad()
+        other.zero_grad()
+        assert_same_step(one, other, batch)
+
+
 def perceptron(depth: int = 4, width: int = 3) -> nn.Sequential:
     """So many layers, Linear and Tanh by turns, in float64."""
     layers = [nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(depth)]

@@ -1,4 +1,4 @@
-"""Layers for verify() to look at, and pipelines of them."""
+"""Layers for verify() to look at, and what it finds."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ W = 3  # the width of all layers
 Layers = list[nn.Module]
 
 
-def piped(*layers: nn.Module, dtype: torch.dtype = torch.float64, **options: Any) -> GPipe:
-    """A pipeline of two stages, the first with one layer, for micro-batches of 3, 2 and 2 rows."""
-    module = nn.Sequential(*layers).to(dtype)
-    defaults: dict[str, Any] = {"devices": ["cpu", "cpu"], "chunks": 3}
-    return GPipe(module, options.pop("balance", [1, len(layers) - 1]), **(defaults | options))
+def sequential(*layers: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """The layers in a row, in ``dtype``."""
+    return nn.Sequential(*layers).to(dtype)
 
 
-def verified(*layers: nn.Module, batch: Any = None, **options: Any) -> Parity:
-    pipeline = piped(*layers, **options)
+def verified(
+    *layers: nn.Module,
+    batch: Any = None,
+    dtype: torch.dtype = torch.float64,
+    balance: list[int] | None = None,
+    **options: Any,
+) -> Parity:
+    """What verify() finds on two stages, the first of one layer, for 3, 2 and 2 rows."""
+    cut = [1, len(layers) - 1] if balance is None else balance
+    defaults: dict[str, Any] = {"devices": ["cpu"] * len(cut), "chunks": 3}
+    pipeline = GPipe(sequential(*layers, dtype=dtype), cut, **(defaults | options))
     try:
         return verify(pipeline, rows(7) if batch is None else batch)
     finally:

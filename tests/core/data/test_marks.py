@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,33 +7,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe import whole
 from lightning_gpipe.core.data.marks import carry, is_whole
-from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, assert_same, gradients, rows
-
-MODES: list[Mode] = ["always", "except_last", "never"]
-
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture
-def piped() -> Iterator[Pipe]:
-    """Makes a pipeline of two stages."""
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, mode: Mode = "always") -> GPipe:
-        half = len(module) // 2
-        balance = [half, len(module) - half]
-        devices = ["cpu", "cpu"]
-        pipelines.append(
-            GPipe(module, balance, devices=devices, chunks=3, activation_checkpointing=mode)
-        )
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
+from tests.support.pipes import Pipe, every_mode
 
 
 class Mix(nn.Module):
@@ -78,13 +53,13 @@ def test_mark_is_carried_to_what_stands_for_the_tensor() -> None:
     assert not is_whole(carry(table, table.clone()))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_table_reaches_every_micro_batch_and_comes_out_once(
-    mode: Mode, requires_grad: bool, piped: Pipe
+    requires_grad: bool, pipe: Pipe
 ) -> None:
     ends = []
-    for make in (lambda module: module, lambda module: piped(module, mode)):
+    for make in (lambda module: module, lambda module: pipe(module)):
         module = make(mixers())
         x, table = rows(7), torch.eye(3).double().mul(2).requires_grad_(requires_grad)
         outputs = module({"x": x, "table": whole(table)})
@@ -100,36 +75,37 @@ def _needed(module: nn.Module, *tensors: Tensor) -> list[Tensor]:
     return [*module.parameters(), *(each for each in tensors if each.requires_grad)]
 
 
-def test_table_that_a_layer_computes(piped: Pipe) -> None:
+def test_table_that_a_layer_computes(pipe: Pipe) -> None:
     def layer(x: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"x": x["x"] @ x["table"], "table": whole(x["table"] * 2)}
 
     module = nn.Sequential(nn.Identity(), Call(layer))
     x, table = rows(7), torch.eye(3).double()
 
-    assert_same(piped(module)({"x": x, "table": whole(table)}), {"x": x, "table": table * 2})
+    assert_same(pipe(module)({"x": x, "table": whole(table)}), {"x": x, "table": table * 2})
 
 
-def test_tables_that_differ_are_refused(piped: Pipe) -> None:
+def test_tables_that_differ_are_refused(pipe: Pipe) -> None:
     module = nn.Sequential(nn.Identity(), Call(lambda x: whole(x.mean())))
 
     with pytest.raises(ValueError, match="must be the same for all micro-batches"):
-        piped(module)(rows(7))
+        pipe(module)(rows(7))
 
 
-def test_scalar_that_passes_through_comes_out_as_it_was(piped: Pipe) -> None:
+@every_mode
+def test_scalar_that_passes_through_comes_out_as_it_was(pipe: Pipe) -> None:
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     module = nn.Sequential(nn.Identity(), Call(lambda x: (x[0] * x[1], x[1])))
 
-    scaled, same = piped(module)((rows(7), scale))
+    scaled, same = pipe(module)((rows(7), scale))
 
     assert same.shape == ()
     (scaled.sum() + same).backward()
     assert_same(scale.grad, rows(7).sum() + 1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_sparse_table(mode: Mode, piped: Pipe) -> None:
+@every_mode
+def test_sparse_table(pipe: Pipe) -> None:
     def product(x: Tensor, table: Tensor) -> Tensor:
         return torch.sparse.mm(table, x.t()).t()
 
@@ -139,7 +115,7 @@ def test_sparse_table(mode: Mode, piped: Pipe) -> None:
         module.load_state_dict(mixers().state_dict())
         if piping:
             assert isinstance(module, nn.Sequential)
-            module = piped(module, mode)
+            module = pipe(module)
         table = (torch.eye(3) * 2).double().to_sparse()
         y = module({"x": rows(7), "table": whole(table)})["x"]
         y.square().sum().backward()

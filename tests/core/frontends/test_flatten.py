@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.frontends.flatten import FlatSequential, flatten
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, fitted
-from tests.support.models import assert_same, step
+from tests.support.models import assert_same, assert_same_step, step
+from tests.support.pipes import Pipe
 
 
 class BasicBlock(nn.Module):
@@ -272,20 +273,17 @@ def test_hooks_of_the_model_itself(resnet: ResNet) -> None:
 
 
 @pytest.mark.parametrize("balance", [[11], [4, 7], [2, 3, 3, 3]])
-def test_pipeline(balance: list[int], resnet: ResNet, flat: nn.Sequential) -> None:
+def test_pipeline(balance: list[int], resnet: ResNet, flat: nn.Sequential, pipe: Pipe) -> None:
     for each in (resnet, flat):
         each.eval()  # batch norms normalise as on one device
-    pipeline = GPipe(flat, balance, devices=["cpu"] * len(balance), chunks=3)
+    pipeline = pipe(flat, balance)
 
-    try:
-        assert_same(step(pipeline, rows())._asdict(), step(resnet, rows())._asdict())
-    finally:
-        pipeline.close()
+    assert_same_step(pipeline, resnet, rows())
     assert list(pipeline.state_dict()) == list(resnet.state_dict())
 
 
-def test_state_loads_into_a_pipeline(resnet: ResNet, flat: nn.Sequential) -> None:
-    pipeline = GPipe(flat, [4, 7], devices=["cpu"] * 2)
+def test_state_loads_into_a_pipeline(resnet: ResNet, flat: nn.Sequential, pipe: Pipe) -> None:
+    pipeline = pipe(flat, [4, 7])
     nn.init.ones_(resnet.fc.weight)
 
     pipeline.load_state_dict(resnet.state_dict())

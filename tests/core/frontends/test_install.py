@@ -1,6 +1,5 @@
 import copy
 import io
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.frontends.install import install, remove
 from lightning_gpipe.core.pipeline import GPipe
+from tests.support.pipes import Pipe
 
 
 class Body(nn.Sequential):
@@ -30,11 +30,10 @@ def model() -> Model:
 
 
 @pytest.fixture
-def pipeline(model: Model) -> Iterator[GPipe]:
-    pipeline = GPipe(model.body, [2, 1], devices=["cpu", "cpu"], chunks=2)
+def pipeline(model: Model, pipe: Pipe) -> GPipe:
+    pipeline = pipe(model.body, [2, 1], chunks=2, copy=False)
     install(model.body, pipeline.forward)
-    yield pipeline
-    pipeline.close()
+    return pipeline
 
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
@@ -81,9 +80,9 @@ def test_deep_copy_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> No
     assert not torch.equal(twin(X), model(X))
 
 
-def test_copy_can_be_made_a_pipeline_of_its_own(model: Model, pipeline: GPipe) -> None:
+def test_copy_can_be_made_a_pipeline_of_its_own(model: Model, pipeline: GPipe, pipe: Pipe) -> None:
     twin = copy.deepcopy(model)
-    own = GPipe(twin.body, [1, 2], devices=["cpu"])
+    own = pipe(twin.body, [1, 2], copy=False)
     install(twin.body, own.forward)
 
     torch.testing.assert_close(twin(X), model(X))

@@ -6,6 +6,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
+from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair
 
 
@@ -20,11 +21,11 @@ def drawn(table: object) -> list[list[str]]:
     ]
 
 
-def test_routes_and_bytes() -> None:
+def test_routes_and_bytes(pipe: Pipe) -> None:
     stash, pop = pair()
     near, far = pair()
     module = nn.Sequential(stash, near, far, nn.Tanh(), pop)
-    pipeline = GPipe(module, [3, 1, 1], devices=["cpu"], chunks=2)
+    pipeline = pipe(module, [3, 1, 1], chunks=2)
 
     before = drawn(pipeline.skip_layout())
     pipeline(torch.ones(4, 3))
@@ -44,9 +45,9 @@ def test_faults_name_the_stage() -> None:
         GPipe(nn.Sequential(nn.Tanh(), stash), [1, 1], devices=["cpu"])
 
 
-def test_listing_shows_what_leaves_a_stage() -> None:
+def test_listing_shows_what_leaves_a_stage(pipe: Pipe) -> None:
     stash, pop = pair()
-    pipeline = GPipe(nn.Sequential(stash, nn.Tanh(), pop), [1, 1, 1], devices=["cpu"], chunks=2)
+    pipeline = pipe(nn.Sequential(stash, nn.Tanh(), pop), stages=3, chunks=2)
     pipeline(torch.ones(4, 3))
 
     first, second, third = drawn(pipeline.listing())

@@ -12,6 +12,7 @@ from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.skip.flight import SkipName
 from lightning_gpipe.core.skip.layout import Route, Skip, cleared, laid_out, routes_of, skips_of
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from tests.support.pipes import Pipe
 from tests.support.skip_layers import Forward, Pop, Stash, pair
 
 SKIP = SkipName(None, "skip")
@@ -249,9 +250,9 @@ class Sometimes(nn.Module):
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
 @pytest.mark.parametrize("skipped", [0, 2])
-def test_skippable_module_that_does_not_run(skipped: int, balance: list[int]) -> None:
+def test_skippable_module_that_does_not_run(skipped: int, balance: list[int], pipe: Pipe) -> None:
     module = nn.Sequential(Sometimes(Stash()), nn.Tanh(), Sometimes(Pop()))
-    pipeline = GPipe(module, balance, devices=["cpu"] * len(balance))
+    pipeline = pipe(module, balance, chunks=1)
     x = torch.ones(2, 1)
     pipeline(x)
 
@@ -263,4 +264,3 @@ def test_skippable_module_that_does_not_run(skipped: int, balance: list[int]) ->
     layer.runs = True
 
     assert torch.equal(pipeline(x), x + x.tanh())
-    pipeline.close()

@@ -4,9 +4,8 @@ A stage between knows nothing of it. A stage that stashed lets its tensor go whe
 one that popped when its backward is done; what fails on the way stops all, and leaves nothing.
 """
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
 from lightning_gpipe.core.plan.schedule import Action, Kind
 from lightning_gpipe.core.skip.flight import in_flight
 from lightning_gpipe.core.skip.layout import Route
@@ -26,28 +24,13 @@ from lightning_gpipe.core.transport.copies import Copies
 from lightning_gpipe.core.transport.local import LocalExchange
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.lightning_modules import WIDTH, Classifier, Data, trainer
-from tests.support.models import assert_same, perceptron, rows, step
+from tests.support.meters import census
+from tests.support.models import assert_same, assert_same_step, perceptron, rows, step
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.skip_layers import Pop, Stash, added, itself, pair
 from tests.support.waiting import awaited
 
-MODES: list[Mode] = ["always", "except_last", "never"]
 WIDE = 50  # a skip is so much wider than what goes from layer to layer
-
-Pipe = Callable[..., GPipe]
-
-
-@pytest.fixture
-def piped() -> Iterator[Pipe]:
-    pipelines: list[GPipe] = []
-
-    def pipe(module: nn.Sequential, balance: list[int], **more: Any) -> GPipe:
-        more = {"devices": ["cpu"] * len(balance), "chunks": 3, **more}
-        pipelines.append(GPipe(module, balance, **more))
-        return pipelines[-1]
-
-    yield pipe
-    for pipeline in pipelines:
-        pipeline.close()
 
 
 # What is sent.
@@ -90,16 +73,14 @@ def with_wide_skip(depth: int) -> nn.Sequential:
     return nn.Sequential(nn.Sequential(first, stash), *between[:-1], pop)
 
 
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@with_and_without_threads
+@every_mode
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_skip_is_sent_once_and_its_gradient_once(
-    stages: int, mode: Mode, threads: bool, letters: list[Letter], piped: Pipe
+    stages: int, letters: list[Letter], pipe: Pipe
 ) -> None:
     m, last = 3, stages - 1
-    pipeline = piped(
-        with_wide_skip(stages), [1] * stages, activation_checkpointing=mode, threads=threads
-    )
+    pipeline = pipe(with_wide_skip(stages), [1] * stages, copy=False)
 
     pipeline(rows(2 * m)).sum().backward()
 
@@ -113,8 +94,8 @@ def test_skip_is_sent_once_and_its_gradient_once(
     assert [each.bytes for each in letters if not each.way] == [one] * 2 * m * (stages + 1)
 
 
-def test_skip_within_a_stage_is_not_sent(letters: list[Letter], piped: Pipe) -> None:
-    pipeline = piped(with_wide_skip(6), [6])
+def test_skip_within_a_stage_is_not_sent(letters: list[Letter], pipe: Pipe) -> None:
+    pipeline = pipe(with_wide_skip(6), [6], copy=False)
 
     pipeline(rows(6)).sum().backward()
 
@@ -122,9 +103,9 @@ def test_skip_within_a_stage_is_not_sent(letters: list[Letter], piped: Pipe) -> 
 
 
 def test_skip_on_virtual_stages_of_one_device_is_not_sent_between(
-    letters: list[Letter], piped: Pipe
+    letters: list[Letter], pipe: Pipe
 ) -> None:
-    pipeline = piped(with_wide_skip(4), [1] * 4, devices=["cpu", "cpu"])
+    pipeline = pipe(with_wide_skip(4), [1] * 4, devices=["cpu", "cpu"], copy=False)
 
     pipeline(rows(6)).sum().backward()
 
@@ -134,7 +115,7 @@ def test_skip_on_virtual_stages_of_one_device_is_not_sent_between(
 
 @pytest.mark.parametrize("of, sent", [(lambda x: None, 0), (lambda x: wide(x).detach(), WIDE)])
 def test_skip_without_a_gradient_has_none_sent_back(
-    of: Callable[[Tensor], Tensor | None], sent: int, letters: list[Letter], piped: Pipe
+    of: Callable[[Tensor], Tensor | None], sent: int, letters: list[Letter], pipe: Pipe
 ) -> None:
     module = with_wide_skip(3)
     first, pop = module[0], module[-1]
@@ -142,7 +123,7 @@ def test_skip_without_a_gradient_has_none_sent_back(
     first[1].of = of
     pop.join = lambda x, skip: x if skip is None else narrow(x, skip)
 
-    piped(module, [1, 1, 1], chunks=1)(rows(2)).sum().backward()
+    pipe(module, [1, 1, 1], chunks=1, copy=False)(rows(2)).sum().backward()
 
     skips = {each.to.kind: each.bytes for each in letters if each.way}
     assert skips == {Kind.FORWARD: sent * 2 * 3 * 8, Kind.BACKWARD: 0}
@@ -184,14 +165,6 @@ def settled(storages: list[weakref.ref[Any]]) -> int:
 
 
 @pytest.fixture
-def _no_collector() -> Iterator[None]:
-    """What is freed is freed because nothing refers to it, not even itself in a circle."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture
 def _copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors arrive in memory of their own, as between devices."""
 
@@ -213,17 +186,13 @@ def watched_module(watched: Watched) -> nn.Sequential:
     return nn.Sequential(first, stash, tanh, pop)
 
 
-@pytest.mark.usefixtures("_no_collector", "_copied_on_the_way")
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.usefixtures("no_collector", "_copied_on_the_way")
+@with_and_without_threads
+@every_mode
 @pytest.mark.parametrize("grad", [True, False])
-def test_freed_where_it_was_stashed_once_it_is_sent(
-    grad: bool, mode: Mode, threads: bool, piped: Pipe
-) -> None:
+def test_freed_where_it_was_stashed_once_it_is_sent(grad: bool, pipe: Pipe) -> None:
     watched = Watched()
-    pipeline = piped(
-        watched_module(watched), [2, 1, 1], activation_checkpointing=mode, threads=threads
-    )
+    pipeline = pipe(watched_module(watched), [2, 1, 1], copy=False)
     pipeline(rows(6)).sum().backward()  # in its first run a stage works on copies of its inputs
     watched.stashed.clear()
     watched.popped.clear()
@@ -240,13 +209,11 @@ def test_freed_where_it_was_stashed_once_it_is_sent(
     assert settled([*watched.stashed, *watched.popped]) == 0
 
 
-@pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("mode", MODES)
-def test_freed_where_it_was_popped_once_its_backward_is_done(mode: Mode, piped: Pipe) -> None:
+@pytest.mark.usefixtures("no_collector")
+@every_mode
+def test_freed_where_it_was_popped_once_its_backward_is_done(pipe: Pipe) -> None:
     watched = Watched()
-    pipeline = piped(
-        watched_module(watched), [2, 1, 1], activation_checkpointing=mode, threads=False, chunks=1
-    )
+    pipeline = pipe(watched_module(watched), [2, 1, 1], threads=False, chunks=1, copy=False)
     pipeline(rows(6)).sum().backward()  # works on a copy of its input
     y = pipeline(rows(6))
     y.sum().backward()
@@ -254,11 +221,6 @@ def test_freed_where_it_was_popped_once_its_backward_is_done(mode: Mode, piped: 
     assert watched.at_the_end == [0, 0]
     assert alive(watched.popped) == 0
     assert y.grad_fn is not None
-
-
-def census() -> int:
-    gc.collect()
-    return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
 def use(pipeline: GPipe, *, backward: bool) -> None:
@@ -270,10 +232,10 @@ def use(pipeline: GPipe, *, backward: bool) -> None:
 
 
 @pytest.mark.parametrize("mode, threads", [("always", True), ("never", False)])
-def test_no_growth(mode: Mode, threads: bool, piped: Pipe) -> None:
+def test_no_growth(pipe: Pipe) -> None:
     (a, d), (b, c) = pair(), pair(torch.tanh, torch.mul)
     module = nn.Sequential(*perceptron(1), a, b, *perceptron(2), Fuse(), c, d)
-    pipeline = piped(module, [2, 2, 2, 2], activation_checkpointing=mode, threads=threads)
+    pipeline = pipe(module, [2, 2, 2, 2], copy=False)
     fuse = pipeline[5]
     assert isinstance(fuse, Fuse)
     before = census()
@@ -299,16 +261,14 @@ def fused() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(first, Fuse(), stash), tanh, nn.Sequential(pop, Fuse()))
 
 
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("mode", MODES)
+@with_and_without_threads
+@every_mode
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("where", ["0.1", "2.1"])
-def test_error_in_a_stage_that_has_a_skip_to_send(
-    where: str, kind: str, mode: Mode, threads: bool, piped: Pipe
-) -> None:
+def test_error_in_a_stage_that_has_a_skip_to_send(where: str, kind: str, pipe: Pipe) -> None:
     module, plain = fused(), fused()
     plain.load_state_dict(module.state_dict())
-    pipeline = piped(module, [1, 1, 1], activation_checkpointing=mode, threads=threads)
+    pipeline = pipe(module, [1, 1, 1], copy=False)
     fuse = pipeline.get_submodule(where)
     assert isinstance(fuse, Fuse)
 
@@ -320,13 +280,13 @@ def test_error_in_a_stage_that_has_a_skip_to_send(
         assert not in_flight()
         pipeline.zero_grad()
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
 
 
-@pytest.mark.parametrize("threads", [True, False])
-def test_error_of_the_functions_of_a_skip(threads: bool, piped: Pipe) -> None:
+@with_and_without_threads
+def test_error_of_the_functions_of_a_skip(pipe: Pipe) -> None:
     stash, pop = Stash(), Pop()
-    pipeline = piped(nn.Sequential(stash, *perceptron(2), pop), [1, 2, 1], threads=threads)
+    pipeline = pipe(nn.Sequential(stash, *perceptron(2), pop), [1, 2, 1])
     fault = throw(OwnError("mine"))
 
     stash.of = lambda x: fault()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import MicroBatching, PaddedSequences, verify, whole
 from tests.support.models import Attention, Call, Fork, Join, Through, Unused, perceptron, rows
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.unequal_models import (
     Centred,
     Coarse,
@@ -20,8 +21,8 @@ from tests.support.unequal_models import (
     W,
     counted,
     linear,
-    piped,
     sequences,
+    sequential,
     verified,
 )
 
@@ -125,17 +126,11 @@ def test_good_pipeline_has_no_difference(name: str) -> None:
     parity.check()
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
-@pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1]])
-@pytest.mark.parametrize("threads", [True, False])
-def test_every_way_to_run(mode: str, balance: list[int], threads: bool) -> None:
-    parity = verified(
-        *perceptron(),
-        balance=balance,
-        activation_checkpointing=mode,
-        threads=threads,
-        devices=["cpu"] * len(balance),
-    )
+@every_mode
+@with_and_without_threads
+@pytest.mark.parametrize("stages", [1, 4])
+def test_every_way_to_run(stages: int, pipe: Pipe) -> None:
+    parity = verify(pipe(perceptron(), stages=stages), rows(7))
 
     assert parity.difference is None
     assert parity.microbatches == 3
@@ -167,11 +162,10 @@ def test_everything_promised_is_compared() -> None:
     }
 
 
-def test_batch_norm_in_eval_mode_is_no_difference() -> None:
-    pipeline = piped(linear(), nn.BatchNorm1d(W), linear()).eval()
+def test_batch_norm_in_eval_mode_is_no_difference(pipe: Pipe) -> None:
+    pipeline = pipe(sequential(linear(), nn.BatchNorm1d(W), linear())).eval()
 
     assert verify(pipeline, rows(7)).difference is None
-    pipeline.close()
 
 
 def test_without_gradients_only_the_rest_is_compared() -> None:
@@ -231,12 +225,11 @@ def test_tolerance_goes_by_the_lowest_precision(dtype: torch.dtype, tolerance: f
     assert verified(linear(), *lower, linear()).tolerance == tolerance
 
 
-def test_tolerance_of_the_caller() -> None:
+def test_tolerance_of_the_caller(pipe: Pipe) -> None:
     assert verified(linear(), Coarse()).difference is not None
 
-    pipeline = piped(linear(), Coarse())
+    pipeline = pipe(sequential(linear(), Coarse()))
     assert verify(pipeline, rows(7), tolerance=0.1).difference is None
-    pipeline.close()
 
 
 def test_gradient_that_is_zero_but_for_rounding_is_none() -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, verify, whole
+from lightning_gpipe import verify, whole
 from tests.support.models import Call, Through, perceptron, rows
+from tests.support.pipes import Pipe
 from tests.support.unequal_models import (
     Centred,
     Coarse,
@@ -242,15 +243,13 @@ def test_message_of_agreement() -> None:
     )
 
 
-def test_message_of_a_difference() -> None:
+def test_message_of_a_difference(pipe: Pipe) -> None:
     module = nn.Sequential()
     module.add_module("first", linear())
     module.add_module("centre", Call(lambda x: x + (x.size(0) < 4)))
-    pipeline = GPipe(module.double(), [1, 1], devices=["cpu", "cpu"], chunks=3)
 
-    message = str(verify(pipeline, rows(7)))
+    message = str(verify(pipe(module.double()), rows(7)))
 
-    pipeline.close()
     assert re.fullmatch(
         r"a pipeline must compute what its layers compute on the whole batch: between a plain run "
         r"and one in 3 micro-batches, the output of layer 1 \('centre', Call, stage 1, cpu\) "

@@ -1,5 +1,5 @@
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.first_batch import VerifiedOnce
 from lightning_gpipe.core.verify.parity import Parity
+from tests.support.pipes import Pipe
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
 
@@ -19,10 +20,8 @@ def layers() -> nn.Sequential:
 
 
 @pytest.fixture
-def pipeline(layers: nn.Sequential) -> Iterator[GPipe]:
-    pipeline = GPipe(layers, [2, 1], devices=["cpu", "cpu"], chunks=2)
-    yield pipeline
-    pipeline.close()
+def pipeline(layers: nn.Sequential, pipe: Pipe) -> GPipe:
+    return pipe(layers, [2, 1], chunks=2, copy=False)
 
 
 def verified(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.runs import following
 from tests.support.models import Call, perceptron, rows, step
+from tests.support.pipes import Pipe
 from tests.support.unequal_models import (
     Counting,
     Layers,
@@ -27,8 +27,8 @@ from tests.support.unequal_models import (
     W,
     functional_dropout,
     linear,
-    piped,
     sequences,
+    sequential,
 )
 
 
@@ -88,9 +88,9 @@ def state(pipeline: GPipe) -> dict[str, Any]:
     "layers, batch", [(many_states, lambda: rows(7)), (lambda: [Recurrent(), linear()], sequences)]
 )
 def test_nothing_is_left_of_it(
-    new: bool, layers: Callable[[], Layers], batch: Callable[[], Tensor]
+    new: bool, layers: Callable[[], Layers], batch: Callable[[], Tensor], pipe: Pipe
 ) -> None:
-    pipeline, input = piped(*layers()), batch()
+    pipeline, input = pipe(sequential(*layers())), batch()
     if not new:
         pipeline(input)
     torch.manual_seed(3)
@@ -100,18 +100,17 @@ def test_nothing_is_left_of_it(
 
     assert state(pipeline) == before
     assert (input.tolist(), input.grad) == (input_before, None)
-    pipeline.close()
 
 
-@pytest.mark.parametrize("rows_that_fail", [range(4), range(4, 8)], ids=["piped", "plain"])
-def test_nothing_is_left_of_it_after_an_error(rows_that_fail: range) -> None:
+@pytest.mark.parametrize("rows_that_fail", [range(4), range(4, 8)], ids=["pipelined", "plain"])
+def test_nothing_is_left_of_it_after_an_error(rows_that_fail: range, pipe: Pipe) -> None:
     def fails(x: Tensor) -> Tensor:
         if x.size(0) in rows_that_fail and failing:
             raise ValueError("failed")
         return x
 
     failing: list[bool] = []
-    pipeline = piped(*many_states(), Call(fails))
+    pipeline = pipe(sequential(*many_states(), Call(fails)))
     pipeline(rows(7))
     failing.append(True)
     torch.manual_seed(3)
@@ -124,12 +123,11 @@ def test_nothing_is_left_of_it_after_an_error(rows_that_fail: range) -> None:
     assert ("micro-batch" in note) == (0 in rows_that_fail)
     assert ("layer 7 as it ran on the whole batch" in note) == (7 in rows_that_fail)
     assert state(pipeline) == before
-    pipeline.close()
 
 
-def test_next_steps_are_those_of_a_pipeline_that_was_not_verified() -> None:
-    pipeline = piped(*many_states())
-    twin = GPipe(nn.Sequential(*deepcopy(list(pipeline))), [1, 6], devices=["cpu"] * 2, chunks=3)
+def test_next_steps_are_those_of_a_pipeline_that_was_not_verified(pipe: Pipe) -> None:
+    pipeline = pipe(sequential(*many_states()))
+    twin = pipe(nn.Sequential(*pipeline))
     verify(pipeline, rows(7))
 
     for _ in range(2):
@@ -146,12 +144,10 @@ def test_next_steps_are_those_of_a_pipeline_that_was_not_verified() -> None:
         torch.equal(one, other)
         for one, other in zip(pipeline.buffers(), twin.buffers(), strict=True)
     )
-    pipeline.close()
-    twin.close()
 
 
-def test_gradients_reach_neither_parameters_nor_the_callers_graph() -> None:
-    pipeline = piped(*perceptron())
+def test_gradients_reach_neither_parameters_nor_the_callers_graph(pipe: Pipe) -> None:
+    pipeline = pipe(sequential(*perceptron()))
     source = rows(7)
     seen: list[Tensor] = []
     for tensor in chain(pipeline.parameters(), [source]):
@@ -160,11 +156,10 @@ def test_gradients_reach_neither_parameters_nor_the_callers_graph() -> None:
     verify(pipeline, source * 2)
 
     assert not seen
-    pipeline.close()
 
 
-def test_callers_graph_is_not_used_up() -> None:
-    pipeline = piped(Call(lambda x: x["a"] * x["b"]), linear())
+def test_callers_graph_is_not_used_up(pipe: Pipe) -> None:
+    pipeline = pipe(sequential(Call(lambda x: x["a"] * x["b"]), linear()))
     source = rows(7)
     batch = {"a": source, "b": source.exp()}
 
@@ -172,11 +167,10 @@ def test_callers_graph_is_not_used_up() -> None:
 
     pipeline(batch).sum().backward()
     assert source.grad is not None
-    pipeline.close()
 
 
-def test_weights_that_it_cast_are_forgotten() -> None:
-    pipeline = piped(linear(), linear(), dtype=torch.float32)
+def test_weights_that_it_cast_are_forgotten(pipe: Pipe) -> None:
+    pipeline = pipe(sequential(linear(), linear(), dtype=torch.float32))
     weight, x = pipeline.get_parameter("0.weight"), torch.ones(1, W)
 
     with torch.autocast("cpu", torch.bfloat16):
@@ -186,10 +180,9 @@ def test_weights_that_it_cast_are_forgotten() -> None:
         y = F.linear(x, weight)
 
     assert not y.any()
-    pipeline.close()
 
 
-def test_forward_before_it_keeps_its_backward() -> None:
+def test_forward_before_it_keeps_its_backward(pipe: Pipe) -> None:
     class Masked(nn.Module):
         """Saves a buffer for backward, which must not be written to."""
 
@@ -202,17 +195,16 @@ def test_forward_before_it_keeps_its_backward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * self.mask
 
-    pipeline = piped(linear(), Masked(), linear(), activation_checkpointing="never")
+    pipeline = pipe(sequential(linear(), Masked(), linear()), mode="never")
     loss = pipeline(rows(7)).sum()
 
     verify(pipeline, rows(5))
 
     loss.backward()
-    pipeline.close()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_within_checkpointing(use_reentrant: bool) -> None:
+def test_within_checkpointing(use_reentrant: bool, pipe: Pipe) -> None:
     begun: list[bool] = []
     parities: list[Parity] = []
 
@@ -222,13 +214,12 @@ def test_within_checkpointing(use_reentrant: bool) -> None:
             parities.append(verify(pipeline, x))
         return pipeline(x)
 
-    pipeline = piped(linear(), nn.Tanh(), linear())
+    pipeline = pipe(sequential(linear(), nn.Tanh(), linear()))
 
     checkpoint(forward, rows(7), use_reentrant=use_reentrant).sum().backward()
 
     assert [parity.difference for parity in parities] == [None]
     assert pipeline[0].weight.grad is not None
-    pipeline.close()
 
 
 def test_parameter_that_lives_on_another_device_is_copied_and_put_back() -> None:

@@ -2,29 +2,28 @@
 
 from torch import nn
 
-from lightning_gpipe import GPipe, verify
+from lightning_gpipe import verify
 from lightning_gpipe.core.skip.flight import in_flight
 from tests.support.models import Call, rows
+from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair
 
 
-def test_skips_are_run_in_both_ways() -> None:
+def test_skips_are_run_in_both_ways(pipe: Pipe) -> None:
     near, far = pair(), pair()
     layers = nn.Sequential(far[0], near[0], nn.Linear(3, 3), near[1], nn.Tanh(), far[1]).double()
-    pipeline = GPipe(layers, [2, 2, 2], devices=["cpu"] * 3, chunks=3)
+    pipeline = pipe(layers, stages=3)
 
     assert verify(pipeline, rows(7)).difference is None
     assert not in_flight()
-    pipeline.close()
 
 
-def test_fault_behind_a_skip_is_found() -> None:
+def test_fault_behind_a_skip_is_found(pipe: Pipe) -> None:
     stash, pop = pair(of=lambda x: x - x.mean(0))
     layers = nn.Sequential(nn.Linear(3, 3), stash, Call(lambda x: x.tanh()), pop).double()
-    pipeline = GPipe(layers, [2, 2], devices=["cpu"] * 2, chunks=3)
+    pipeline = pipe(layers)
 
     difference = verify(pipeline, rows(7)).difference
 
     assert difference is not None
     assert difference.layer == 3
-    pipeline.close()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, PaddedSequences
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe import PaddedSequences
 from tests.support.models import assert_same, gradients
+from tests.support.pipes import Pipe, every_mode
 
 Tree = dict[str, Any]
 
@@ -286,19 +286,13 @@ class Smooth(nn.Module):
         return {**batch, "x": x * inside.unsqueeze(2)}
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@every_mode
 @pytest.mark.parametrize("sort", [True, False])
-def test_pipeline_over_trimmed_micro_batches(mode: Mode, sort: bool) -> None:
+def test_pipeline_over_trimmed_micro_batches(sort: bool, pipe: Pipe) -> None:
     torch.manual_seed(3)
     module = nn.Sequential(*(Smooth() for _ in range(3))).double()
-    pipeline = GPipe(
-        nn.Sequential(*module),
-        [1, 2],
-        devices=["cpu", "cpu"],
-        chunks=3,
-        activation_checkpointing=mode,
-        microbatching=PaddedSequences("lengths", trim=["x"], pad_outputs=["x"], sort=sort),
-    )
+    trim = PaddedSequences("lengths", trim=["x"], pad_outputs=["x"], sort=sort)
+    pipeline = pipe(module, microbatching=trim)
     lengths = torch.tensor([3, 7, 1, 5, 2, 2, 6])
     ends = []
 
@@ -310,5 +304,4 @@ def test_pipeline_over_trimmed_micro_batches(mode: Mode, sort: bool) -> None:
         y["x"].exp().mean().log().backward()
         ends.append((y, x.grad, {k: v.clone() for k, v in gradients(each).items()}))
 
-    pipeline.close()
     assert_same(ends[1], ends[0])

@@ -1,0 +1,263 @@
+"""Promise: what a step took it gives back, as soon as it can, and nothing adds up over steps."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.faults import Fuse, OwnError, throw
+from tests.support.meters import (
+    ACTIVATIONS,
+    BOUNDARY,
+    KEPT,
+    Meter,
+    N,
+    census,
+    microbatches,
+    run,
+    saving,
+    settled,
+    watch,
+    wide,
+)
+from tests.support.models import Call, Fork, Join, Through, perceptron, rows
+from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
+from tests.support.waiting import awaited
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+# Between forward and backward.
+
+
+class Watch(nn.Module):
+    """Remembers weakly what went through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        self.seen.append(weakref.ref(y))
+        return y.sin()  # which saves y
+
+    @property
+    def alive(self) -> int:
+        return sum(reference() is not None for reference in self.seen)
+
+
+def watching(pipe: Pipe) -> tuple[GPipe, Watch]:
+    watch = Watch()
+    module = nn.Sequential(*perceptron(2), watch, nn.Tanh())
+    return pipe(module, [1, 3], copy=False), watch
+
+
+@pytest.mark.usefixtures("no_collector")
+@every_mode
+def test_activations_between_forward_and_backward(mode: Mode, pipe: Pipe) -> None:
+    pipeline, watch = watching(pipe)
+
+    y = pipeline(rows(7))
+
+    assert watch.alive == M - RECOMPUTED[mode]
+    y.sum().backward()
+    assert watch.alive == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("mode", ["never"])
+def test_forward_without_a_backward_frees_its_activations(pipe: Pipe) -> None:
+    pipeline, watch = watching(pipe)
+
+    y = pipeline(rows(7))
+    del y
+
+    assert watch.alive == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@every_mode
+def test_forward_without_gradients_keeps_nothing(pipe: Pipe) -> None:
+    pipeline, watch = watching(pipe)
+
+    with torch.no_grad():
+        y = pipeline(rows(7))
+
+    assert watch.alive == 0
+    assert y.shape == (7, 3)
+
+
+def test_backward_that_fails_frees_the_activations(pipe: Pipe) -> None:
+    watch = Watch()
+    module = nn.Sequential(watch, nn.Linear(3, 3).double())
+    pipeline = pipe(module, devices=1, mode="never", copy=False)
+    module[1].register_full_backward_hook(lambda *_: 1 / 0)
+    loss = pipeline(rows(7)).sum()
+    assert watch.alive == 3
+
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    gc.collect()
+
+    assert watch.alive == 0
+    assert loss.requires_grad
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+def test_input_is_not_kept_by_the_output(pipe: Pipe) -> None:
+    pipeline, x = pipe(perceptron()), rows(7).detach()
+    alive = weakref.ref(x)
+
+    y = pipeline(x)
+    y.sum().backward()
+    del x
+
+    assert alive() is None
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+def test_steps_do_not_add_up_in_memory(pipe: Pipe) -> None:
+    pipeline, counts = pipe(perceptron()), []
+    for _ in range(30):
+        pipeline(rows(7)).sum().backward()
+        counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+
+    assert counts[-1] == counts[2]
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+@pytest.mark.parametrize("mode", KEPT)
+def test_forward_without_a_backward_frees_all_when_its_outputs_go(mode: Mode, pipe: Pipe) -> None:
+    module = nn.Sequential(*wide(2), Call(lambda x: (x.sin(), {"other": x.cos()})))
+    pipeline = pipe(module, [3, 4], chunks=4)
+    meter = Meter()
+    watch(meter, pipeline)
+    sine, rest = pipeline(microbatches(4))
+    del sine
+    assert meter.now >= KEPT[mode](4) * 2 * ACTIVATIONS + 4 * BOUNDARY
+
+    del rest
+
+    assert settled(meter, 0) == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+@with_and_without_threads
+@pytest.mark.parametrize("mode", KEPT)
+def test_output_kept_after_backward_keeps_no_activations(pipe: Pipe) -> None:
+    pipeline = pipe(wide(), stages=N, chunks=4)
+    meter = Meter()
+    watch(meter, pipeline)
+
+    y = pipeline(microbatches(4))
+    y.sum().backward()
+
+    assert settled(meter, 0) == 0
+    assert y.grad_fn is not None
+
+
+@with_and_without_threads
+def test_hooks_that_keep_what_autograd_saves(pipe: Pipe) -> None:
+    """0.1: without threads they also got what a dropped forward saves, and never let it go."""
+    pipeline = pipe(wide(), stages=N, chunks=4, mode="always")
+    meter = Meter()
+    watch(meter, pipeline)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        y = pipeline(microbatches(4))
+    y.sum().backward()
+    del y
+
+    gc.collect()
+    assert settled(meter, 0) == 0
+
+
+# After the step.
+
+
+def all_sorts() -> nn.Sequential:
+    """Tensors drawn, buffers that change, trees that pass from stage to stage, and a fuse."""
+    drawing = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), Fork(3)]
+    passing = [Through(nn.Linear(3, 3)), Through(Fuse()), Through(nn.Dropout())]
+    return nn.Sequential(*drawing, *passing, Join(), nn.Linear(3, 3), nn.Tanh()).double()
+
+
+@pytest.mark.parametrize("workers", [1, N])
+def test_output_kept_after_backward_keeps_nothing(workers: int, pipe: Pipe) -> None:
+    """0.1: it kept the moments of batch norms, and states of generators, of each micro-batch."""
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Dropout()).double()
+    pipeline = pipe(module, stages=N, devices=workers, chunks=4, mode="never")
+    x = rows(8)
+    run(pipeline, x)
+    _, before = census()
+
+    y = pipeline(x)
+    y.square().sum().backward()
+    pipeline.zero_grad()
+    x.grad = None
+
+    assert awaited(lambda: census()[1] - before, y.nbytes) == y.nbytes
+
+
+def train(pipeline: GPipe) -> None:
+    run(pipeline, rows(7))
+
+
+def train_and_look(pipeline: GPipe) -> None:
+    with torch.no_grad():
+        pipeline(rows(6))
+    with torch.inference_mode():
+        pipeline(rows(9))
+    train(pipeline)
+
+
+def train_between_forwards(pipeline: GPipe) -> None:
+    kept = pipeline(rows(7))
+    train(pipeline)
+    del kept
+    pipeline(rows(6))
+
+
+def fail(pipeline: GPipe, kind: str) -> None:
+    through = pipeline[5]
+    assert isinstance(through, Through) and isinstance(through.layer, Fuse)
+    through.layer.light((kind, 1), throw(OwnError()))
+    with suppress(OwnError):
+        train(pipeline)
+    assert through.layer.at is None
+    train(pipeline)
+
+
+USES: dict[str, Callable[[GPipe], None]] = {
+    "steps": train,
+    "forwards without gradients": train_and_look,
+    "forwards without a backward": train_between_forwards,
+    "errors in forward": lambda pipeline: fail(pipeline, "forward"),
+    "errors in backward": lambda pipeline: fail(pipeline, "backward"),
+}
+
+
+@with_and_without_threads
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_nothing_is_left(use: Callable[[GPipe], None], pipe: Pipe) -> None:
+    pipeline = pipe(all_sorts(), [4, 3, 3])
+    meter = Meter()
+    watch(meter, pipeline)
+    before = census()
+
+    for _ in range(50):
+        with saving(meter, pipeline):
+            use(pipeline)
+
+    assert awaited(census, before) == before
+    assert settled(meter, 0) == 0

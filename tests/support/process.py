@@ -1,0 +1,41 @@
+"""What belongs to the whole process, changed for a test and put back."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+
+@contextmanager
+def seeded(seed: int = 5) -> Iterator[None]:
+    """Draw from a seed inside the block; what is drawn after it does not depend on it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@pytest.fixture
+def own_generator() -> Iterator[None]:
+    """A test may seed the generator: the next one finds it as this one did."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed is freed because nothing refers to it, not even itself in a circle."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def one_intra_op_thread() -> Iterator[None]:
+    """Operators on a few rows gain nothing by two, and lose much where the cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
