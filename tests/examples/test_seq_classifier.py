@@ -21,8 +21,9 @@ from examples.seq_classifier import (
     docstrings,
     encode,
 )
-from lightning_gpipe import GPipe, GPipeStrategy, PaddedSequences
+from lightning_gpipe import GPipeStrategy, PaddedSequences
 from lightning_gpipe.cli import main as cli
+from tests.support.pipes import Pipe
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/seq_classifier.yaml"
 WORDS = [f"word{k}" for k in range(20)]
@@ -126,26 +127,19 @@ def gradients(model: PackageClassifier, output: dict[str, Tensor]) -> list[Tenso
 
 
 def test_pipeline_trims_and_gives_what_the_plain_model_gives(
-    model: PackageClassifier, batches: list[Batch]
+    model: PackageClassifier, batches: list[Batch], pipe: Pipe
 ):
     [(inputs, _), _] = batches
     plain = model(inputs)
     expected = gradients(model, plain)
-    pipeline = GPipe(
-        model.layers,
-        [2, 2],
-        devices=["cpu", "cpu"],
-        chunks=2,
-        microbatching=PaddedSequences("lengths", trim=["tokens"], pad_outputs=False),
-    )
+    trim = PaddedSequences("lengths", trim=["tokens"], pad_outputs=False)
 
-    piped = pipeline(inputs)
+    found = pipe(model.layers, chunks=2, microbatching=trim, copy=False)(inputs)
 
-    torch.testing.assert_close(piped["scores"], plain["scores"])
-    torch.testing.assert_close(gradients(model, piped), expected)
+    torch.testing.assert_close(found["scores"], plain["scores"])
+    torch.testing.assert_close(gradients(model, found), expected)
     assert plain["computed"].tolist() == [9, 9, 9, 9]
-    assert piped["computed"].tolist() == [5, 9, 5, 5]  # of 3, 9, 1 and 5 words
-    pipeline.close()
+    assert found["computed"].tolist() == [5, 9, 5, 5]  # of 3, 9, 1 and 5 words
 
 
 # The figures

@@ -2,7 +2,7 @@
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import lightning as L
@@ -23,9 +23,13 @@ from examples.unet_segmentation import (
     side_by_side,
     u_net,
 )
-from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.cli import main as cli
 from lightning_gpipe.skip import verify_skippables
+from tests.support.pipes import Pipe
+
+# Operators this small only wait for their threads where other programs want the cores.
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/unet_segmentation.yaml"
 
@@ -35,15 +39,6 @@ def data() -> DigitsData:
     digits = DigitsData(canvases=64, validation_canvases=32, batch_size=8)
     digits.setup("fit")
     return digits
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Operators this small only wait for their threads where other programs want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -120,18 +115,16 @@ def test_layers_keep_the_resolution(levels: int):
 
 
 @pytest.mark.parametrize("balance", [[11, 10], [13, 8], [3, 3, 3, 3, 3, 3, 3]], ids=str)
-def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[int]):
+def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[int], pipe: Pipe):
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64)
     model.train()(images)  # running statistics that are not the initial ones
     expected, expected_gradients = scores_and_gradients(model.eval(), images)
 
-    pipeline = GPipe(model.layers, balance, devices=["cpu"] * len(balance), chunks=4)
-    model.layers = pipeline  # type: ignore[assignment]  # as GPipeStrategy does
+    model.layers = pipe(model.layers, balance, chunks=4)  # type: ignore[assignment]  # as GPipeStrategy does
     piped, gradients = scores_and_gradients(model, images)
 
     torch.testing.assert_close(piped, expected)
     torch.testing.assert_close(gradients, expected_gradients)
-    pipeline.close()
 
 
 def scores_and_gradients(model: UNet, images: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""A module in float64 whose numbers are the same on every device, and pipelines of it.
+"""A module in float64 whose numbers are the same on every device, and devices to cut it over.
 
 Two workers on one device are two threads that share a stream; a stage on the CPU beside one on the
 GPU makes every hand-over a copy. Both need one GPU only.
@@ -6,14 +6,11 @@ GPU makes every hand-over a copy. Both need one GPU only.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-from lightning_gpipe import GPipe
 
 GPU = "cuda:0"
 WIDTH = 32
@@ -33,14 +30,6 @@ DEVICES = [
         marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     ),
 ]
-
-
-def pipeline_of(module: nn.Sequential, devices: list[str], **options: Any) -> GPipe:
-    """A pipeline of a copy of ``module``, of a stage per device but two at least."""
-    stages = max(2, len(devices))
-    even, more = divmod(len(module), stages)
-    balance = [even + (j < more) for j in range(stages)]
-    return GPipe(copy.deepcopy(module), balance, devices=devices, **options)
 
 
 def layers(*between: nn.Module) -> nn.Sequential:

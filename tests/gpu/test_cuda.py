@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpipe import GPipe
 from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
+from tests.support.pipes import Pipe, every_mode
 
 pytestmark = ON_GPU
-
-Build = Callable[..., GPipe]
 
 
 def step(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -44,12 +42,12 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
 # Transparency.
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never", 1])
+@every_mode
 @pytest.mark.parametrize("chunks", [1, 4, 6])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_transparency(gpipe: Build, devices: list[str], chunks: int, mode: Any) -> None:
+def test_transparency(pipe: Pipe, devices: list[str], chunks: int) -> None:
     plain = layers()
-    pipeline = gpipe(plain, devices, chunks=chunks, activation_checkpointing=mode)
+    pipeline = pipe(plain, devices=devices, chunks=chunks)
 
     found = step(pipeline, batch().to(devices[0]))
 
@@ -58,10 +56,10 @@ def test_transparency(gpipe: Build, devices: list[str], chunks: int, mode: Any) 
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_running_statistics(gpipe: Build, devices: list[str]) -> None:
+def test_running_statistics(pipe: Pipe, devices: list[str]) -> None:
     # A batch norm normalises by micro-batch; first, its running statistics depend on data alone.
     plain = nn.Sequential(nn.BatchNorm1d(8, dtype=torch.float64), *layers())
-    pipeline = gpipe(plain, devices, chunks=4)
+    pipeline = pipe(plain, devices=devices, chunks=4)
 
     for seed in range(3):
         plain(batch(seed=seed))
@@ -72,9 +70,9 @@ def test_running_statistics(gpipe: Build, devices: list[str]) -> None:
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("where", ["cpu", GPU])
-def test_input_on_another_device(gpipe: Build, devices: list[str], where: str) -> None:
+def test_input_on_another_device(pipe: Pipe, devices: list[str], where: str) -> None:
     plain = layers()
-    pipeline = gpipe(plain, devices, chunks=4)
+    pipeline = pipe(plain, devices=devices, chunks=4)
 
     found = step(pipeline, batch().to(where))
 
@@ -82,9 +80,9 @@ def test_input_on_another_device(gpipe: Build, devices: list[str], where: str) -
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_inference(gpipe: Build, devices: list[str]) -> None:
+def test_inference(pipe: Pipe, devices: list[str]) -> None:
     plain = layers().eval()
-    pipeline = gpipe(plain, devices, chunks=4).eval()
+    pipeline = pipe(plain, devices=devices, chunks=4).eval()
 
     with torch.inference_mode():
         found = pipeline(batch().to(devices[0]))
@@ -95,11 +93,11 @@ def test_inference(gpipe: Build, devices: list[str]) -> None:
 
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_hundred_steps(gpipe: Build, devices: list[str], mode: Any) -> None:
+def test_hundred_steps(pipe: Pipe, devices: list[str]) -> None:
     # Nothing waits for the device between the steps, and freed memory is overwritten with NaN: a
     # tensor that is reused before its last reader is done, or read before it is there, shows.
     plain = layers()
-    pipeline = gpipe(plain, devices, chunks=5, activation_checkpointing=mode)
+    pipeline = pipe(plain, devices=devices, chunks=5)
     batches = [batch(rows=1 + k % 17, seed=k) for k in range(100)]
 
     found = []
@@ -123,12 +121,12 @@ def test_hundred_steps(gpipe: Build, devices: list[str], mode: Any) -> None:
 @pytest.mark.parametrize("loss_on", ["cpu", GPU])
 @pytest.mark.parametrize("devices", DEVICES)
 def test_backward_does_not_block_its_own_device(
-    gpipe: Build, devices: list[str], loss_on: str, mode: Any
+    pipe: Pipe, devices: list[str], loss_on: str
 ) -> None:
     # Before and after the pipeline are nodes that the engine runs on the thread of the device. Were
     # the node that waits for the workers one of them, their backward would wait for that thread.
     plain = layers()
-    pipeline = gpipe(plain, devices, chunks=4, activation_checkpointing=mode)
+    pipeline = pipe(plain, devices=devices, chunks=4)
     scale = torch.ones(8, dtype=torch.float64, device=GPU, requires_grad=True)
     expected_scale = torch.ones(8, dtype=torch.float64, requires_grad=True)
 
@@ -145,11 +143,11 @@ def test_backward_does_not_block_its_own_device(
     assert_same(found, expected_scale.grad)
 
 
-def test_backward_within_a_backward(gpipe: Build) -> None:
+def test_backward_within_a_backward(pipe: Pipe) -> None:
     # Checkpointing of the reentrant kind calls backward() on the device's own thread: there the
     # node that waits for the workers must not wait.
     plain = layers()
-    pipeline = gpipe(plain, [GPU, GPU], chunks=4)
+    pipeline = pipe(plain, devices=[GPU, GPU], chunks=4)
     x = batch().to(GPU).requires_grad_()
 
     def run() -> dict[str, Tensor]:
@@ -162,10 +160,10 @@ def test_backward_within_a_backward(gpipe: Build) -> None:
     assert_same(found, gradients(plain))
 
 
-def test_two_pipelines_in_one_graph(gpipe: Build) -> None:
+def test_two_pipelines_in_one_graph(pipe: Pipe) -> None:
     # The backward of the second waits for workers while the first's is still to come.
     plain = layers()
-    first, second = (gpipe(plain, [GPU, GPU], chunks=3) for _ in range(2))
+    first, second = (pipe(plain, devices=[GPU, GPU], chunks=3) for _ in range(2))
 
     def both() -> dict[str, Tensor]:
         y = first(batch().to(GPU))
@@ -186,11 +184,9 @@ def test_two_pipelines_in_one_graph(gpipe: Build) -> None:
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("backward_on", ["side", "default"])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_current_stream_is_a_side_stream(
-    gpipe: Build, devices: list[str], backward_on: str, mode: Any
-) -> None:
+def test_current_stream_is_a_side_stream(pipe: Pipe, devices: list[str], backward_on: str) -> None:
     plain = layers()
-    pipeline = gpipe(plain, devices, chunks=4, activation_checkpointing=mode)
+    pipeline = pipe(plain, devices=devices, chunks=4)
     step(pipeline, batch().to(devices[0]))  # starts threads and streams
     pipeline.zero_grad()
     values, x = batch().to(GPU), torch.full((13, 8), float("nan"), device=GPU, dtype=torch.float64)
@@ -212,9 +208,9 @@ def test_current_stream_is_a_side_stream(
     assert_same(found, gradients(plain))
 
 
-def test_default_stream_may_use_the_gradients_at_once(gpipe: Build) -> None:
+def test_default_stream_may_use_the_gradients_at_once(pipe: Pipe) -> None:
     plain = layers()
-    pipeline = gpipe(plain, [GPU, GPU], chunks=4)
+    pipeline = pipe(plain, devices=[GPU, GPU], chunks=4)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, pipeline)]
 
     for k in range(20):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.plan.schedule import Kind
 from tests.gpu.models import DEVICES, GPU, ON_GPU, WIDTH, assert_same, batch, gradients, layers
+from tests.support.pipes import Pipe
 
 pytestmark = ON_GPU
-
-Build = Callable[..., GPipe]
-
 
 # Random numbers.
 
@@ -34,11 +31,10 @@ def dropped(pipeline: GPipe, devices: list[str], seed: int, steps: int = 3) -> l
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_recomputation_drops_the_same(gpipe: Build, devices: list[str]) -> None:
+def test_recomputation_drops_the_same(pipe: Pipe, devices: list[str]) -> None:
     module = nn.Sequential(nn.Dropout(0.3), *layers(nn.Dropout(0.5)), nn.Dropout(0.3))
     kept, recomputed = (
-        gpipe(module, devices, chunks=4, activation_checkpointing=mode)
-        for mode in ("never", "always")
+        pipe(module, devices=devices, chunks=4, mode=mode) for mode in ("never", "always")
     )
 
     expected = dropped(kept, devices, seed=3)
@@ -48,11 +44,11 @@ def test_recomputation_drops_the_same(gpipe: Build, devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_dropout_follows_the_seed(gpipe: Build, devices: list[str]) -> None:
+def test_dropout_follows_the_seed(pipe: Pipe, devices: list[str]) -> None:
     module = nn.Sequential(nn.Dropout(0.3), *layers(nn.Dropout(0.5)), nn.Dropout(0.3))
 
     one, same, other = (
-        dropped(gpipe(module, devices, chunks=4), devices, seed) for seed in (3, 3, 4)
+        dropped(pipe(module, devices=devices, chunks=4), devices, seed) for seed in (3, 3, 4)
     )
 
     assert_same(same, one)
@@ -79,15 +75,13 @@ class Recorder(nn.Module):
 @pytest.mark.parametrize("mode, runs", [("always", 2), ("never", 1)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU]], ids=["one-worker", "two-workers"])
-def test_autocast(
-    gpipe: Build, devices: list[str], dtype: torch.dtype, mode: Any, runs: int
-) -> None:
+def test_autocast(pipe: Pipe, devices: list[str], dtype: torch.dtype, mode: Any, runs: int) -> None:
     def half() -> list[nn.Module]:
         return [nn.Linear(8, 8), Recorder(), nn.Tanh()]
 
     torch.manual_seed(0)
     plain = nn.Sequential(*half(), *half()).to(GPU)
-    pipeline = gpipe(plain, devices, chunks=4, activation_checkpointing=mode)
+    pipeline = pipe(plain, devices=devices, chunks=4, mode=mode)
     x = batch(12).float().to(GPU)
 
     for module in (plain, pipeline):
@@ -105,8 +99,8 @@ def test_autocast(
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_timeline(gpipe: Build, devices: list[str]) -> None:
-    pipeline = gpipe(layers(), devices, chunks=4, activation_checkpointing="always")
+def test_timeline(pipe: Pipe, devices: list[str]) -> None:
+    pipeline = pipe(layers(), devices=devices, chunks=4, mode="always")
     n = max(2, len(devices))
 
     for _ in range(3):
@@ -143,7 +137,7 @@ def peak_of_a_step(pipeline: GPipe, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU]], ids=["one-worker", "two-workers"])
-def test_recomputation_saves_memory(gpipe: Build, devices: list[str]) -> None:
+def test_recomputation_saves_memory(pipe: Pipe, devices: list[str]) -> None:
     # 24 activations of 8 MiB each; "always" keeps those of one micro-batch in 8, and the inputs
     # of the two stages.
     pairs = [[nn.Linear(256, 256), nn.Tanh()] for _ in range(12)]
@@ -151,7 +145,7 @@ def test_recomputation_saves_memory(gpipe: Build, devices: list[str]) -> None:
     x = torch.randn(8192, 256, device=GPU)
 
     never, always = (
-        peak_of_a_step(gpipe(module, devices, chunks=8, activation_checkpointing=mode), x)
+        peak_of_a_step(pipe(module, devices=devices, chunks=8, mode=mode), x)
         for mode in ("never", "always")
     )
 
@@ -159,8 +153,8 @@ def test_recomputation_saves_memory(gpipe: Build, devices: list[str]) -> None:
 
 
 @pytest.mark.parametrize("devices", DEVICES)
-def test_forward_without_backward_frees_everything(gpipe: Build, devices: list[str]) -> None:
-    pipeline = gpipe(layers(nn.Linear(WIDTH, WIDTH)), devices, chunks=4)
+def test_forward_without_backward_frees_everything(pipe: Pipe, devices: list[str]) -> None:
+    pipeline = pipe(layers(nn.Linear(WIDTH, WIDTH)), devices=devices, chunks=4)
     x = batch(4096).to(devices[0])
     pipeline(x).sum().backward()
     pipeline.zero_grad()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import WIDTH, Classifier, assert_same_weights, fitted, weights
+from tests.support.pipes import MODES, with_and_without_threads
 
 
 class History(Callback):
@@ -93,8 +94,8 @@ def test_fit_with_any_balance(
     assert_same_weights(piped, plain)
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never", 0, 2, 100])
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("mode", [*MODES, 0, 100])
+@with_and_without_threads
 def test_fit_with_any_recomputation(
     tmp_path: Path, plain: L.Trainer, mode: Any, threads: bool
 ) -> None:

@@ -22,6 +22,8 @@ from tests.support.lightning_modules import (
     trainer,
     worker_threads,
 )
+from tests.support.models import Poison
+from tests.support.pipes import every_mode, with_and_without_threads
 
 
 def strategy() -> GPipeStrategy:
@@ -171,7 +173,7 @@ class Adversaries(Classifier):
         ]
 
 
-@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@every_mode
 def test_manual_optimization_with_two_optimizers(tmp_path: Path, mode: Any) -> None:
     plain = fitted(tmp_path, build=Adversaries)
 
@@ -203,16 +205,9 @@ def test_step_without_a_loss(tmp_path: Path) -> None:
     assert_same_weights(piped, plain)
 
 
-class Poison(nn.Module):
-    """The identity, with a gradient that is not a number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0 * torch.sqrt(x - x.detach())
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
-@pytest.mark.parametrize("threads", [True, False])
+@with_and_without_threads
 def test_detect_anomaly(tmp_path: Path, threads: bool) -> None:
     def build() -> Classifier:
         return Classifier(layers=nn.Sequential(nn.Linear(6, 8), Poison(), nn.Linear(8, 8)))

@@ -10,7 +10,7 @@ The suite draws a few cases, always the same; `make soak` 2,000 of each kind, al
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ from lightning_gpipe.core.data.pytree import FlatTree, map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.grammar import (
+    DRAWN_MODES,
     GRAD,
-    MODES,
     Case,
     Model,
     Step,
@@ -39,6 +39,8 @@ from tests.support.grammar import (
 )
 from tests.support.models import assert_same, gradients, whole_batch_loss
 from tests.support.vocabulary import Dropout, Repeated
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 
 class Record(NamedTuple):
@@ -104,7 +106,7 @@ def finish(module: nn.Module, step: Step) -> None:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss of tests/core/models.py, of outputs without rows too."""
+    """The same loss, of outputs without rows too."""
     return whole_batch_loss(map_tensors(lambda x: x.reshape(len(x) if x.dim() else 1, -1), output))
 
 
@@ -222,15 +224,6 @@ def merge_leaf(values: list[Any]) -> Any:
     return torch.stack(values) if stacks else values[0]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread_per_operator() -> Iterator[None]:
-    """Tensors of a few numbers are not worth more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check(case: Case) -> None:
     """Compare a pipeline with its reference."""
     with torch.random.fork_rng(devices=[]):
@@ -252,7 +245,7 @@ def test_drawn_models(case: Case) -> None:
     check(case)
 
 
-@given(case=cases(drawing_models()), mode=st.sampled_from(MODES), threads=st.booleans())
+@given(case=cases(drawing_models()), mode=st.sampled_from(DRAWN_MODES), threads=st.booleans())
 def test_drawn_models_that_draw(case: Case, mode: Mode, threads: bool) -> None:
     records = []
     for each in (case, replace(case, mode=mode, threads=threads)):

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_gpipe.core.frontends.install import install, remove
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
-from tests.support.models import Call, assert_same, gradients, perceptron, rows, step
+from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 
@@ -298,13 +298,6 @@ def test_innermost_hooks_are_those_that_pack(pipe: Pipe) -> None:
 
 
 # Anomalies.
-
-
-class Poison(nn.Module):
-    """The identity, with a gradient that is not a number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0 * torch.sqrt(x - x.detach())
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

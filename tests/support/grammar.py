@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lightning_gpipe.core.data.pytree import tree_flatten
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call
+from tests.support.pipes import MODES
 from tests.support.vocabulary import (
     COMPANY,
     DRAWING,
@@ -36,7 +37,7 @@ GRAD: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
-MODES: list[Mode] = ["always", "except_last", "never", 1, 3]
+DRAWN_MODES: list[Mode] = [*MODES, 3]
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ def cases(draw: st.DrawFn, models: st.SearchStrategy[Model]) -> Case:
         tuple(draw(st.lists(step, min_size=2, max_size=3))),
         devices=draw(st.sampled_from([d for d in (1, 2, 3, 4) if n % d == 0])),
         chunks=draw(st.integers(1, 9)),
-        mode=draw(st.sampled_from(MODES)),
+        mode=draw(st.sampled_from(DRAWN_MODES)),
         threads=draw(st.sampled_from([True, True, False])),
         deferred=draw(st.sampled_from([True, True, False])),
         frozen=draw(st.frozensets(st.integers(0, 15), max_size=4)),

@@ -151,5 +151,12 @@ class Unused(nn.Linear):
         self.unused = nn.Parameter(torch.ones(width))
 
 
+class Poison(nn.Module):
+    """The identity, with a gradient that is not a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * torch.sqrt(x - x.detach())
+
+
 def _floating(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad

@@ -8,8 +8,8 @@ from lightning_gpipe.core.faithful.inplace import Edits
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import Call, assert_same, rows, step
+from tests.support.pipes import MODES
 
-MODES: list[Mode] = ["always", "except_last", "never"]
 X = torch.arange(6.0).reshape(2, 3)
 
 

@@ -80,7 +80,7 @@ def test_skip_is_sent_once_and_its_gradient_once(
     stages: int, letters: list[Letter], pipe: Pipe
 ) -> None:
     m, last = 3, stages - 1
-    pipeline = pipe(with_wide_skip(stages), [1] * stages, copy=False)
+    pipeline = pipe(with_wide_skip(stages), stages=stages, copy=False)
 
     pipeline(rows(2 * m)).sum().backward()
 
@@ -95,7 +95,7 @@ def test_skip_is_sent_once_and_its_gradient_once(
 
 
 def test_skip_within_a_stage_is_not_sent(letters: list[Letter], pipe: Pipe) -> None:
-    pipeline = pipe(with_wide_skip(6), [6], copy=False)
+    pipeline = pipe(with_wide_skip(6), stages=1, copy=False)
 
     pipeline(rows(6)).sum().backward()
 
@@ -105,7 +105,7 @@ def test_skip_within_a_stage_is_not_sent(letters: list[Letter], pipe: Pipe) -> N
 def test_skip_on_virtual_stages_of_one_device_is_not_sent_between(
     letters: list[Letter], pipe: Pipe
 ) -> None:
-    pipeline = pipe(with_wide_skip(4), [1] * 4, devices=["cpu", "cpu"], copy=False)
+    pipeline = pipe(with_wide_skip(4), stages=4, devices=2, copy=False)
 
     pipeline(rows(6)).sum().backward()
 
@@ -123,7 +123,7 @@ def test_skip_without_a_gradient_has_none_sent_back(
     first[1].of = of
     pop.join = lambda x, skip: x if skip is None else narrow(x, skip)
 
-    pipe(module, [1, 1, 1], chunks=1, copy=False)(rows(2)).sum().backward()
+    pipe(module, stages=3, chunks=1, copy=False)(rows(2)).sum().backward()
 
     skips = {each.to.kind: each.bytes for each in letters if each.way}
     assert skips == {Kind.FORWARD: sent * 2 * 3 * 8, Kind.BACKWARD: 0}
@@ -235,7 +235,7 @@ def use(pipeline: GPipe, *, backward: bool) -> None:
 def test_no_growth(pipe: Pipe) -> None:
     (a, d), (b, c) = pair(), pair(torch.tanh, torch.mul)
     module = nn.Sequential(*perceptron(1), a, b, *perceptron(2), Fuse(), c, d)
-    pipeline = pipe(module, [2, 2, 2, 2], copy=False)
+    pipeline = pipe(module, stages=4, copy=False)
     fuse = pipeline[5]
     assert isinstance(fuse, Fuse)
     before = census()
@@ -268,7 +268,7 @@ def fused() -> nn.Sequential:
 def test_error_in_a_stage_that_has_a_skip_to_send(where: str, kind: str, pipe: Pipe) -> None:
     module, plain = fused(), fused()
     plain.load_state_dict(module.state_dict())
-    pipeline = pipe(module, [1, 1, 1], copy=False)
+    pipeline = pipe(module, stages=3, copy=False)
     fuse = pipeline.get_submodule(where)
     assert isinstance(fuse, Fuse)
 
@@ -286,7 +286,7 @@ def test_error_in_a_stage_that_has_a_skip_to_send(where: str, kind: str, pipe: P
 @with_and_without_threads
 def test_error_of_the_functions_of_a_skip(pipe: Pipe) -> None:
     stash, pop = Stash(), Pop()
-    pipeline = pipe(nn.Sequential(stash, *perceptron(2), pop), [1, 2, 1])
+    pipeline = pipe(nn.Sequential(stash, *perceptron(2), pop), [1, 2, 1], copy=False)
     fault = throw(OwnError("mine"))
 
     stash.of = lambda x: fault()
