@@ -25,7 +25,7 @@ def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatc
 
 
 def test_system_that_knows_no_limit_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1: os.sched_getaffinity is Linux's own, so on macOS no benchmark could report."""
+    """Only Linux has os.sched_getaffinity: once no benchmark could report on macOS."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
 

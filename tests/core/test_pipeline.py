@@ -405,13 +405,13 @@ def dual(pipeline: GPipe) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is (deprecated|not supported)")
 @pytest.mark.parametrize("transform", [jvp, gradient, dual])
 def test_function_transforms_are_refused(pipeline: GPipe, transform: Callable[..., None]) -> None:
-    """0.1: their state is not in the workers' threads, and the derivatives were zero."""
+    """Once they ran, but the workers' threads lack their state: the derivatives were zero."""
     with pytest.raises(RuntimeError, match="must not run inside of torch.func"):
         transform(pipeline)
 
 
 def test_casts_do_not_add_up_under_the_callers_autocast(pipe: Pipe) -> None:
-    """0.1: autocast kept a copy of the weights for every mini-batch until its block ended."""
+    """Once autocast kept a copy of the weights for every mini-batch until its block ended."""
     pipeline = pipe(perceptron(4).float(), devices=1)
     x = rows(4).detach().float()
 

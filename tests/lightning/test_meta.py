@@ -205,7 +205,7 @@ def masked() -> Metricless:
 
 
 def test_resume_of_a_module_with_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
-    """0.1: to make the buffer, the module was initialised again, loaded weights and all."""
+    """Once the whole module was initialised again to make the buffer: loaded weights were lost."""
     whole = fitted(tmp_path, build=masked, max_epochs=4)
     fitted(tmp_path, build=masked, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
     made = trainer(tmp_path, GPipeStrategy([1, 2], 4), devices=2, max_epochs=4)

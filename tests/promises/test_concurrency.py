@@ -28,7 +28,7 @@ def slowly(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("gradients", [True, False])
 def test_two_threads_take_turns(devices: int, gradients: bool, pipe: Pipe) -> None:
-    """0.1: one thread took the shadows that the other ran with for parameters."""
+    """Once one thread took the other's shadow parameters for the real ones, and left them there."""
     plain = nn.Sequential(*perceptron(2), Call(slowly), *perceptron(2))
     pipeline = pipe(plain, devices=devices)
     parameters = list(pipeline.parameters())
@@ -56,7 +56,7 @@ def test_two_threads_take_turns(devices: int, gradients: bool, pipe: Pipe) -> No
 
 
 def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:
-    """0.1: the thread that waited for its turn took the other's error, and both hung."""
+    """Once the thread that waited for its turn took the other's error, and both hung."""
     started, asked = threading.Event(), threading.Event()
     ends: dict[str, BaseException | Step] = {}
 

@@ -264,11 +264,11 @@ def flat(*runs: str) -> Model:
 
 
 FOUND = {
-    # 0.1: the first forward copied nothing, and the stage was known for editing nothing.
+    # Once the first forward, which copies nothing, decided that the stage edits nothing.
     "edit in place after a forward without gradients": Case(
         flat("edit"), (1, 1), (Step(grad="no grad"), Step())
     ),
-    # 0.1: the recomputation found the buffer moved on, and moved it on again: other gradients.
+    # Once recomputation found the buffer moved on, and moved it on again: other gradients.
     "buffer that changes in training only": Case(
         flat("linear", "spectral norm"), (1, 1), (Step(training=False), Step())
     ),

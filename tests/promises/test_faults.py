@@ -198,7 +198,7 @@ def test_caller_is_interrupted(
 def test_step_right_after_an_error_while_another_layer_was_busy(
     pipeline: GPipe, plain: nn.Sequential
 ) -> None:
-    """0.1: the next step took the shadows that the busy layer ran with for parameters."""
+    """Once the next step took the busy layer's shadow parameters for the real ones."""
     parameters = list(pipeline.parameters())
     busy = fail_while_another_layer_is_busy(pipeline)
 

@@ -17,7 +17,7 @@ from tests.support.waiting import PATIENCE
 
 
 def test_edit_in_place_of_what_passes_twice(pipe: Pipe) -> None:
-    """0.1: each leaf was copied by itself, so that the edit of one was not seen in the other."""
+    """Once each leaf was copied by itself, so the edit of one was not seen in the other."""
     module = nn.Sequential(
         nn.Linear(W, W),
         Call(lambda x: (x, x)),
@@ -29,7 +29,7 @@ def test_edit_in_place_of_what_passes_twice(pipe: Pipe) -> None:
 
 
 def test_hooks_of_a_parameter_that_took_no_part(pipe: Pipe) -> None:
-    """0.1: they were called with None, which few of them expect."""
+    """Once they were called with None, on which a hook that computes with the gradient fails."""
     pipeline = pipe(nn.Sequential(nn.Linear(W, W), Unused(W)).double())
     unused, called = pipeline.get_parameter("1.unused"), []
     unused.register_hook(lambda gradient: called.append("gradient"))
@@ -41,7 +41,7 @@ def test_hooks_of_a_parameter_that_took_no_part(pipe: Pipe) -> None:
 
 
 def test_parameter_that_its_layer_edits(pipe: Pipe) -> None:
-    """0.1: refused as an edit between forward and backward."""
+    """Once the layer's own edit counted as one by the user, so training was refused."""
     module = nn.Sequential(nn.Embedding(5, W, max_norm=0.5), nn.Linear(W, W)).double()
     tokens = torch.arange(8) % 5
 
@@ -49,7 +49,7 @@ def test_parameter_that_its_layer_edits(pipe: Pipe) -> None:
 
 
 def test_evaluation_that_draws_between_forward_and_backward(pipe: Pipe) -> None:
-    """0.1: to run again, it wrote to all buffers, those too that the first graph had saved."""
+    """Once a second run wrote to all buffers, saved ones too, so backward of the first failed."""
     noise = Call(lambda x: x + 0 * torch.rand_like(x))
     module = nn.Sequential(Frozen(nn.BatchNorm1d(W)), noise).double().train()
     pipeline = pipe(module, mode="never")
@@ -64,7 +64,7 @@ def test_evaluation_that_draws_between_forward_and_backward(pipe: Pipe) -> None:
 
 
 def test_buffer_of_a_model_that_starts_to_draw(pipe: Pipe) -> None:
-    """0.1: the forward that runs again found it moved on, and moved it on again."""
+    """Once a forward that was run again, to know its draws, moved the buffer on twice."""
     module = nn.Sequential(Counter(edits=True), nn.Dropout(0.0), nn.Linear(W, W)).double()
     pipeline = pipe(module, chunks=4)
 
@@ -79,7 +79,7 @@ def test_buffer_of_a_model_that_starts_to_draw(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_layer_that_checkpoints_itself_and_draws(use_reentrant: bool, pipe: Pipe) -> None:
-    """0.1: it drew from a private stream in forward, but from the generator in backward."""
+    """Once forward drew from a private stream, backward from the generator: other masks."""
     drop = Call(lambda x: checkpoint(F.dropout, x, use_reentrant=use_reentrant))
     pipeline = pipe(nn.Sequential(nn.Linear(W, W), drop).double(), chunks=1, mode="never")
 
@@ -88,7 +88,7 @@ def test_layer_that_checkpoints_itself_and_draws(use_reentrant: bool, pipe: Pipe
 
 
 def test_layers_that_checkpoint_themselves_leave_the_generator_alone(pipe: Pipe) -> None:
-    """0.1: each put back what it had found, which was what another stage's had set."""
+    """Once each put back the state that it had found, set by another stage: a wrong one stayed."""
 
     def slow(x: Tensor) -> Tensor:
         time.sleep(0.01)
@@ -108,7 +108,7 @@ def test_layers_that_checkpoint_themselves_leave_the_generator_alone(pipe: Pipe)
 
 
 def test_layer_that_starts_to_draw_while_another_draws(pipe: Pipe) -> None:
-    """0.1: the other put the generator back to before both: it seemed that only it drew."""
+    """Once one put the generator back to before both, so the other's draws were not noticed."""
     late, drawing, drawn = (threading.Event() for _ in range(3))
 
     def draw_late(x: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_layer_that_starts_to_draw_while_another_draws(pipe: Pipe) -> None:
 
 
 def test_forward_that_starts_to_draw_after_another_with_batch_norm(pipe: Pipe) -> None:
-    """0.1: to run again, it wrote to the running statistics, which the first graph had saved."""
+    """Once a second run wrote to running statistics that a graph had saved: its backward failed."""
     module = nn.Sequential(nn.BatchNorm1d(W), nn.Dropout(0.0)).double()
     pipeline = pipe(module, mode="never", deferred_batch_norm=False)
     pipeline(rows(8))

@@ -179,7 +179,7 @@ def test_hook_on_every_module_there_is(
 
 
 def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, pipe: Pipe) -> None:
-    """0.1: it also saw the pipeline that ran in the place of the user's module."""
+    """Once the pipeline in the place of the user's module was called as a module: one call too many."""
     seen: list[str] = []
     pipeline = pipe(plain, copy=False)
     install(plain, pipeline.forward)
@@ -231,7 +231,7 @@ TENSOR_HOOKS: list[Callable[[Tensor], Tensor]] = [on_its_input, on_its_output, b
 def test_hook_that_a_layer_registers(
     plain: nn.Sequential, pipe: Pipe, function: Callable[[Tensor], Tensor], k: int
 ) -> None:
-    """0.1: recomputation registered a second hook on the input that forward had kept."""
+    """Once recomputation ran on forward's own input, which had a hook already: it acted twice."""
     plain[k] = Call(function)
 
     assert_same_steps(pipe(plain), plain)
@@ -293,7 +293,7 @@ class Keep(nn.Module):
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("what", ["input", "between", "output"])
 def test_gradient_that_a_layer_keeps(plain: nn.Sequential, pipe: Pipe, what: str, k: int) -> None:
-    """0.1: a stage took the gradient of its input away from the layer that kept that input."""
+    """Once a stage cleared its input's gradient when it was sent on: the layer that kept it had none."""
     plain[k] = Keep(what)
     pipeline = pipe(plain)
 
@@ -329,7 +329,7 @@ class HooksItsWeight(nn.Linear):
 def test_hook_that_a_layer_registers_on_its_parameter(
     plain: nn.Sequential, pipe: Pipe, k: int
 ) -> None:
-    """0.1: it was one more hook for every micro-batch, and acted on the sum of some of them."""
+    """Once each micro-batch added a hook to the parameter, and each acted on the sum of some."""
     plain[k] = HooksItsWeight(3, 3).double()
     pipeline = pipe(plain)
 
@@ -509,7 +509,7 @@ class Borrows(nn.Module):
 
 
 def test_hook_on_a_parameter_that_another_stage_uses(pipe: Pipe) -> None:
-    """0.1: only its own stage was asked whether it took part: its gradient was lost."""
+    """Once only the parameter's own stage was asked whether it took part: its gradient was lost."""
     lent = nn.Linear(3, 3).double()
     layers = [Lends(lent), *(nn.Linear(3, 3).double() for _ in range(4)), Borrows(lent)]
     module = nn.Sequential(*layers)

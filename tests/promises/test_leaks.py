@@ -168,7 +168,7 @@ def test_output_kept_after_backward_keeps_no_activations(pipe: Pipe) -> None:
 
 @with_and_without_threads
 def test_hooks_that_keep_what_autograd_saves(pipe: Pipe) -> None:
-    """0.1: without threads they also got what a dropped forward saves, and never let it go."""
+    """Once they also got what a dropped forward saves, without threads, and kept it for ever."""
     pipeline = pipe(wide(), stages=N, chunks=4, mode="always")
     meter = Meter()
     watch(meter, pipeline)
@@ -194,7 +194,7 @@ def all_sorts() -> nn.Sequential:
 
 @pytest.mark.parametrize("workers", [1, N])
 def test_output_kept_after_backward_keeps_nothing(workers: int, pipe: Pipe) -> None:
-    """0.1: it kept the moments of batch norms, and states of generators, of each micro-batch."""
+    """Once it kept the moments of batch norms and generator states of all micro-batches alive."""
     module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Dropout()).double()
     pipeline = pipe(module, stages=N, devices=workers, chunks=4, mode="never")
     x = rows(8)

@@ -281,7 +281,7 @@ def test_recomputation_begins_when_a_stage_is_thawed(pipe: Pipe) -> None:
 @every_mode
 @pytest.mark.parametrize("name", ["0.weight", "2.bias", "4.weight"])
 def test_parameter_thawed_between_forward_and_backward(pipe: Pipe, name: str) -> None:
-    """0.1: recomputation used the parameter itself, which so had a gradient of a few rows."""
+    """Once recomputation used the parameter itself, which got a gradient of a few of the rows."""
     plain = perceptron(6)
     plain.get_parameter(name).requires_grad_(False)
 
@@ -310,7 +310,7 @@ def test_parameter_frozen_between_forward_and_backward(pipe: Pipe, name: str) ->
 
 @every_mode
 def test_frozen_parameter_edited_between_forward_and_backward(pipe: Pipe) -> None:
-    """0.1: recomputation took the edited values of a frozen weight; the gradient was another's."""
+    """Once recomputation took the edited values, so the gradients were wrong without an error."""
     plain = perceptron(6)
     plain[2].requires_grad_(False)
 
@@ -324,7 +324,7 @@ def test_frozen_parameter_edited_between_forward_and_backward(pipe: Pipe) -> Non
 
 @every_mode
 def test_frozen_parameter_replaced_between_forward_and_backward(pipe: Pipe) -> None:
-    """0.1: recomputation ran with the new one."""
+    """Once recomputation ran with the new one, so the gradients were wrong without an error."""
     plain = perceptron(6)
     plain[2].requires_grad_(False)
 

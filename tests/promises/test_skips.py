@@ -190,7 +190,7 @@ def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:
 
 @pytest.mark.parametrize("join", [added, lambda x, skip: x if skip is None else edited(x, skip)])
 def test_skip_that_is_none_in_some_steps(join: Join, pipe: Pipe) -> None:
-    """0.2: one that was None at first and then edited in place counted as one that is not."""
+    """Once the first step decided: a skip that was None then was not copied when it was edited."""
 
     def of(x: Tensor) -> Tensor | None:
         return x * 2 if there else None
@@ -207,7 +207,7 @@ def test_skip_that_is_none_in_some_steps(join: Join, pipe: Pipe) -> None:
     "then", [torch.detach, lambda x: x.argmax(1, keepdim=True)], ids=["detached", "integers"]
 )
 def test_only_the_skip_needs_a_gradient(then: Callable[[Tensor], Tensor], pipe: Pipe) -> None:
-    """0.1: the stage between had no gradients to send, and backward failed on their number."""
+    """Once the stage between sent no gradients at all, and backward failed on their number."""
     stash, pop = Stash(torch.tanh, then), Pop()
     module = nn.Sequential(linear(), stash, Call(lambda x: x + 1), pop)
     pipeline = pipe(module, [1, 1, 1, 1])
@@ -279,7 +279,7 @@ def test_edit_of_a_popped_tensor_that_backward_needs(pipe: Pipe) -> None:
 
 
 def test_stash_of_what_is_no_tensor(pipe: Pipe) -> None:
-    """0.2: the tensors in a tuple kept their graph, and backward ran from stage to stage."""
+    """Once tensors in a tuple kept their graph, so backward ran from one stage into another."""
     of: Any = lambda x: (x, x)  # noqa: E731  # what a type checker would refuse
     pipeline = pipe(around(nn.Tanh(), of=of, join=ignored), [1, 1, 1])
 

@@ -241,7 +241,7 @@ class EditLast(nn.Module):
 
 
 def test_edit_in_place_where_structures_differ(pipe: Pipe) -> None:
-    """0.1: edited inputs were known by their number, whatever the structure around them."""
+    """Once edited inputs were known by position in any structure, so the wrong one was copied."""
     plain = nn.Sequential(nn.Linear(W, W), Prepend(), EditLast()).double()
     pipeline = pipe(plain, stages=len(plain))
 
@@ -260,7 +260,7 @@ class Squash(nn.Module):
 
 
 def test_edit_in_place_in_training_only(pipe: Pipe) -> None:
-    """0.1: an edit was refused after an earlier run in eval mode, with gradients, made none."""
+    """Once a run in eval mode that made no edit decided for all: the edit in training was refused."""
     plain = nn.Sequential(nn.Linear(W, W), Squash(), nn.Linear(W, W)).double()
     pipeline = pipe(plain, stages=len(plain))
 

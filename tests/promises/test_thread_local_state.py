@@ -153,7 +153,7 @@ def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: Mode) -> None:
 @pytest.mark.parametrize("during", ["forward", "backward", "both"])
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 def test_layers_see_the_callers_state(pipe: Pipe, state: State, during: str, mode: Mode) -> None:
-    """0.1: recomputation had the context variables of backward."""
+    """Once recomputation saw the context variables of backward, so a layer could act otherwise."""
     plain = spied(state.look)
     pipeline = pipe(plain, stages=3)
 
@@ -220,7 +220,7 @@ class Shifted(nn.Module):
 
 @every_mode
 def test_default_dtype_in_forward_only(pipe: Pipe) -> None:
-    """0.1: recomputation made its tensors in the default dtype of backward, so less exact ones."""
+    """Once recomputation made its tensors in backward's default dtype: less exact gradients."""
     plain = nn.Sequential(*perceptron(2), Shifted(), *perceptron(2), Shifted())
     pipeline = pipe(plain, stages=3)
 
@@ -335,7 +335,7 @@ class SineForTanhKernel(TorchDispatchMode):
 def test_mode_that_changes_what_is_computed(
     pipe: Pipe, enter: Callable[[], Any], during: str
 ) -> None:
-    """0.1: recomputation ran without; PyTorch itself leaves function modes to call backward."""
+    """Once recomputation ran without it, as PyTorch leaves function modes to call backward."""
     plain = perceptron(6)
     pipeline, unchanged = pipe(plain, stages=3), plain(rows(7))
     ends = []
@@ -404,7 +404,7 @@ def test_flops_of_a_step(pipe: Pipe) -> None:
 
 
 def test_flops_of_the_first_forward_with_dropout(pipe: Pipe) -> None:
-    """0.1: the first forward of a model that draws ran twice, and was counted twice."""
+    """Once the first forward of a model that draws ran twice, so its FLOPs counted twice."""
     plain = nn.Sequential(*perceptron(3), nn.Dropout(0.5), *perceptron(2))
 
     assert flops(pipe(plain, stages=3, mode="never"), rows(7)) == flops(plain, rows(7))

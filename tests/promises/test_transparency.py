@@ -146,7 +146,7 @@ def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])
 def test_batch_norm_trains_on_whatever_it_would_train_on(count: int, pipe: Pipe) -> None:
-    """0.1: 9 rows in 8 chunks made micro-batches of one row, on which it cannot train."""
+    """Once 9 rows in 8 chunks made micro-batches of one row, on which a batch norm raises."""
     module = nn.Sequential(nn.BatchNorm1d(W), nn.Linear(W, W)).double()
     pipeline = pipe(module, chunks=8)
 
@@ -231,7 +231,7 @@ def test_dropout_is_the_same_under_a_seed(pipe: Pipe) -> None:
 
 
 def test_edit_in_place_without_gradients_in_a_model_that_draws(pipe: Pipe) -> None:
-    """0.1: the forward that runs again, because something was drawn, edited the input again."""
+    """Once a forward that was run again, to know its draws, edited the input twice."""
     pipeline = pipe(nn.Sequential(Call(lambda x: x.mul_(2)), nn.Dropout(1e-9)))
 
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_input_made_in_inference_mode(pipe: Pipe) -> None:
 
 @every_mode
 def test_eval_between_forward_and_backward(pipe: Pipe) -> None:
-    """0.1: the recomputation ran in eval mode, without dropout, and gave other gradients."""
+    """Once recomputation ran in eval mode, without dropout: the gradients were of another model."""
     module = nn.Sequential(nn.Linear(W, W), nn.Dropout(), nn.Linear(W, W)).double()
     pipeline = pipe(module)
     with seeded():
@@ -311,7 +311,7 @@ def test_eval_between_forward_and_backward(pipe: Pipe) -> None:
 
 @with_and_without_threads
 def test_buffers_that_change_are_found_again_by_recomputation(pipe: Pipe) -> None:
-    """0.1: a spectral norm's power iteration went on, and the weight with it."""
+    """Once recomputation took one more step of the power iteration: gradients of another weight."""
     torch.manual_seed(2)
     module = nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)),

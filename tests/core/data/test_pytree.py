@@ -167,7 +167,7 @@ class Bunch(dict[str, Any]):
     ],
 )
 def test_tensors_in_objects_of_other_kinds_are_refused(leaf: Any, found: str) -> None:
-    """0.1: their gradients were lost, without an error, where there was one micro-batch."""
+    """Once their gradients were lost, without an error, where there was one micro-batch."""
     with pytest.raises(TypeError) as error:
         tree_flatten(leaf)
 

@@ -163,7 +163,7 @@ def test_plain_batch_norms_are_accepted() -> None:
 
 
 def test_batch_norm_with_a_patched_forward_is_refused() -> None:
-    """0.1: the patch was ignored while the pipeline ran, and then lost."""
+    """Once the user's patch was ignored while the pipeline ran, and lost afterwards."""
     norm = nn.BatchNorm1d(2)
     norm.__dict__["forward"] = nn.Identity()
 

@@ -81,7 +81,7 @@ class Lazy(nn.Module):
 
 
 def test_buffers_that_did_not_exist() -> None:
-    """0.1: recomputation found those of the first forward, and moved them on a second time."""
+    """Once recomputation found those that forward had made, and moved them on a second time."""
     module = Lazy()
     found = run(module, stage_buffers(module))
 
@@ -117,7 +117,7 @@ class Sometimes(nn.Module):
 
 
 def test_buffer_edited_for_the_first_time_in_a_later_run() -> None:
-    """0.1: recomputation used the edited value, and edited it again."""
+    """Once recomputation used the edited value, and edited it again: wrong gradients."""
     module = Sometimes(size=1)
     buffers = stage_buffers(module)
     run(module, buffers)

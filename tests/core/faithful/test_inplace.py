@@ -47,7 +47,7 @@ def edit_second(both: tuple[Tensor, Tensor]) -> Tensor:
     "twice", [lambda x: (x, x), lambda x: (x, x[:, :]), lambda x: (x.view_as(x), x)]
 )
 def test_one_tensor_twice_and_edited(mode: Mode, edit: Any, twice: Any) -> None:
-    """0.1: one of them was copied and edited, the other one was not; gradients were wrong."""
+    """Once only one of the two was copied and edited, so outputs and gradients were wrong."""
     torch.manual_seed(4)
     ends = [nn.Linear(3, 3), Call(lambda x: twice(x * 1)), Call(edit), nn.Linear(3, 3)]
     plain = nn.Sequential(*ends).double()

@@ -41,7 +41,7 @@ class Marked(nn.Parameter):
 
 
 def test_parameter_of_a_subclass_has_a_shadow() -> None:
-    """0.1: its shadow was made from it instead of from its value, which nn.Parameter refused."""
+    """Once its shadow was made from it, not from its value, which nn.Parameter refuses."""
     layer = linear()
     layer.weight = Marked(layer.weight.detach())
 
@@ -160,7 +160,7 @@ def test_edit_of_the_parameter_before_backward_is_seen() -> None:
 
 
 def test_cast_puts_back_what_is_there_not_what_was_once() -> None:
-    """0.1: a parameter replaced after forward was lost to the one that forward had seen."""
+    """Once backward put back the parameter that forward had seen: the replacement was lost."""
     layer = linear()
     shadows = shadows_of(layer)
     layer.weight = other = nn.Parameter(torch.ones(3, 2))

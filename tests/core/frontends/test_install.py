@@ -107,7 +107,7 @@ def test_removing_nothing_changes_nothing() -> None:
 
 
 def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> None:
-    """0.1: the class of a bound method cannot be pickled, so torch.save failed."""
+    """Once a bound method of a class that cannot be pickled ran it, so torch.save failed."""
     expected = model(X)
     file = io.BytesIO()
 

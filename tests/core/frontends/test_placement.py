@@ -124,7 +124,7 @@ def test_nothing_is_around_the_module_itself() -> None:
 
 
 def test_tied_parameters_on_meta_stay_tied() -> None:
-    """0.1: each module got a parameter of its own."""
+    """Once each module got a parameter of its own, so the weights were tied no longer."""
     with META:
         one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = one.weight
@@ -136,7 +136,7 @@ def test_tied_parameters_on_meta_stay_tied() -> None:
 
 
 def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
-    """0.1: a buffer on meta had the loaded weights of its module initialised again."""
+    """Once the whole module was initialised again to make the buffer: loaded weights were lost."""
     with META:
         module = Initialised()
     module.load_state_dict({"scale": torch.tensor([7.0, 8.0])}, strict=False, assign=True)

@@ -97,7 +97,7 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("value", [3, None, "name"])
 @pytest.mark.parametrize("kept", [range(1), range(0)], ids=["kept", "recomputed"])
 def test_backward_of_an_input_that_is_no_tensor(value: Any, kept: range) -> None:
-    """0.1: a sole input was taken to be a tensor, and backward raised AttributeError."""
+    """Once a sole input was taken to be a tensor, so backward raised AttributeError."""
     run = begin(stage(Constant()), kept)
     run.forward(0, tree_flatten(value))
     if not kept:

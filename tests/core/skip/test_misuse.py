@@ -121,7 +121,7 @@ def test_stash_of_what_is_no_tensor(what: Any) -> None:
 
 
 def test_forward_that_declares_and_yields_nothing() -> None:
-    """0.2: what it did not stash was missed by the layer that popped it only."""
+    """Once only the layer that popped noticed what was not stashed, far from the fault."""
 
     @skippable(stash=["skip"])
     class Plain(nn.Module):

@@ -370,7 +370,7 @@ def test_the_callers_intra_op_threads_stay(transport: LocalTransport) -> None:
 @pytest.mark.usefixtures("_four_intra_op_threads")
 @pytest.mark.parametrize("count, share", [(2, 2), (3, 1), (8, 1)])
 def test_workers_share_the_callers_intra_op_threads(count: int, share: int) -> None:
-    """0.1: a thread takes PyTorch's default when first asked, which undid what was set before."""
+    """A thread takes PyTorch's default when first asked: once that undid what had been set."""
     transport = LocalTransport(count, [CPU] * count)
     found: list[int] = []
 
@@ -398,7 +398,7 @@ def wait_at(exchange: LocalExchange) -> None:
 def test_caller_is_interrupted_while_it_hands_out_jobs(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """0.1: the worker that had its job already waited for the other for ever."""
+    """Once the worker that had its job already waited for the other for ever."""
     monkeypatch.setattr(local, "_LOOK_UP", NEVER)
     transport.run(transport.open(), [nothing, nothing])
     exchange = transport.open()

@@ -78,7 +78,7 @@ def test_lengths_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_same_lengths_with_other_padding() -> None:
-    """0.1: the second batch got the length of the first."""
+    """Once the second batch was padded to the length of the first."""
     method, lengths = microbatching(), torch.tensor([2, 1])
     narrow, wide = ({"tokens": torch.ones(2, n), "lengths": lengths} for n in (3, 5))
 
