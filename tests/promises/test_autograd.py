@@ -1,12 +1,25 @@
 """Promise: a pipeline is one ordinary autograd node: gradients arrive once per backward."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
-from tests.support.models import Call, assert_same, assert_same_step, gradients, perceptron, rows
+from tests.support.models import (
+    Call,
+    assert_same,
+    assert_same_step,
+    gradients,
+    perceptron,
+    rows,
+    step,
+)
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = with_and_without_threads
@@ -22,6 +35,7 @@ def pipeline(pipe: Pipe, plain: nn.Sequential) -> GPipe:
     return pipe(plain)
 
 
+@every_mode
 def test_gradients_without_accumulation(pipeline: GPipe, plain: nn.Sequential) -> None:
     expected = torch.autograd.grad(plain(rows(7)).exp().sum(), list(plain.parameters()))
 
@@ -152,6 +166,7 @@ def test_differentiating_twice_is_refused(pipeline: GPipe) -> None:
         torch.autograd.grad(pipeline(x).sum(), x, create_graph=True)
 
 
+@every_mode
 @pytest.mark.parametrize("retain", [True, False])
 def test_second_backward_is_refused(pipeline: GPipe, retain: bool) -> None:
     loss = pipeline(rows(7)).sum()
@@ -210,3 +225,29 @@ def test_pipeline_within_checkpointing(
     plain(y).square().sum().backward()
     assert_same(gradients(pipeline), gradients(plain))
     assert_same(x.grad, y.grad)
+
+
+# Around the pipeline.
+
+
+@pytest.fixture
+def _one_process_group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_process_group")
+@every_mode
+def test_distributed_data_parallel_around(pipe: Pipe) -> None:
+    """torchgpipe 0.0.7: a gradient came once per micro-batch: "mark a variable ready only once"."""
+    plain = nn.Sequential(perceptron(2), perceptron(6), perceptron(2))
+    pipeline = pipe(perceptron(6))
+    whole = DistributedDataParallel(nn.Sequential(perceptron(2), pipeline, perceptron(2)))
+    whole.module.load_state_dict(plain.state_dict())
+
+    for seed in range(3):
+        expected = step(plain, rows(8, seed=seed))
+        actual = step(whole, rows(8, seed=seed))
+        assert_same(actual.output, expected.output)
+        assert_same(gradients(whole.module), expected.gradients)

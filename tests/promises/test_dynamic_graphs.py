@@ -17,6 +17,7 @@ from tests.support.models import (
     Attention,
     Call,
     assert_same,
+    assert_same_step,
     assert_same_steps,
     gradients,
     perceptron,
@@ -100,6 +101,25 @@ def test_shapes_that_differ_between_training_and_evaluation(pipe: Pipe) -> None:
         assert_same(pipeline(rows(count + 1)), plain(rows(count + 1)))
         plain.train()
         pipeline.train()
+
+
+def test_smaller_batch_after_a_larger_one(pipe: Pipe) -> None:
+    """torch 2.13: returned rows of the batch before."""
+    plain = perceptron(4)
+    pipeline = pipe(plain)
+
+    with torch.no_grad():
+        pipeline(rows(8))
+        assert_same(pipeline(rows(4, seed=1)), plain(rows(4, seed=1)))
+    assert_same_step(pipeline, plain, rows(3))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_fewer_rows_than_chunks(pipe: Pipe, batch_size: int) -> None:
+    """torch 2.13: raised an AssertionError on one rank and a ValueError on the other."""
+    plain = perceptron(4)
+
+    assert_same_step(pipe(plain, chunks=4), plain, rows(batch_size))
 
 
 def test_micro_batches_cut_to_their_longest_sequence(pipe: Pipe) -> None:

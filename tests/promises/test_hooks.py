@@ -179,7 +179,7 @@ def test_hook_on_every_module_there_is(
 
 
 def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, pipe: Pipe) -> None:
-    """Once the pipeline in the place of the user's module was called as a module: one call too many."""
+    """Once it also saw the pipeline that runs in place of the user's module: a call too many."""
     seen: list[str] = []
     pipeline = pipe(plain, copy=False)
     install(plain, pipeline.forward)
@@ -293,7 +293,7 @@ class Keep(nn.Module):
 @pytest.mark.parametrize("k", range(LAYERS))
 @pytest.mark.parametrize("what", ["input", "between", "output"])
 def test_gradient_that_a_layer_keeps(plain: nn.Sequential, pipe: Pipe, what: str, k: int) -> None:
-    """Once a stage cleared its input's gradient when it was sent on: the layer that kept it had none."""
+    """Once a stage took its input's gradient away from the layer that had kept that input."""
     plain[k] = Keep(what)
     pipeline = pipe(plain)
 

@@ -260,7 +260,7 @@ class Squash(nn.Module):
 
 
 def test_edit_in_place_in_training_only(pipe: Pipe) -> None:
-    """Once a run in eval mode that made no edit decided for all: the edit in training was refused."""
+    """Once a run in eval mode, which edits nothing, decided for all: an edit was refused."""
     plain = nn.Sequential(nn.Linear(W, W), Squash(), nn.Linear(W, W)).double()
     pipeline = pipe(plain, stages=len(plain))
 

@@ -1,0 +1,88 @@
+"""Promise: the running statistics of a batch norm are those that the whole mini-batch gives.
+
+They move once per mini-batch, whatever the micro-batches, and not again on recomputation.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import assert_same, rows, step
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
+
+W = 3
+
+
+@with_and_without_threads
+@every_mode
+def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
+    # Only the first normalises what the plain module's does: the second sees micro-batches.
+    module = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()).double()
+    pipeline = pipe(module)
+
+    for seed in range(3):
+        batch = rows(10, seed=seed)
+        step(pipeline, batch)
+        module(batch)
+
+    assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+    pipeline.eval()
+    with torch.no_grad():
+        module[0].load_state_dict(pipeline[0].state_dict())
+        assert_same(pipeline(rows(5)), module.eval()(rows(5)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 9])
+def test_batch_norm_trains_on_whatever_it_would_train_on(count: int, pipe: Pipe) -> None:
+    """Once 9 rows in 8 chunks made micro-batches of one row, on which a batch norm raises."""
+    module = nn.Sequential(nn.BatchNorm1d(W), nn.Linear(W, W)).double()
+    pipeline = pipe(module, chunks=8)
+
+    for each in (module, pipeline):
+        each(rows(count)).sum().backward()
+
+    assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+
+
+@pytest.mark.parametrize("batch_size, chunks", [(3, 4), (9, 8)])
+def test_running_statistics_with_fewer_micro_batches(
+    pipe: Pipe, batch_size: int, chunks: int
+) -> None:
+    """torchgpipe 0.0.7: waited for `chunks` micro-batches, so updates slipped to later steps."""
+    plain = nn.Sequential(nn.BatchNorm1d(3), nn.Tanh()).double()
+    pipeline = pipe(plain, chunks=chunks)
+
+    for seed in range(3):
+        x = rows(batch_size, width=12, seed=seed).reshape(batch_size, 3, 4)
+        for module in (plain, pipeline):
+            module(x)
+
+    assert pipeline.get_buffer("0.num_batches_tracked") == 3
+    assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_running_variance_of_few_large_values(pipe: Pipe) -> None:
+    """torchgpipe 0.0.7: kept x and x² summed up, so the variance was biased and lost its digits."""
+    pipeline = pipe(nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Identity()), chunks=2)
+    x = 5000.1 + torch.tensor([[-1.5], [-0.5], [0.5], [1.5]])
+
+    pipeline(x)
+
+    variance = pipeline.get_buffer("0.running_var").double()
+    torch.testing.assert_close(variance, x.double().var(0), rtol=1e-4, atol=0)
+
+
+@every_mode
+def test_statistics_of_the_first_step(pipe: Pipe) -> None:
+    """torch 2.13: ran the layers on memory never written to, to learn shapes: means of 4e14."""
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3), nn.Tanh()).double()
+    seen: list[Tensor] = []
+    pipeline = pipe(plain)
+    pipeline[2].register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+
+    for module in (plain, pipeline):
+        module(rows(8))
+
+    assert pipeline.get_buffer("2.num_batches_tracked") == 1
+    assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
+    assert_same(torch.cat(seen), plain[:2](rows(8)))
