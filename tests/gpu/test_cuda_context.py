@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.plan.schedule import Kind
 from tests.gpu.models import DEVICES, GPU, ON_GPU, WIDTH, assert_same, batch, gradients, layers
+from tests.support.models import Recorder
 from tests.support.pipes import Pipe
 
 pytestmark = ON_GPU
@@ -58,18 +59,6 @@ def test_dropout_follows_the_seed(pipe: Pipe, devices: list[str]) -> None:
 
 
 # Autocast.
-
-
-class Recorder(nn.Module):
-    """The identity, with the types of what went through, in every run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x.dtype)
-        return x
 
 
 @pytest.mark.parametrize("mode, runs", [("always", 2), ("never", 1)])

@@ -34,8 +34,8 @@ from tests.support.lightning_modules import (
     rows,
     trainer,
     weights,
-    worker_threads,
 )
+from tests.support.process import workers
 
 
 def strategy() -> GPipeStrategy:
@@ -156,7 +156,7 @@ def test_copy_made_during_a_fit(tmp_path: Path, copies: Copies) -> None:
     reference.load_state_dict(copies.weights)
     assert type(copies.copy.layers) is nn.Sequential
     torch.testing.assert_close(copies.copy(x), reference(x))
-    assert worker_threads() == [], "a copy has no pipeline of its own"
+    assert workers() == [], "a copy has no pipeline of its own"
 
 
 def test_copy_shares_nothing_with_its_original(tmp_path: Path, copies: Copies) -> None:
@@ -248,4 +248,4 @@ def test_pickle_made_during_a_fit(tmp_path: Path) -> None:
     reference.load_state_dict(pickles.weights)
 
     torch.testing.assert_close(pickles.copy(x), reference(x))
-    assert worker_threads() == []
+    assert workers() == []

@@ -21,8 +21,8 @@ from tests.support.lightning_modules import (
     assert_same_weights,
     fitted,
     trainer,
-    worker_threads,
 )
+from tests.support.process import workers
 
 
 class Fuse(nn.Module):
@@ -73,7 +73,7 @@ def model() -> Fused:
 
 
 def check_plain(model: Fused) -> None:
-    assert worker_threads() == []
+    assert workers() == []
     assert "forward" not in model.layers.__dict__
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 

@@ -20,10 +20,10 @@ from tests.support.lightning_modules import (
     fitted,
     rows,
     trainer,
-    worker_threads,
 )
 from tests.support.models import Poison
 from tests.support.pipes import every_mode, with_and_without_threads
+from tests.support.process import workers
 
 
 def strategy() -> GPipeStrategy:
@@ -68,7 +68,7 @@ def test_predict(tmp_path: Path, model: Classifier, inference_mode: bool) -> Non
 def test_evaluation_leaves_no_trace(tmp_path: Path, model: Classifier) -> None:
     trainer(tmp_path, strategy(), devices=2).validate(model, datamodule=Data(), verbose=False)
 
-    assert worker_threads() == []
+    assert workers() == []
     assert "forward" not in model.layers.__dict__
 
 

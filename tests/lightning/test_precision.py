@@ -12,18 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import WIDTH, Classifier, fitted, weights
-
-
-class Recorder(nn.Module):
-    """The identity, with the types of what went through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[torch.dtype] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(x.dtype)
-        return x
+from tests.support.models import Recorder
 
 
 def recorded() -> Classifier:
@@ -33,7 +22,7 @@ def recorded() -> Classifier:
 
 
 def seen(model: Any) -> list[set[torch.dtype]]:
-    return [layer.seen for layer in model.layers if isinstance(layer, Recorder)]
+    return [set(layer.seen) for layer in model.layers if isinstance(layer, Recorder)]
 
 
 @pytest.mark.parametrize(

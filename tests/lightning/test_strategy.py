@@ -14,7 +14,8 @@ from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 
 import lightning_gpipe
 from lightning_gpipe import GPipe, GPipeStrategy
-from tests.support.lightning_modules import fitted, trainer, worker_threads
+from tests.support.lightning_modules import fitted, trainer
+from tests.support.process import workers
 
 # What a user can write.
 
@@ -148,7 +149,7 @@ def test_pipeline_exists_from_setup_to_teardown(tmp_path: Path) -> None:
 def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> None:
     class Looks(L.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            names.update(worker_threads())
+            names.update(each.name for each in workers())
 
     names: set[str] = set()
 

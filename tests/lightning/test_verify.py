@@ -24,13 +24,9 @@ from tests.support.lightning_modules import (
     trainer,
     weights,
 )
+from tests.support.models import Centred
 
 # What it is for.
-
-
-class Centred(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
 
 
 def classifier(*within: nn.Module) -> Classifier:

@@ -19,10 +19,10 @@ from tests.support.faults import (
     interruptible,
     no_time_out,
     throw,
-    workers,
 )
 from tests.support.models import assert_same, rows, step
 from tests.support.pipes import Pipe, with_and_without_threads
+from tests.support.process import workers
 from tests.support.waiting import PATIENCE
 
 M = 4  # micro-batches, all of them recomputed; the fault is in micro-batch 1

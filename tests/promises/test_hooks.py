@@ -1,9 +1,8 @@
 """Promise: hooks see and change what they would on the plain module.
 
-A hook on a tensor or a layer acts on each micro-batch; those here are linear in the gradient, so
-the micro-batches add up to what one mini-batch gives. Recomputation registers again what a layer
-registers in its forward, and must not make it act twice. A hook on a parameter, on the pipeline
-itself or on what is around it acts once per backward.
+A hook on a layer acts on each micro-batch; those here are linear in the gradient, so the
+micro-batches add up to what one mini-batch gives. A hook on a parameter, on the pipeline itself or
+on what is around it acts once per backward.
 """
 
 from collections import Counter
@@ -16,43 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules import module as every_module
-from torch.nn.utils import prune
 
 from lightning_gpipe.core.frontends.install import install, remove
-from tests.support.models import (
-    Call,
-    assert_same,
-    assert_same_step,
-    gradients,
-    perceptron,
-    rows,
-    step,
+from tests.support.hooks import (
+    LAYERS,
+    assert_same_twice,
+    doubled,
+    every_mode_and_one_without_threads,
+    six_layers,
 )
-from tests.support.pipes import MODES, M, Pipe
+from tests.support.models import assert_same, gradients, rows, step
+from tests.support.pipes import M, Pipe
 
-# In every mode; one without threads will do.
-pytestmark = pytest.mark.parametrize(
-    "mode, threads", [*((mode, True) for mode in MODES), ("always", False)]
-)
-
-LAYERS = 6  # in two stages of three: 0 is the first of a stage, 4 in the middle of one, 5 the last
+pytestmark = every_mode_and_one_without_threads
 
 
 @pytest.fixture
 def plain() -> nn.Sequential:
-    torch.manual_seed(3)
-    return perceptron(LAYERS)
-
-
-def assert_same_steps(pipeline: nn.Module, plain: nn.Module) -> None:
-    """Two, because a stage copies its input the first time that it runs."""
-    for seed in range(2):
-        x = rows(7, seed=seed)
-        assert_same_step(pipeline, plain, x)
-
-
-def doubled(gradients: Any) -> Any:
-    return tuple(None if gradient is None else gradient * 2 for gradient in gradients)
+    return six_layers()
 
 
 # Hooks on layers.
@@ -85,7 +65,7 @@ def test_hook_on_a_layer(plain: nn.Sequential, pipe: Pipe, register: OnModule, k
     for module in (plain, pipeline):
         register(module[k])
 
-    assert_same_steps(pipeline, plain)
+    assert_same_twice(pipeline, plain)
 
 
 @on_module
@@ -93,7 +73,7 @@ def test_hooks_on_every_layer(plain: nn.Sequential, pipe: Pipe, register: OnModu
     for layer in plain:
         register(layer)
 
-    assert_same_steps(pipe(plain), plain)
+    assert_same_twice(pipe(plain), plain)
 
 
 @on_module
@@ -102,7 +82,7 @@ def test_hook_on_the_pipelined_module(plain: nn.Sequential, pipe: Pipe, register
     for module in (plain, pipeline):
         register(module)
 
-    assert_same_steps(pipeline, plain)
+    assert_same_twice(pipeline, plain)
 
 
 def test_hook_on_the_pipelined_module_runs_once(plain: nn.Sequential, pipe: Pipe) -> None:
@@ -127,12 +107,12 @@ def test_forward_hook_that_was_removed(plain: nn.Sequential, pipe: Pipe) -> None
     handles = [
         module[3].register_forward_hook(lambda _, x, y: y * 2) for module in (plain, pipeline)
     ]
-    assert_same_steps(pipeline, plain)
+    assert_same_twice(pipeline, plain)
 
     for handle in handles:
         handle.remove()
 
-    assert_same_steps(pipeline, plain)
+    assert_same_twice(pipeline, plain)
 
 
 def test_forward_hook_with_keywords(plain: nn.Sequential, pipe: Pipe) -> None:
@@ -142,7 +122,7 @@ def test_forward_hook_with_keywords(plain: nn.Sequential, pipe: Pipe) -> None:
 
     plain[3].register_forward_hook(hook, with_kwargs=True)
 
-    assert_same_steps(pipe(plain), plain)
+    assert_same_twice(pipe(plain), plain)
 
 
 def double_input_of_linear(layer: nn.Module, x: Any) -> Any:
@@ -193,183 +173,6 @@ def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, 
         remove(plain)
 
     assert Counter(seen) == {"Sequential": 1, "Linear": 3 * M, "Tanh": 3 * M}
-
-
-# Hooks that a layer registers in its forward.
-
-
-def on_its_input(x: Tensor) -> Tensor:
-    x.register_hook(lambda gradient: gradient * 2)
-    return x.sin()
-
-
-def on_its_output(x: Tensor) -> Tensor:
-    y = x.sin()
-    y.register_hook(lambda gradient: gradient * 2)
-    return y
-
-
-def between(x: Tensor) -> Tensor:
-    y = x * 3
-    y.register_hook(lambda gradient: gradient * 2)
-    return y.sin()
-
-
-def on_a_node(x: Tensor) -> Tensor:
-    y = x.sin()
-    assert y.grad_fn is not None
-    y.grad_fn.register_prehook(doubled)
-    y.grad_fn.register_hook(lambda inner, _: doubled(inner))
-    return y
-
-
-TENSOR_HOOKS: list[Callable[[Tensor], Tensor]] = [on_its_input, on_its_output, between, on_a_node]
-
-
-@pytest.mark.parametrize("k", range(LAYERS))
-@pytest.mark.parametrize("function", TENSOR_HOOKS, ids=lambda function: function.__name__)
-def test_hook_that_a_layer_registers(
-    plain: nn.Sequential, pipe: Pipe, function: Callable[[Tensor], Tensor], k: int
-) -> None:
-    """Once recomputation ran on forward's own input, which had a hook already: it acted twice."""
-    plain[k] = Call(function)
-
-    assert_same_steps(pipe(plain), plain)
-
-
-@pytest.mark.parametrize("k", [0, 2, 3])
-def test_hook_that_a_forward_hook_registers(plain: nn.Sequential, pipe: Pipe, k: int) -> None:
-    def on_both(_: nn.Module, x: tuple[Tensor], y: Tensor) -> None:
-        for tensor in (*x, y):
-            tensor.register_hook(lambda gradient: gradient * 2)
-
-    plain[k].register_forward_hook(on_both)
-
-    assert_same_steps(pipe(plain), plain)
-
-
-def test_hook_on_several_tensors_of_a_layer(plain: nn.Sequential, pipe: Pipe) -> None:
-    seen: list[Any] = []
-
-    def layer(x: Tensor) -> Tensor:
-        y, z = x.sin(), x.cos()
-        register_multi_grad_hook((y, z), seen.append)
-        return y * z
-
-    plain[4] = Call(layer)
-    pipeline = pipe(plain)
-    step(plain, rows(7))
-    (expected,) = seen
-    seen.clear()
-
-    step(pipeline, rows(7))
-
-    last_first = [torch.cat(gradients[::-1]) for gradients in zip(*seen, strict=True)]
-    assert_same(last_first, list(expected))
-
-
-class Keep(nn.Module):
-    """Keeps a tensor of each forward, and its gradient with it; of one row, only the last."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-        self.kept: dict[float, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        tensors = {"input": x, "between": x * 3}
-        tensors["output"] = tensors["between"].sin()
-        chosen = tensors[self.what]
-        chosen.retain_grad()
-        self.kept[x[0, 0].item()] = chosen
-        return tensors["output"]
-
-    def gradient(self) -> Tensor:
-        found = [tensor.grad for tensor in self.kept.values()]
-        self.kept.clear()
-        return torch.cat([gradient for gradient in found if gradient is not None])
-
-
-@pytest.mark.parametrize("k", range(LAYERS))
-@pytest.mark.parametrize("what", ["input", "between", "output"])
-def test_gradient_that_a_layer_keeps(plain: nn.Sequential, pipe: Pipe, what: str, k: int) -> None:
-    """Once a stage took its input's gradient away from the layer that had kept that input."""
-    plain[k] = Keep(what)
-    pipeline = pipe(plain)
-
-    for seed in range(2):
-        for module in (plain, pipeline):
-            step(module, rows(7, seed=seed))
-        keep, other = pipeline[k], plain[k]
-        assert isinstance(keep, Keep)
-        assert isinstance(other, Keep)
-        assert_same(keep.gradient(), other.gradient())
-
-
-def test_gradients_that_are_kept_around_the_pipeline(plain: nn.Sequential, pipe: Pipe) -> None:
-    kept = []
-    for module in (plain, pipe(plain)):
-        x = rows(7) * 2
-        y = module(x)
-        for tensor in (x, y):
-            tensor.retain_grad()
-        y.exp().sum().backward()
-        kept.append((x.grad, y.grad))
-
-    assert_same(kept[1], kept[0])
-
-
-class HooksItsWeight(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.register_hook(lambda gradient: gradient * 2)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_hook_that_a_layer_registers_on_its_parameter(
-    plain: nn.Sequential, pipe: Pipe, k: int
-) -> None:
-    """Once each micro-batch added a hook to the parameter, and each acted on the sum of some."""
-    plain[k] = HooksItsWeight(3, 3).double()
-    pipeline = pipe(plain)
-
-    with pytest.raises(RuntimeError, match="hook"):
-        step(pipeline, rows(7))
-
-
-def test_hook_that_a_layer_registers_on_what_it_makes_of_its_parameter(
-    plain: nn.Sequential, pipe: Pipe
-) -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            weight = self.weight * 3
-            weight.register_hook(lambda gradient: gradient * 2)
-            return nn.functional.linear(x, weight, self.bias)
-
-    plain[4] = Scaled(3, 3).double()
-
-    assert_same_steps(pipe(plain), plain)
-
-
-def masked(layer: nn.Module) -> None:
-    prune.random_unstructured(layer, "weight", amount=0.5)
-
-
-def normalised(layer: nn.Module) -> None:
-    nn.utils.weight_norm(layer)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
-@pytest.mark.parametrize("compute", [masked, normalised], ids=lambda f: f.__name__)
-def test_hook_that_computes_a_weight(pipe: Pipe, compute: Callable[[nn.Module], None]) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(3)
-        module = perceptron(LAYERS)
-        for k in (0, 4):
-            compute(module[k])
-        return module
-
-    assert_same_steps(pipe(build(), copy=False), build())
 
 
 # Hooks on parameters.
@@ -430,7 +233,7 @@ def test_hook_on_a_parameter(plain: nn.Sequential, pipe: Pipe, register: OnParam
             held.append(register(parameter, saw.setdefault(name, [])))
         seen.append(saw)
 
-    assert_same_steps(pipeline, plain)
+    assert_same_twice(pipeline, plain)
 
     assert_same(seen[1], seen[0])
     assert {len(calls) for calls in seen[0].values()} == {2}

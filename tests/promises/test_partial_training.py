@@ -1,7 +1,6 @@
 """Promise: what is not trained costs nothing, and what is learns as it does in the plain module.
 
-Frozen stages, parts trained beside a frozen base, parameters that take turns, parameters that a
-step, or one of its micro-batches, leaves out, and parameters with two places.
+Frozen stages, parts trained beside a frozen base, and parameters that take turns.
 """
 
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.plan.recompute import Mode
+from tests.support.learning import OPTIMIZERS, Make, learn, on_every_optimizer
 from tests.support.models import (
     assert_same,
     assert_same_step,
@@ -192,23 +192,6 @@ class LowRank(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-Make = Callable[[Any], torch.optim.Optimizer]
-
-OPTIMIZERS: dict[str, Make] = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, weight_decay=0.01),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
-}
-on_every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-
-
-def learn(module: nn.Module, make: Make, *, steps: int = 4) -> None:
-    optimizer = make(module.parameters())
-    for seed in range(steps):
-        optimizer.zero_grad()
-        step(module, rows(7, seed=seed).detach())
-        optimizer.step()
-
-
 @every_mode
 @on_every_optimizer
 def test_low_rank_updates_of_a_frozen_base(pipe: Pipe, make: Make) -> None:
@@ -349,195 +332,3 @@ def test_functional_call_with_frozen_parameters(pipe: Pipe) -> None:
         whole_batch_loss(y).backward()
 
     assert_same(gradients(pipeline), gradients(plain))
-
-
-# Parameters that are left out.
-
-
-class Experts(nn.Module):
-    """Each row goes to one of two linear layers; one that gets no row is not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        second = x[:, 0] > 0
-        y = torch.zeros_like(x)
-        for chosen, expert in zip((~second, second), self.experts, strict=True):
-            if chosen.any():
-                y = y.masked_scatter(chosen.unsqueeze(1), expert(x[chosen]))
-        return y + x
-
-
-ROUTES = {
-    "mixed": [1, -1, 1, -1, 1, -1, 1],
-    "by micro-batch": [1, 1, 1, -1, -1, 1, 1],
-    "in one micro-batch": [-1, -1, -1, -1, -1, 1, 1],
-    "only the first": [-1] * 7,
-    "only the second": [1] * 7,
-}
-
-
-def routed(signs: list[int]) -> Tensor:
-    x = rows(7).detach()
-    x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
-    return x.requires_grad_()
-
-
-@every_mode
-@pytest.mark.parametrize("signs", ROUTES.values(), ids=ROUTES)
-def test_experts_that_some_micro_batches_use(pipe: Pipe, signs: list[int]) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Identity(), Experts(), nn.Linear(W, W), nn.Tanh()).double()
-
-    actual, expected = (step(each, routed(signs)) for each in (pipe(plain), plain))
-
-    assert_same(actual._asdict(), expected._asdict())
-    used = {name[10] for name in actual.gradients if name.startswith("1.")}
-    assert used == {"1" if sign > 0 else "0" for sign in signs}
-
-
-@every_mode
-@on_every_optimizer
-def test_learning_with_experts_that_come_and_go(pipe: Pipe, make: Make) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Identity(), Experts(), Experts(), nn.Tanh()).double()
-    ends = []
-
-    for module in (plain, pipe(plain)):
-        optimizer = make(module.parameters())
-        for signs in ROUTES.values():
-            optimizer.zero_grad()
-            step(module, routed(signs))
-            optimizer.step()
-        ends.append(module.state_dict())
-
-    assert_same(ends[1], ends[0])
-
-
-class Optional(nn.Module):
-    """A linear layer that is left out on demand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
-        self.used = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) if self.used else x
-
-
-@every_mode
-def test_layer_left_out_in_some_steps(pipe: Pipe) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(W, W), Optional(), nn.Tanh(), nn.Tanh()).double()
-    pipeline = pipe(plain)
-
-    for seed, used in enumerate([True, False, True]):
-        for module in (plain, pipeline):
-            (layer,) = (layer for layer in module if isinstance(layer, Optional))
-            layer.used = used
-            module.zero_grad()
-        x = rows(7, seed=seed)
-        assert_same_step(pipeline, plain, x)
-        assert ("1.linear.weight" in gradients(pipeline)) == used
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(W, W), nn.Linear(W, W)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(head(x) for head in self.heads)
-
-
-@every_mode
-@pytest.mark.parametrize("k", [0, 1])
-def test_loss_that_leaves_an_output_out(pipe: Pipe, k: int) -> None:
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), Heads()).double()
-    pipeline = pipe(plain)
-
-    for module in (plain, pipeline):
-        module(rows(7))[k].exp().sum().backward()
-
-    assert f"3.heads.{1 - k}.weight" not in gradients(pipeline)
-    assert_same(gradients(pipeline), gradients(plain))
-
-
-# Parameters with two places.
-
-
-class Twice(nn.Module):
-    """Two linear layers with one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(W, W)
-        self.second = nn.Linear(W, W)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
-
-
-def shared_within_a_stage() -> nn.Sequential:
-    return nn.Sequential(nn.Tanh(), nn.Linear(W, W), Twice(), nn.Tanh(), nn.Linear(W, W), nn.Tanh())
-
-
-def shared_by_two_stages() -> nn.Sequential:
-    module = perceptron(6)
-    module[4].weight = module[0].weight
-    return module
-
-
-def shared_by_all_stages() -> nn.Sequential:
-    module = shared_by_two_stages()
-    module[2].weight = module[0].weight
-    module[2].bias = module[0].bias
-    return module
-
-
-def shared_and_frozen_around() -> nn.Sequential:
-    module = shared_by_two_stages()
-    for name in ("0.bias", "2.weight", "4.bias"):
-        module.get_parameter(name).requires_grad_(False)
-    return module
-
-
-SHARED = [
-    shared_within_a_stage,
-    shared_by_two_stages,
-    shared_by_all_stages,
-    shared_and_frozen_around,
-]
-
-
-@every_mode
-@on_every_optimizer
-@pytest.mark.parametrize("build", SHARED, ids=lambda build: build.__name__)
-@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu"]], ids=len)
-def test_learning_with_a_weight_in_two_places(
-    pipe: Pipe, build: Callable[[], nn.Sequential], make: Make, devices: list[str]
-) -> None:
-    torch.manual_seed(3)
-    plain = build().double()
-    pipeline = pipe(plain, stages=3, devices=devices)
-
-    learn(plain, make)
-    learn(pipeline, make)
-
-    assert_same(pipeline.state_dict(), plain.state_dict())
-    assert len(list(pipeline.parameters())) == len(list(plain.parameters()))
-    assert_same(gradients(pipeline), gradients(plain))
-
-
-def test_hook_on_a_weight_in_two_places_sees_one_gradient(pipe: Pipe) -> None:
-    plain, seen = shared_by_all_stages(), []
-    for module in (plain, pipe(plain, stages=3)):
-        module.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient))
-        step(module, rows(7))
-
-    assert_same(seen[1:], seen[:1])

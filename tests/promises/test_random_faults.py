@@ -28,9 +28,9 @@ from tests.support.faults import (
     no_time_out,
     nothing,
     throw,
-    workers,
 )
 from tests.support.models import assert_same, rows, step
+from tests.support.process import workers
 
 RAISED: dict[str, type[BaseException]] = {
     "error": OwnError,

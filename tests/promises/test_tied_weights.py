@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
+from tests.support.learning import Make, learn, on_every_optimizer
 from tests.support.models import assert_same, gradients, perceptron, rows, step, whole_batch_loss
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
@@ -187,3 +188,79 @@ def test_weight_lives_where_the_first_stage_is(pipe: Pipe) -> None:
     pipeline.share([pipeline.get_parameter("0.weight")], "cpu")
     assert pipeline.get_parameter("4.weight").device == torch.device("cpu")
     assert step(pipeline, tokens()).gradients["0.weight"].device == torch.device("cpu")
+
+
+# Within one device: the parameter is simply in several places.
+
+
+class Twice(nn.Module):
+    """Two linear layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(W, W)
+        self.second = nn.Linear(W, W)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def shared_within_a_stage() -> nn.Sequential:
+    return nn.Sequential(nn.Tanh(), nn.Linear(W, W), Twice(), nn.Tanh(), nn.Linear(W, W), nn.Tanh())
+
+
+def shared_by_two_stages() -> nn.Sequential:
+    module = perceptron(6)
+    module[4].weight = module[0].weight
+    return module
+
+
+def shared_by_all_stages() -> nn.Sequential:
+    module = shared_by_two_stages()
+    module[2].weight = module[0].weight
+    module[2].bias = module[0].bias
+    return module
+
+
+def shared_and_frozen_around() -> nn.Sequential:
+    module = shared_by_two_stages()
+    for name in ("0.bias", "2.weight", "4.bias"):
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+SHARED = [
+    shared_within_a_stage,
+    shared_by_two_stages,
+    shared_by_all_stages,
+    shared_and_frozen_around,
+]
+
+
+@every_mode
+@on_every_optimizer
+@pytest.mark.parametrize("build", SHARED, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cpu"]], ids=len)
+def test_learning_with_a_weight_in_two_places(
+    pipe: Pipe, build: Callable[[], nn.Sequential], make: Make, devices: list[str]
+) -> None:
+    torch.manual_seed(3)
+    plain = build().double()
+    pipeline = pipe(plain, stages=3, devices=devices)
+
+    learn(plain, make)
+    learn(pipeline, make)
+
+    assert_same(pipeline.state_dict(), plain.state_dict())
+    assert len(list(pipeline.parameters())) == len(list(plain.parameters()))
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+def test_hook_on_a_weight_in_two_places_sees_one_gradient(pipe: Pipe) -> None:
+    plain, seen = shared_by_all_stages(), []
+    for module in (plain, pipe(plain, stages=3)):
+        module.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient))
+        step(module, rows(7))
+
+    assert_same(seen[1:], seen[:1])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.plan.recompute import Mode
 from tests.support.models import (
     Call,
+    Counting,
     Fork,
     Through,
     assert_same,
@@ -210,20 +211,8 @@ def test_edit_in_place_without_gradients_in_a_model_that_draws(pipe: Pipe) -> No
         torch.testing.assert_close(y, torch.full((6, 2), 2.0, dtype=torch.float64))
 
 
-class Counter(nn.Module):
-    """A layer with state that each forward moves on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = nn.Buffer(torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return x
-
-
 def test_buffers_of_a_model_that_draws_are_updated_once(pipe: Pipe) -> None:
-    pipeline = pipe(nn.Sequential(Counter(), nn.Dropout(), nn.Linear(W, W), Counter()).double())
+    pipeline = pipe(nn.Sequential(Counting(), nn.Dropout(), nn.Linear(W, W), Counting()).double())
 
     pipeline(rows(6))
 
@@ -285,7 +274,7 @@ def test_buffers_that_change_are_found_again_by_recomputation(pipe: Pipe) -> Non
     torch.manual_seed(2)
     module = nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)),
-        Counter(),
+        Counting(),
         nn.BatchNorm1d(W),
         nn.utils.parametrizations.spectral_norm(nn.Linear(W, W)),
     ).double()

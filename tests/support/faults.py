@@ -112,8 +112,3 @@ def no_time_out(patch: pytest.MonkeyPatch) -> None:
     """Let a thread that nobody wakes wait for ever, and one that ends take its time."""
     patch.setattr(local, "_LOOK_UP", NEVER)
     patch.setattr(local, "_JOIN", PATIENCE)
-
-
-def workers() -> list[threading.Thread]:
-    """The threads of all pipelines."""
-    return [each for each in threading.enumerate() if each.name.startswith("gpipe-worker")]

@@ -6,7 +6,6 @@ point sums only, and the comparisons can be sharp.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,8 +149,3 @@ def rows(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
     return TensorDataset(x, x[:, :CLASSES].argmax(1))
-
-
-def worker_threads() -> list[str]:
-    """The names of the pipelines' threads that are alive."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("gpipe-worker-")]

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 
+Run = Callable[[nn.Module], list[Tensor]]  # forwards and backwards of a module; what came of them
+
 
 class Step(NamedTuple):
     """What came of a forward and a backward; gradients by name, those that are None left out."""
@@ -75,6 +77,18 @@ def assert_same_steps(one: nn.Module, other: nn.Module, batches: list[Any]) -> N
         one.zero_grad()
         other.zero_grad()
         assert_same_step(one, other, batch)
+
+
+def assert_same_ends(run: Run, pipeline: nn.Module, plain: nn.Module) -> None:
+    """Compare what came of ``run``, the gradients and the buffers."""
+    expected = run(plain), gradients(plain), dict(plain.named_buffers())
+
+    assert_same((run(pipeline), gradients(pipeline), dict(pipeline.named_buffers())), expected)
+
+
+def a_loss(y: Tensor) -> Tensor:
+    """A loss that is no mean over rows."""
+    return y.exp().sum()
 
 
 def perceptron(depth: int = 4, width: int = 3) -> nn.Sequential:
@@ -149,6 +163,39 @@ class Unused(nn.Linear):
     def __init__(self, width: int) -> None:
         super().__init__(width, width)
         self.unused = nn.Parameter(torch.ones(width))
+
+
+class Centred(nn.Module):
+    """Looks across the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Counting(nn.Module):
+    """Updates a buffer whenever it runs."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class Recorder(nn.Module):
+    """The identity, which remembers the types of what went through, in every run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        return x
 
 
 class Poison(nn.Module):

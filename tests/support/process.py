@@ -1,6 +1,7 @@
-"""What belongs to the whole process, changed for a test and put back."""
+"""What belongs to the whole process: what a test changes and puts back, and the threads."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,3 +40,8 @@ def one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def workers() -> list[threading.Thread]:
+    """The threads of all pipelines."""
+    return [each for each in threading.enumerate() if each.name.startswith("gpipe-worker")]

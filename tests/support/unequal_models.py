@@ -59,27 +59,6 @@ class Recurrent(nn.Module):
         return self.lstm(x)[0]
 
 
-class Centred(nn.Module):
-    """Looks across the rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
-
-
-class Counting(nn.Module):
-    """Updates a buffer whenever it runs."""
-
-    calls: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
-
-
 class Coarse(nn.Module):
     """Drops precision for few rows."""
 

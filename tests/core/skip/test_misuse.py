@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.skip.flight import carrying, in_flight
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, with_skips
+from tests.support.faults import OwnError
 from tests.support.models import Call
 from tests.support.skip_layers import Forward, Pop, Stash
 
@@ -156,10 +157,6 @@ def test_plain_forward_that_returns_other_names() -> None:
 
 
 # Exceptions.
-
-
-class OwnError(Exception):
-    pass
 
 
 def fail(x: Any) -> Any:

@@ -11,10 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import MicroBatching, PaddedSequences, verify, whole
-from tests.support.models import Attention, Call, Fork, Join, Through, Unused, perceptron, rows
+from tests.support.models import (
+    Attention,
+    Call,
+    Centred,
+    Fork,
+    Join,
+    Through,
+    Unused,
+    perceptron,
+    rows,
+)
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.unequal_models import (
-    Centred,
     Coarse,
     Layers,
     Recurrent,

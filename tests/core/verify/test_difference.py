@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import verify, whole
-from tests.support.models import Call, Through, perceptron, rows
+from tests.support.models import Call, Centred, Counting, Through, perceptron, rows
 from tests.support.pipes import Pipe
 from tests.support.unequal_models import (
-    Centred,
     Coarse,
-    Counting,
     Layers,
     W,
     counted,

@@ -18,10 +18,9 @@ from lightning_gpipe.core.plan.partition import Partition
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.runs import following
-from tests.support.models import Call, perceptron, rows, step
+from tests.support.models import Call, Counting, perceptron, rows, step
 from tests.support.pipes import Pipe
 from tests.support.unequal_models import (
-    Counting,
     Layers,
     Recurrent,
     W,
