@@ -160,6 +160,13 @@ def test_index_lists_every_page_of_the_guide() -> None:
     assert {f"guide/{page.name}" for page in GUIDE} <= linked
 
 
+def test_contributing_lists_every_promise() -> None:
+    linked = relative_links(ROOT / "CONTRIBUTING.md")
+    promises = [path.name for path in (ROOT / "tests/promises").glob("test_*.py")]
+
+    assert {f"tests/promises/{name}" for name in promises} <= set(linked)
+
+
 # Figures.
 
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import Call, Step, assert_same, assert_same_step, perceptron, rows, step
+from tests.support.models import (
+    Call,
+    Step,
+    assert_same,
+    assert_same_step,
+    perceptron,
+    rows,
+    step,
+)
 from tests.support.pipes import Pipe
 from tests.support.waiting import PATIENCE
 

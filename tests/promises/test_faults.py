@@ -20,7 +20,7 @@ from tests.support.faults import (
     no_time_out,
     throw,
 )
-from tests.support.models import assert_same, rows, step
+from tests.support.models import assert_same, assert_same_step, rows, step
 from tests.support.pipes import Pipe, with_and_without_threads
 from tests.support.process import workers
 from tests.support.waiting import PATIENCE
@@ -90,7 +90,7 @@ def test_error_in_a_layer(
     where = f"stage {stage} (layers {2 * stage}..{2 * stage + 1}, cpu)"
     assert raised.__notes__ == [f"raised in {VERBS[at]} of micro-batch 1 of {M} on {where}"]
     assert "in fault" in "".join(traceback.format_tb(raised.__traceback__))
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
     pipeline.close()
     assert workers() == []
 
@@ -103,7 +103,7 @@ def test_error_without_gradients(pipeline: GPipe, plain: nn.Sequential) -> None:
         pipeline(rows(7))
 
     assert torch.is_grad_enabled()
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
 
 
 @with_and_without_threads
@@ -129,7 +129,7 @@ def test_errors_of_two_stages_at_once(pipeline: GPipe, plain: nn.Sequential) -> 
 
     for stage in range(3):
         light(pipeline, stage, FIRST_FORWARD, lambda: None)
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
 
 
 @with_and_without_threads
@@ -139,7 +139,7 @@ def test_error_after_error(pipeline: GPipe, plain: nn.Sequential) -> None:
         with pytest.raises(OwnError):
             step(pipeline, rows(7))
 
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
 
 
 def fail_while_another_layer_is_busy(pipeline: GPipe) -> Busy:
@@ -165,7 +165,7 @@ def test_layer_that_fails_while_another_is_in_the_middle_of_its_work(
     busy = fail_while_another_layer_is_busy(pipeline)
 
     busy.end()
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
 
 
 @with_and_without_threads
@@ -189,7 +189,7 @@ def test_caller_is_interrupted(
 
     assert not busy.over
     busy.end()
-    assert_same(step(pipeline, rows(7))._asdict(), step(plain, rows(7))._asdict())
+    assert_same_step(pipeline, plain, rows(7))
     pipeline.close()
     assert workers() == []
 

@@ -1,4 +1,7 @@
-"""What the drawn models found, each by itself and as small as it could be made."""
+"""Promise: the same numbers, where drawn models once had others.
+
+Each fault that they found is here by itself, as small as it could be made.
+"""
 
 import threading
 import time
@@ -9,13 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import Call, Unused, assert_same, gradients, rows, step, whole_batch_loss
-from tests.support.pipes import Pipe
+from tests.support.models import (
+    Call,
+    Unused,
+    assert_same,
+    assert_same_step,
+    gradients,
+    rows,
+    step,
+    whole_batch_loss,
+)
+from tests.support.pipes import Pipe, every_mode
 from tests.support.process import seeded
 from tests.support.vocabulary import Counter, Frozen, W
 from tests.support.waiting import PATIENCE
 
 
+@every_mode
 def test_edit_in_place_of_what_passes_twice(pipe: Pipe) -> None:
     """Once each leaf was copied by itself, so the edit of one was not seen in the other."""
     module = nn.Sequential(
@@ -25,9 +38,10 @@ def test_edit_in_place_of_what_passes_twice(pipe: Pipe) -> None:
         Call(sum),
     ).double()
 
-    assert_same(step(pipe(module), rows(8))._asdict(), step(module, rows(8))._asdict())
+    assert_same_step(pipe(module), module, rows(8))
 
 
+@every_mode
 def test_hooks_of_a_parameter_that_took_no_part(pipe: Pipe) -> None:
     """Once they were called with None, on which a hook that computes with the gradient fails."""
     pipeline = pipe(nn.Sequential(nn.Linear(W, W), Unused(W)).double())
@@ -40,12 +54,13 @@ def test_hooks_of_a_parameter_that_took_no_part(pipe: Pipe) -> None:
     assert not called
 
 
+@every_mode
 def test_parameter_that_its_layer_edits(pipe: Pipe) -> None:
     """Once the layer's own edit counted as one by the user, so training was refused."""
     module = nn.Sequential(nn.Embedding(5, W, max_norm=0.5), nn.Linear(W, W)).double()
     tokens = torch.arange(8) % 5
 
-    assert_same(step(pipe(module), tokens)._asdict(), step(module, tokens)._asdict())
+    assert_same_step(pipe(module), module, tokens)
 
 
 def test_evaluation_that_draws_between_forward_and_backward(pipe: Pipe) -> None:
@@ -63,6 +78,7 @@ def test_evaluation_that_draws_between_forward_and_backward(pipe: Pipe) -> None:
     assert_same(gradients(pipeline), gradients(module))
 
 
+@every_mode
 def test_buffer_of_a_model_that_starts_to_draw(pipe: Pipe) -> None:
     """Once a forward that was run again, to know its draws, moved the buffer on twice."""
     module = nn.Sequential(Counter(edits=True), nn.Dropout(0.0), nn.Linear(W, W)).double()

@@ -87,7 +87,7 @@ TORCH_PIPELINING = {
 }
 
 
-def tests_in(file: str) -> set[str]:
+def functions_of(file: str) -> set[str]:
     """The names of the functions in a file, with the file's."""
     tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
     return {f"{file}::{each.name}" for each in tree.body if isinstance(each, ast.FunctionDef)}
@@ -97,4 +97,4 @@ def test_pointers_lead_to_tests() -> None:
     pointers = {*TORCHGPIPE.values(), *TORCH_PIPELINING.values()}
     files = {pointer.split("::")[0] for pointer in pointers}
 
-    assert pointers <= set().union(*map(tests_in, files))
+    assert pointers <= set().union(*map(functions_of, files))

@@ -190,7 +190,7 @@ def test_weight_lives_where_the_first_stage_is(pipe: Pipe) -> None:
     assert step(pipeline, tokens()).gradients["0.weight"].device == torch.device("cpu")
 
 
-# Within one device: the parameter is simply in several places.
+# On one device, where the parameter simply has several places.
 
 
 class Twice(nn.Module):

@@ -82,7 +82,7 @@ def test_innermost_hooks_are_those_that_pack(pipe: Pipe) -> None:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    pipeline = pipe(perceptron(6), stages=3)
+    pipeline = pipe(perceptron(6), stages=3, mode="never")
     with hooks("outer"), hooks("inner"):
         pipeline(rows(7))
 

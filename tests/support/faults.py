@@ -15,7 +15,7 @@ from tests.support.waiting import NEVER, PATIENCE
 
 
 def nothing() -> None:
-    pass
+    """Do nothing."""
 
 
 class Fuse(nn.Module):
@@ -56,7 +56,7 @@ class _Burn(torch.autograd.Function):
 
 
 class OwnError(Exception):
-    pass
+    """What only a layer of a test raises."""
 
 
 def throw(error: BaseException) -> Callable[[], None]:

@@ -274,4 +274,5 @@ def cases(draw: st.DrawFn, models: st.SearchStrategy[Model]) -> Case:
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a nested value."""
     return [leaf for leaf in tree_flatten(tree).leaves if isinstance(leaf, Tensor)]

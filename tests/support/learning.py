@@ -19,6 +19,7 @@ on_every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OP
 
 
 def learn(module: nn.Module, make: Make, *, steps: int = 4) -> None:
+    """Take steps with a new optimizer."""
     optimizer = make(module.parameters())
     for seed in range(steps):
         optimizer.zero_grad()

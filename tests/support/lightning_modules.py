@@ -23,6 +23,7 @@ FEATURES, WIDTH, CLASSES = 6, 8, 3
 
 
 def six_layers() -> nn.Sequential:
+    """What a :class:`Classifier` has in its pipeline unless told."""
     return nn.Sequential(
         nn.Linear(FEATURES, WIDTH),
         nn.Tanh(),

@@ -115,6 +115,7 @@ def wide(stages: int = N) -> nn.Sequential:
 
 
 def microbatches(m: int) -> Tensor:
+    """An input for m micro-batches."""
     return rows(m * R, W)
 
 

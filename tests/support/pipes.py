@@ -8,7 +8,7 @@ if its ``threads`` says so. Both are fixtures with the engine's defaults. :data:
     @with_and_without_threads
     def test_gradients(pipe: Pipe) -> None:
         plain = perceptron()
-        assert_same_steps(pipe(plain), plain)
+        assert_same_step(pipe(plain), plain, rows(7))
 
 A file in which all tests do so says ``pytestmark = every_mode``.
 """

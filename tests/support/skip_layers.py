@@ -13,14 +13,17 @@ Forward = Generator[Any, Any, Any]
 
 
 def itself(x: Any) -> Any:
+    """What is stashed: the input."""
     return x
 
 
 def added(x: Any, skip: Any) -> Any:
+    """The sum of both, or the input alone."""
     return x if skip is None else x + skip
 
 
 def ignored(x: Any, skip: Any) -> Any:
+    """The input alone."""
     return x
 
 

@@ -39,18 +39,23 @@ def verified(
 
 
 def linear() -> nn.Module:
+    """A layer of the width of all."""
     return nn.Linear(W, W)
 
 
 def counted(x: Tensor) -> tuple[Tensor, int, Tensor]:
+    """The rows, how many there are, and their numbers."""
     return x, x.size(0), torch.arange(x.size(0))
 
 
 def sequences() -> Tensor:
+    """Seven sequences of four steps."""
     return torch.randn(7, 4, W, dtype=torch.float64, requires_grad=True)
 
 
 class Recurrent(nn.Module):
+    """An LSTM of two layers with dropout between them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm = nn.LSTM(W, W, num_layers=2, dropout=0.5, batch_first=True)
@@ -67,4 +72,5 @@ class Coarse(nn.Module):
 
 
 def functional_dropout() -> nn.Module:
+    """A dropout that no module of torch stands for."""
     return Call(lambda x: F.dropout(x, 0.5))
