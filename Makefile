@@ -29,7 +29,7 @@ help:
 	@echo "make clean   remove the environments, and the caches and builds of the tools"
 
 demo: $(READY)
-	$(BIN)/python examples/char_lm.py
+	$(BIN)/python -m examples.char_lm
 
 test: check
 	$(BIN)/pytest --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal

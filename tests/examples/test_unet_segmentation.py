@@ -1,26 +1,22 @@
 """The U-Net of examples/: its canvases, its model, its run and its configuration."""
 
 import csv
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from examples import unet_segmentation
 from examples.unet_segmentation import (
     BACKGROUND,
     INK,
-    PALETTE,
     Canvases,
     DigitsData,
     UNet,
-    scans,
-    side_by_side,
     u_net,
 )
 from lightning_gpipe import GPipeStrategy
@@ -36,7 +32,7 @@ CONFIG = Path(__file__).parents[2] / "examples/configs/unet_segmentation.yaml"
 
 @pytest.fixture(scope="module")
 def data() -> DigitsData:
-    digits = DigitsData(canvases=64, validation_canvases=32, batch_size=8)
+    digits = DigitsData(canvases=64, batch_size=8)
     digits.setup("fit")
     return digits
 
@@ -70,9 +66,8 @@ def test_both_sets_have_all_digits(data: DigitsData):
         assert canvases.digits.bincount().min() > 30
 
 
-def test_classes_are_those_of_the_pixels():
-    images, digits = scans()
-    canvases = Canvases(images, digits, range(20), noise=0.0)
+def test_classes_are_those_of_the_pixels(data: DigitsData):
+    canvases = Canvases(data.training.scans, data.training.digits, range(20), noise=0.0)
 
     for image, classes in drawn(canvases):
         assert image.shape == (1, 48, 48)
@@ -117,7 +112,7 @@ def test_layers_keep_the_resolution(levels: int):
 @pytest.mark.parametrize("balance", [[11, 10], [13, 8], [3, 3, 3, 3, 3, 3, 3]], ids=str)
 def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[int], pipe: Pipe):
     images = torch.randn(8, 1, 16, 16, dtype=torch.float64)
-    model.train()(images)  # running statistics that are not the initial ones
+    model.train().layers(images)  # running statistics that are not the initial ones
     expected, expected_gradients = scores_and_gradients(model.eval(), images)
 
     model.layers = pipe(model.layers, balance, chunks=4)  # type: ignore[assignment]  # as GPipeStrategy does
@@ -128,20 +123,8 @@ def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[in
 
 
 def scores_and_gradients(model: UNet, images: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-    scores = model(images)
+    scores = model.layers(images)
     return scores, torch.autograd.grad(scores.square().sum(), list(model.layers.parameters()))
-
-
-def test_pictures_are_the_canvas_and_its_classes():
-    image = torch.tensor([[[[0.5, 2.0]]]])
-    classes = torch.tensor([[[3, BACKGROUND]]])
-
-    [picture] = side_by_side(image, classes)
-
-    assert picture.shape == (3, 1, 4)
-    assert picture[:, 0, :2].tolist() == [[0.5, 1.0]] * 3
-    torch.testing.assert_close(picture[:, 0, 2], PALETTE[3])
-    assert picture[:, 0, 3].tolist() == [0, 0, 0]
 
 
 # The run
@@ -149,7 +132,7 @@ def test_pictures_are_the_canvas_and_its_classes():
 
 def run(output: Path, *arguments: str) -> dict[str, float]:
     """Train for a few steps and return the last value of each metric that was logged."""
-    small = "--steps=3", "--width=4", "--canvas=24", "--batch-size=16", "--validation=16"
+    small = "--steps=3", "--width=4", "--canvas=24", "--batch-size=16", "--validation-batches=1"
     unet_segmentation.main([*small, f"--output={output}", *arguments])
     rows = csv.DictReader((output / "version_0/metrics.csv").read_text("utf-8").splitlines())
     return {name: float(value) for row in rows for name, value in row.items() if value}
@@ -159,48 +142,24 @@ def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixtur
     metrics = run(tmp_path)
 
     report = capsys.readouterr().out
+    iou = f"{metrics['val_mean_iou']:.4f}"
     for line in (
-        "Shrink",
-        "Enlarge",
-        "skips to",
-        f"mean IoU                                            │ {metrics['val_mean_iou']:.3f} ",
-        "mean IoU of background everywhere                   │ 0.0",
-        f"Dice                                                │ {metrics['val_dice']:.3f} ",
-        "images per second ",
-        "bubble, measured ",
-        "bubble, by the schedule                             │ 11.1% ",  # 1 / (8 + 2 - 1)
-        "largest difference to the scores of a plain Trainer │ ",
+        r"Shrink x3",
+        r"Enlarge",
+        r"skips to",
+        rf"│ val_mean_iou +│ 0\.0\d{{3}} +│ {iou} +│ {iou} +│",
+        r"│ images per second +│ [\d,]+ +│",
+        r"│ bubble, by the schedule +│ 11\.1% +│",  # 1 / (8 + 2 - 1)
     ):
-        assert line in report
-    folder = tmp_path / "version_0"
-    assert (folder / "contact_sheet.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "checkpoints/best.ckpt").exists()
-    events = EventAccumulator(str(folder)).Reload()
-    assert [event.step for event in events.Images("canvas, truth, found")][-1] == 3
+        assert re.search(line, report)
 
 
-def test_pipeline_learns_what_a_plain_run_learns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
     plain = run(tmp_path / "plain", "--plain")
-    assert "bubble" not in capsys.readouterr().out
     piped = run(tmp_path / "piped", "--chunks=1")  # batch norms see the whole batch, as in plain
 
     assert piped["val_mean_iou"] == pytest.approx(plain["val_mean_iou"], abs=0.01)
-    assert piped["val_dice"] == pytest.approx(plain["val_dice"], abs=0.01)
-
-
-def test_checkpoint_with_other_scores_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    predict = unet_segmentation.predict
-
-    def predict_otherwise(trainer: L.Trainer, checkpoint: str, data: DigitsData) -> Tensor:
-        scores = predict(trainer, checkpoint, data)
-        return scores + 0.1 * isinstance(trainer.strategy, GPipeStrategy)
-
-    monkeypatch.setattr(unet_segmentation, "predict", predict_otherwise)
-
-    with pytest.raises(SystemExit, match="must be the same: they differ by 0.1"):
-        run(tmp_path)
+    assert piped["val_loss"] == pytest.approx(plain["val_loss"], rel=0.01)
 
 
 # The configuration
@@ -226,4 +185,4 @@ def test_configuration_trains_through_lightning_cli(
     assert isinstance(trainer.strategy, GPipeStrategy)
     assert trainer.num_devices == 2
     assert trainer.global_step == 2
-    assert "val_dice" in trainer.callback_metrics
+    assert "val_mean_iou" in trainer.callback_metrics
