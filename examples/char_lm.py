@@ -39,8 +39,8 @@ Batch = tuple[Tensor, Tensor]  # codes of characters, and of the character after
 def split(text: str) -> tuple[str, str]:
     """Cut `text` into training text and validation text, which is the last tenth.
 
-    The reference repeats itself: without the paragraphs that the validation text has, too, the
-    training text tells nothing of them.
+    The reference repeats itself, so the training text goes without the paragraphs that the
+    validation text has.
     """
     cut = round(0.9 * len(text))
     training, validation = text[:cut].split("\n\n"), text[cut:]

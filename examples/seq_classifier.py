@@ -1,10 +1,10 @@
 """Which package of Python's standard library does a docstring come from?
 
 Most docstrings are one line and a few are pages, so most of a padded batch is padding. One argument
-of the strategy, in `main`, saves computing it. `PaddedSequences` puts the rows of a batch in order
-of length, cuts them into micro-batches of about as many tokens, and trims each to its own longest.
-`PackageClassifier` is an ordinary LightningModule, whose layers pass dicts on and mask the padding.
-The first of them notes how many tokens it saw.
+of the strategy, `microbatching` in `main`, leaves it out: `PaddedSequences` puts a batch's rows in
+order of length, cuts them into micro-batches of about as many tokens, and trims each to its own
+longest. `PackageClassifier` is an ordinary LightningModule, whose layers pass dicts on and mask the
+padding. The first layer notes how many tokens it saw.
 
 The docstrings are those of the Python that runs this, so nothing is downloaded. The report at the
 end has the accuracy beside that of always guessing the largest package, the speed, the tokens saved
