@@ -36,10 +36,10 @@ from benchmarks.harness.thread_clock import ACCOUNTED, Moment, thread_clocks
 from benchmarks.models.transformer import transformer
 from benchmarks.overhead import WIDTH, Scale
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from lightning_gpipe.core.run.timeline import Timeline
 
-MODES: tuple[Mode, ...] = ("never", "always")
+MODES: tuple[ActivationCheckpointing, ...] = ("never", "always")
 TINY_STAGES, TINY_CHUNKS = 4, 32
 WARM_UP = 3
 
@@ -64,7 +64,7 @@ class Case:
     balance: Sequence[int]
     chunks: int
     devices: Sequence[str]
-    mode: Mode
+    mode: ActivationCheckpointing
     clocks: Callable[[], AbstractContextManager[None]]
     audit: Callable[[Timeline], Audit]
 
@@ -88,7 +88,12 @@ def on_cpu(given: Options) -> Iterator[Case]:
     """The pipelines on CPU threads."""
 
     def case(
-        name: str, task: Task, balance: list[int], m: int, mode: Mode, workers: int | None = None
+        name: str,
+        task: Task,
+        balance: list[int],
+        m: int,
+        mode: ActivationCheckpointing,
+        workers: int | None = None,
     ) -> Case:
         devices = ["cpu"] * (workers or len(balance))
         return Case(name, task, balance, m, devices, mode, thread_clocks, of_threads)

@@ -43,11 +43,11 @@ from benchmarks.harness import Contestant, Options, Report, agree, options
 from benchmarks.harness.allocations import Counting, peak_bytes
 from benchmarks.models import unet
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 
 BLOCKS, BALANCE = 5, [30, 66, 84, 61]  # torchgpipe's for U-Net (5, C)
 PLAIN, LARGER = (6, 72), (11, 128)
-MODES: tuple[Mode, ...] = ("always", "except_last", "never")
+MODES: tuple[ActivationCheckpointing, ...] = ("always", "except_last", "never")
 WIDTHS = range(128, 142, 2)  # weights and gradients of the widest alone are as much as PLAIN needs
 
 Forward = Callable[[Tensor], Tensor]
@@ -105,7 +105,7 @@ def small_task(channels: int, batch: int, side: int) -> Task:
     return Task(unet(BLOCKS, channels), x, target, mean_square)
 
 
-def contestants(task: Task, mode: Mode, chunks: int) -> Iterator[Contestant]:
+def contestants(task: Task, mode: ActivationCheckpointing, chunks: int) -> Iterator[Contestant]:
     """One at a time: torchgpipe, ours on one device, ours with four threads."""
     n = len(BALANCE)
     yield torchgpipe(
@@ -136,7 +136,12 @@ def agree_in_double(task: Task, chunks: int) -> None:
 
 
 def peaks_of_steps(
-    given: Options, report: Report, channels: int, modes: tuple[Mode, ...], *, narrow: bool
+    given: Options,
+    report: Report,
+    channels: int,
+    modes: tuple[ActivationCheckpointing, ...],
+    *,
+    narrow: bool,
 ) -> dict[str, int]:
     """Measure and report U-Net (BLOCKS, C) in each mode; the bytes by the contestants' names."""
     task = small_task(channels, given.batch_size, given.side)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from lightning_gpipe.skip import Namespace, isolate, with_skips
 
 CHANNELS, SIDE = 4, 5
 STEPS_OF_A_MODEL = 8
-MODES: list[Mode] = ["always", "except_last", "never", 1]
+MODES: list[ActivationCheckpointing] = ["always", "except_last", "never", 1]
 
 
 @with_skips(stash=["kept"])
@@ -58,7 +58,7 @@ class Case:
     balance: tuple[int, ...]
     devices: tuple[str, ...]
     chunks: int
-    mode: Mode
+    mode: ActivationCheckpointing
     deferred: bool
     side_stream: bool
     seed: int

@@ -4,8 +4,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, whole
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import balance_by_parameters
-from lightning_gpipe.core.verify import verify
+from lightning_gpipe.core.plan import Schedule, balance_by_parameters
+from lightning_gpipe.core.run import Timeline
+from lightning_gpipe.core.verify import Parity, verify
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"
@@ -15,7 +16,10 @@ __all__ = [
     "GPipeStrategy",
     "MicroBatching",
     "PaddedSequences",
+    "Parity",
     "Rows",
+    "Schedule",
+    "Timeline",
     "balance_by_parameters",
     "verify",
     "whole",

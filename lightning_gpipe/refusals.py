@@ -15,6 +15,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+# For messages.
+AUTO_DEVICES = (
+    "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
+)
+
 
 def refuse_devices(devices: Sequence[torch.device]) -> None:
     """Refuse devices other than CPUs and CUDA GPUs."""
@@ -58,31 +63,12 @@ def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
         )
 
 
-def refuse_too_few_layers(layers: int, devices: int, name: str) -> None:
-    """Refuse to make a stage for each device of fewer layers than that."""
-    if layers < devices:
-        raise ValueError(
-            "balance='parameters' makes one stage per device, each of at least one layer: got "
-            f"{devices} devices for the {layers} layers of {name}. Write "
-            f"Trainer(devices={layers}) or less, or cut the layers smaller."
-        )
-
-
-def refuse_uneven_devices(stages: int, devices: int) -> None:
-    """Refuse a number of devices that does not divide the stages; warn when they share one."""
-    auto = (
-        "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere: "
-        f"write devices={stages} for a device per stage."
-    )
-    if stages % devices:
-        raise ValueError(
-            "the balance must have as many stages as Trainer(devices=...) has devices, or a "
-            f"multiple of that: got {stages} stages for {devices} devices. {auto}"
-        )
+def warn_of_one_device(stages: int, devices: int) -> None:
+    """Warn where several stages share one device."""
     if devices == 1 < stages:
         rank_zero_warn(
             f"All {stages} stages of the pipeline share one device, so nothing runs at the same "
-            f"time. {auto}"
+            f"time. Write Trainer(devices={stages}) for a device per stage. {AUTO_DEVICES}"
         )
 
 

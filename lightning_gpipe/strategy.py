@@ -27,21 +27,23 @@ from lightning_gpipe.core.frontends import install, locate, on_meta, place_aroun
 from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
 from lightning_gpipe.core.plan import (
     balance_by_parameters,
+    check_activation_checkpointing,
     check_balance,
-    check_mode,
+    check_enough_layers,
+    check_even,
     check_outside,
     shared_with_outside,
 )
 from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.refusals import (
+    AUTO_DEVICES,
     metrics_on_meta,
     refuse_devices,
     refuse_layer_sync,
     refuse_metrics_on_meta,
     refuse_several_nodes,
     refuse_several_processes,
-    refuse_too_few_layers,
-    refuse_uneven_devices,
+    warn_of_one_device,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class GPipeStrategy(ParallelStrategy):
             finds the only one, or the one with more than half of all parameters.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, a number the first so many.
+            none, an integer k the first k.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
         microbatching: Another way to cut batches than along dim 0, such as
@@ -101,7 +103,7 @@ class GPipeStrategy(ParallelStrategy):
             check_balance(balance)
         if chunks is not None:
             check_chunks(chunks)
-        check_mode(activation_checkpointing)
+        check_activation_checkpointing(activation_checkpointing)
         check_microbatching(microbatching)
         self._balance = balance
         self._chunks = chunks
@@ -254,9 +256,7 @@ class GPipeStrategy(ParallelStrategy):
             microbatching=self._microbatching,
             threads=self._threads,
         )
-        stages = self._pipeline.stages
-        partitions, devices = [s.partition for s in stages], [s.device for s in stages]
-        check_outside(module, sequential, partitions, devices, self.root_device)
+        check_outside(module, sequential, self._pipeline.layout, self.root_device)
         self._pipeline.share(shared_with_outside(module, sequential), self.root_device)
         self._sequential = sequential
         run = self._pipeline.forward
@@ -267,10 +267,11 @@ class GPipeStrategy(ParallelStrategy):
     def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
         balance, devices = self._balance, len(self._devices)
         if balance == "parameters":
-            refuse_too_few_layers(len(sequential), devices, name)
+            check_enough_layers(len(sequential), devices, name)
             balance = balance_by_parameters(sequential, devices)
         check_balance(balance, len(sequential), name)
-        refuse_uneven_devices(len(balance), devices)
+        check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
+        warn_of_one_device(len(balance), devices)
         return balance
 
     # Plain checkpoints.

@@ -28,7 +28,7 @@ checkpoint_io  refusals  skip  flatten
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline
-core.frontends  core.show
+core.frontends  core.profile  core.show
 core.run
 core.transport
 core.faithful

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from benchmarks.contestants.task import Task
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def ours(
     balance: Sequence[int],
     *,
     chunks: int,
-    mode: Mode,
+    mode: ActivationCheckpointing,
     devices: Sequence[str],
     name: str = "lightning-gpipe",
     threads: int | None = None,

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_gpipe.core.plan.schedule import Action, Schedule, needs, simulate
+from lightning_gpipe.core.plan import Action, Schedule
 from lightning_gpipe.core.run.timeline import Span, Timeline
 
 Costs = Mapping[Action, float]
@@ -84,7 +84,7 @@ class Audit:
 
 
 def audit(timeline: Timeline, computing: Costs, queued: Costs | None = None) -> Audit:
-    """Split the idle time of a mini-batch, each half by itself and then both, by their lengths.
+    """Split the idle time of a mini-batch, each phase by itself and then all, by their lengths.
 
     Args:
         timeline: What ran when.
@@ -92,14 +92,14 @@ def audit(timeline: Timeline, computing: Costs, queued: Costs | None = None) -> 
         queued: For how many it was ready to and had no core; none by default.
     """
     whole, spans = timeline.schedule, timeline.spans
-    halves = []
-    for schedule in (whole.forward_half, whole.backward_half):
+    phases = []
+    for schedule in map(whole.phase, range(len(whole.phases))):
         actions = {action for row in schedule.rows for action in row}
         ran = {span.action: span for span in spans if span.action in actions}
         if ran:
-            halves.append(_half(schedule, ran, computing, queued or {}))
-    lengths = [each.seconds for each in halves]
-    rows = zip(*(each.rows for each in halves), strict=True)
+            phases.append(_phase(schedule, ran, computing, queued or {}))
+    lengths = [each.seconds for each in phases]
+    rows = zip(*(each.rows for each in phases), strict=True)
     return Audit(sum(lengths), tuple(_mean(each, lengths) for each in rows))
 
 
@@ -112,10 +112,10 @@ def typical(audits: Sequence[Audit]) -> Audit:
     return Audit(statistics.fmean(each.seconds for each in middle), tuple(map(_mean, rows)))
 
 
-def _half(
+def _phase(
     schedule: Schedule, spans: Mapping[Action, Span], computing: Costs, queued: Costs
 ) -> Audit:
-    """The audit of one half, all of whose actions ran."""
+    """The audit of one phase, all of whose actions ran."""
     length = max(s.end for s in spans.values()) - min(s.start for s in spans.values())
     taken = {a: spans[a].end - spans[a].start for row in schedule.rows for a in row}
     own = {a: min(computing[a], taken[a]) for a in taken}
@@ -143,7 +143,7 @@ def _half(
 
 def _idle(schedule: Schedule, busy: Costs, cost: Costs) -> list[float]:
     """The idle share of each worker in a replay; it is busy for a part of what actions take."""
-    makespan = simulate(schedule, cost.__getitem__).makespan
+    makespan = schedule.simulate(cost.__getitem__).makespan
     return [1.0 - sum(busy[a] for a in row) / makespan for row in schedule.rows]
 
 
@@ -159,7 +159,7 @@ def _late(schedule: Schedule, worker: int, spans: Mapping[Action, Span]) -> floa
     """How long a worker could have begun an action, all in all, and had not."""
     late, free = 0.0, min(span.start for span in spans.values())
     for action in schedule.rows[worker]:
-        needed = [spans[a].end for a in needs(action, schedule.m, schedule.n) if a in spans]
+        needed = [spans[a].end for a in schedule.needs(action) if a in spans]
         late += spans[action].start - max([free, *needed])
         free = spans[action].end
     return late

@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from lightning_gpipe.core.run import worker
+from lightning_gpipe.core.run.clocks import HostClock
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")  # ns computed, ns queued for a core, how often
 ACCOUNTED = _ACCOUNT.exists()
@@ -38,11 +39,8 @@ class Moment(float):
     computed: float
     queued: float
 
-    def seconds(self) -> Moment:
-        return self
 
-
-class ThreadClock:
+class ThreadClock(HostClock):
     """Stands in for the clock of a worker, and must be read on one thread only."""
 
     def now(self) -> Moment:
@@ -71,8 +69,5 @@ class ThreadClock:
 @contextmanager
 def thread_clocks() -> Iterator[None]:
     """Give one to each worker of a mini-batch that begins in a ``with`` block, on a GPU too."""
-    with (
-        patch.object(worker, "HostClock", ThreadClock),
-        patch.object(worker, "CudaClock", lambda stream: ThreadClock()),
-    ):
+    with patch.object(worker, "clock_of", lambda stream: ThreadClock()):
         yield

@@ -1,17 +1,19 @@
 """GPipe, the module in the place of the user's nn.Sequential.
 
-This is where the parts meet. A forward cuts its input into micro-batches, lets them run through the
-stages by the schedule, ties their outputs into the caller's graph and merges them; everything that
-must outlive it is either the user's (the layers) or belongs to one mini-batch.
+This is where the parts meet. From the user's layers it makes a layout, puts them on their devices,
+and builds an engine from the layout and a transport. A forward cuts its input into micro-batches,
+lets the engine run them by a schedule, and merges their outputs. Everything that must outlive it is
+either the user's (the layers) or the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows, tree_flatten, tree_unflatten
@@ -22,21 +24,23 @@ from lightning_gpipe.core.faithful import (
     refuse_function_transforms,
     rows_needed,
 )
-from lightning_gpipe.core.frontends import move, place
+from lightning_gpipe.core.frontends import choose_devices, move, place, with_index
 from lightning_gpipe.core.plan import (
-    Mode,
-    check_mode,
+    ActivationCheckpointing,
+    Layout,
+    Schedule,
+    SkipName,
+    check_activation_checkpointing,
     check_sharing,
     count_recomputed,
     cut,
     fill_drain,
-    homes,
-    places_away,
+    lay_out,
 )
-from lightning_gpipe.core.run import MiniBatch, Stage, Timeline, attach
-from lightning_gpipe.core.show import Table, listing, skip_table
-from lightning_gpipe.core.skip import Route, SkipName, routes_of, skips_of
-from lightning_gpipe.core.transport import LocalTransport
+from lightning_gpipe.core.run import Engine, Stage, Timeline
+from lightning_gpipe.core.show import Table, skip_table, stage_table
+from lightning_gpipe.core.skip import routes_of, skips_of
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport
 
 
 class GPipe(nn.Module):
@@ -64,7 +68,7 @@ class GPipe(nn.Module):
         chunks: The number of micro-batches; a batch with fewer rows makes fewer.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, a number the first so many.
+            none, an integer k the first k.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as
@@ -79,7 +83,6 @@ class GPipe(nn.Module):
         chunks: As given.
         activation_checkpointing: As given.
         microbatching: How a mini-batch becomes micro-batches.
-        timeline: What ran when in the latest mini-batch, or None before the first.
         patches: What a verification has changed in the layers while it runs.
 
     Raises:
@@ -94,48 +97,56 @@ class GPipe(nn.Module):
         *,
         devices: Sequence[str | torch.device] | None = None,
         chunks: int = 1,
-        activation_checkpointing: Mode = "except_last",
+        activation_checkpointing: ActivationCheckpointing = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
     ) -> None:
         super().__init__()
         check_chunks(chunks)
-        check_mode(activation_checkpointing)
+        check_activation_checkpointing(activation_checkpointing)
         check_microbatching(microbatching)
-        partitions = cut(module, balance)
+        layout = _lay_out(module, balance, devices)
         if deferred_batch_norm:
             check_batch_norms(module)
         self.balance = list(balance)
-        self.devices = choose_devices(devices, len(partitions))
+        self.devices = list(layout.devices)
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
         self.microbatching = microbatching or Rows(at_least=rows_needed(module))
-        self.timeline: Timeline | None = None
-
-        placed = [self.devices[j % len(self.devices)] for j in range(len(partitions))]
-        check_sharing(partitions, placed)
-        routes = routes_of(skips_of(module, partitions), partitions)
-        self._threads = threads
         self.patches = Journal()
-        self._stages = [
-            Stage(partition, device, deferred_batch_norm=deferred_batch_norm, routes=routes)
-            for partition, device in zip(partitions, placed, strict=True)
-        ]
-        self._transport = LocalTransport(len(partitions), self.devices)
-        for stage in self._stages:
-            for layer in stage.partition.layers:
-                place(layer, stage.device)
-        self._homes: dict[nn.Parameter, torch.device] = {}
-        self._settle(homes(partitions, placed))
+
+        _place(layout)
+        self._engine = Engine(
+            layout, _connect(layout, threads=threads), deferred_batch_norm=deferred_batch_norm
+        )
         # The same layers under the same names; nn.Sequential has no empty places.
         self._modules = cast(dict[str, nn.Module | None], module._modules)
         self.__dict__["_module"] = module  # past nn.Module, which would make it a child
 
     @property
+    def layout(self) -> Layout:
+        """What runs where; prints as one line per stage."""
+        return self._engine.layout
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the micro-batches."""
+        return self._engine
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What ran when in the latest mini-batch, or None before the first."""
+        return self._engine.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self._engine.timeline = timeline
+
+    @property
     def stages(self) -> Sequence[Stage]:
         """The stages, in order."""
-        return tuple(self._stages)
+        return self._engine.stages
 
     def forward(self, input: Any) -> Any:
         """Run the layers on ``input`` in micro-batches, and return what they return for all of it.
@@ -164,53 +175,40 @@ class GPipe(nn.Module):
                 f"{type(self.microbatching).__name__}.split must make at least one micro-batch: "
                 "got none."
             )
-        recomputed = 0
-        if torch.is_grad_enabled():
-            recomputed = count_recomputed(self.activation_checkpointing, m)
-        schedule = fill_drain(
-            m, len(self._stages), workers=len(self.devices), recomputed=recomputed
-        )
-        minibatch = MiniBatch(
-            self._stages,
-            self.devices,
-            schedule,
-            recomputed=recomputed,
-            transport=self._transport,
-            threads=self._threads,
-        )
-        outputs = minibatch.forward(microbatches)
-        self.timeline = minibatch.timeline
-        attached = attach(minibatch, microbatches, outputs)
-        return self.microbatching.merge(list(map(tree_unflatten, attached)), input)
+        outputs = self._engine.run(microbatches, self._schedule(m))
+        return self.microbatching.merge(list(map(tree_unflatten, outputs)), input)
+
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
+        """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
+
+        The timeline goes on to record the backward, so it is complete after that. A step that runs
+        the pipeline twice is observed twice.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        return self._engine.observe(observer)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Let ``parameters`` live on ``device``, where modules around the pipeline use them too.
 
-        Stages on other devices follow them with copies. Parameters that stages share with one
-        another need no word: they live on the device of the first.
+        Stages on other devices follow them with copies. Parameters that only stages share with one
+        another are not to be given here: they live on the device of the first.
         """
-        self._settle(dict.fromkeys(parameters, _with_index(torch.device(device))))
+        layout = self.layout.with_homes(dict.fromkeys(parameters, with_index(torch.device(device))))
+        _move_home(layout)
+        self._engine.layout = layout
 
     def listing(self) -> Table:
         """A table of the stages: their devices, layers, parameters and skips that leave them."""
-        leaving = [
-            "\n".join(
-                f"{route.target}: {route.name}{_size(stage, route)}" for route in stage.leaving
-            )
-            for stage in self._stages
-        ]
-        return listing(
-            [stage.partition for stage in self._stages],
-            [stage.device for stage in self._stages],
-            leaving if any(leaving) else (),
-        )
+        return stage_table(self.layout, self._skip_bytes())
 
     def skip_layout(self) -> Table:
         """A table of the skip connections: between which layers, and which stages they cross.
 
         Once a micro-batch has run, with the bytes of those that go from stage to stage.
         """
-        return skip_table(skips_of(self), [stage.partition for stage in self._stages], self._bytes)
+        return skip_table(skips_of(self), self.layout.partitions, self._skip_bytes())
 
     def extra_repr(self) -> str:
         devices = [str(device) for device in self.devices]
@@ -222,13 +220,13 @@ class GPipe(nn.Module):
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
-        self._transport.close()
+        self._engine.close()
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(layer for stage in self._stages for layer in stage.partition.layers)
+        return iter(layer for partition in self.layout.partitions for layer in partition.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         found = list(self)[index]
@@ -249,18 +247,15 @@ class GPipe(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         self._sequential._load_from_state_dict(*args)
 
-    def _settle(self, homes: Mapping[nn.Parameter, torch.device]) -> None:
-        """Move parameters to their homes, and let the stages elsewhere follow them."""
-        self._homes |= homes
-        for parameter, device in homes.items():
-            if parameter.device != device:
-                move(parameter, device)
-        for stage in self._stages:
-            stage.followed = places_away(stage.modules, stage.device, self._homes)
+    def _schedule(self, m: int) -> Schedule:
+        """What is run for a mini-batch of ``m`` micro-batches."""
+        recomputed = 0
+        if torch.is_grad_enabled():
+            recomputed = count_recomputed(self.activation_checkpointing, m)
+        return fill_drain(m, self.layout.placement, recomputed=recomputed)
 
-    @property
-    def _bytes(self) -> dict[SkipName, int]:
-        return {name: size for stage in self._stages for name, size in stage.skip_bytes.items()}
+    def _skip_bytes(self) -> dict[SkipName, int]:
+        return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
 
     def _check_layers(self) -> None:
         """Raise if the module has other layers than those that were cut."""
@@ -277,8 +272,38 @@ class GPipe(nn.Module):
                     f"{type(found).__name__} now. Replace layers before."
                 )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "timeline": None}
+
+def _lay_out(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[str | torch.device] | None
+) -> Layout:
+    """What runs where, checked before anything is moved."""
+    partitions = cut(module, balance)
+    chosen = choose_devices(devices, len(partitions))
+    layout = lay_out(partitions, chosen, routes_of(skips_of(module, partitions), partitions))
+    check_sharing(layout)
+    return layout
+
+
+def _connect(layout: Layout, *, threads: bool) -> Transport:
+    """A transport between the workers."""
+    if threads and len(layout.devices) > 1:
+        return LocalTransport(layout)
+    return InlineTransport(layout)
+
+
+def _place(layout: Layout) -> None:
+    """Move the layers to their devices."""
+    for j, partition in enumerate(layout.partitions):
+        for layer in partition.layers:
+            place(layer, layout.device_of(j))
+    _move_home(layout)
+
+
+def _move_home(layout: Layout) -> None:
+    """Move parameters to where they live."""
+    for parameter, device in layout.homes.items():
+        if parameter.device != device:
+            move(parameter, device)
 
 
 def check_chunks(chunks: int) -> None:
@@ -296,37 +321,3 @@ def check_microbatching(microbatching: MicroBatching | None) -> None:
             "microbatching must be an instance of a subclass of lightning_gpipe.MicroBatching, or "
             f"None: got {microbatching!r}."
         )
-
-
-def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) -> list[torch.device]:
-    """One device per worker for a pipeline of so many stages.
-
-    Raises:
-        ValueError: If the number of devices does not divide the number of stages.
-    """
-    if devices is None:
-        found = torch.cuda.device_count()
-        chosen = [torch.device("cuda", k) for k in range(min(found, stages))]
-        chosen = chosen or [torch.device("cpu")] * stages
-    else:
-        chosen = [torch.device(device) for device in devices]
-    if not chosen or stages % len(chosen):
-        raise ValueError(
-            "the number of stages must be a multiple of the number of devices, so that each has as "
-            f"many: got {stages} stages for {len(chosen)} devices {[str(d) for d in chosen]}. Give "
-            f"{stages} devices, or a balance with another number of stages."
-        )
-    return list(map(_with_index, chosen))
-
-
-def _size(stage: Stage, route: Route) -> str:
-    """How large a skip tensor was in the latest micro-batch, if one has run."""
-    size = stage.skip_bytes.get(route.name)
-    return "" if size is None else f" ({size:,} B)"
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device as its tensors name it."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device

@@ -12,17 +12,11 @@ from benchmarks.harness import options
 from benchmarks.harness.audit import PARTS, Audit, audit, typical
 from benchmarks.harness.thread_clock import thread_clocks
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.schedule import Action, Kind, fill_drain
+from lightning_gpipe.core.plan import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.run.clocks import HostClock
 from lightning_gpipe.core.run.timeline import Timeline
 
-KINDS = {kind.value: kind for kind in Kind}
-
-
-class At(float):
-    """A stamp at a known time."""
-
-    def seconds(self) -> float:
-        return float(self)
+KINDS = {kind.letter: kind for kind in Kind}
 
 
 def drawn(*rows: str, recomputed: int = 0) -> tuple[Timeline, dict[Action, float]]:
@@ -46,9 +40,10 @@ def drawn(*rows: str, recomputed: int = 0) -> tuple[Timeline, dict[Action, float
                 found[action][1] = k + 1
                 computing[action] += cell == "--"
     m = 1 + max(action.i for action in found)
-    timeline = Timeline(fill_drain(m, len(rows), recomputed=recomputed))
+    schedule = fill_drain(m, one_each(len(rows)), recomputed=recomputed)
+    timeline = Timeline(schedule, [HostClock()] * len(rows))
     for action, (start, end) in found.items():
-        timeline.add(action.j, action, At(start), At(end))
+        timeline.add(action.j, action, float(start), float(end))
     return timeline, computing
 
 

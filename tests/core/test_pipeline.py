@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.pipeline import GPipe, choose_devices
-from lightning_gpipe.core.plan.recompute import Mode
-from lightning_gpipe.core.plan.schedule import Kind
+from lightning_gpipe.core.frontends.devices import choose_devices
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan import ActivationCheckpointing, Kind
 from tests.support.models import Call, assert_same, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, Pipe, every_mode
 
@@ -55,7 +55,7 @@ class Where(nn.Module):
         ({"balance": [5, -1]}, ValueError, "balance=[5, -1]"),
         ({"balance": []}, ValueError, "balance=[]"),
         ({"balance": [2.0, 2]}, TypeError, "balance=[2.0, 2] (types float, int)"),
-        ({"balance": [1] * 5}, ValueError, "(5 stages) for the 4 layers"),
+        ({"balance": [1] * 5}, ValueError, "got 5 stages for the 4 layers"),
         (
             {"chunks": 0},
             ValueError,
@@ -67,9 +67,9 @@ class Where(nn.Module):
         ({"activation_checkpointing": "sometimes"}, ValueError, "got 'sometimes'"),
         ({"activation_checkpointing": -1}, ValueError, "got -1"),
         ({"activation_checkpointing": 0.5}, TypeError, "got 0.5"),
-        ({"devices": ["cpu"] * 3}, ValueError, "got 2 stages for 3 devices ['cpu', 'cpu', 'cpu']"),
+        ({"devices": ["cpu"] * 3}, ValueError, "3 devices. The devices are ['cpu', 'cpu', 'cpu']"),
         ({"devices": ["cpu"] * 4}, ValueError, "got 2 stages for 4 devices"),
-        ({"devices": []}, ValueError, "got 2 stages for 0 devices []"),
+        ({"devices": []}, ValueError, "got 2 stages for 0 devices. The devices are []"),
     ],
     ids=str,
 )
@@ -152,7 +152,7 @@ def test_gpus_by_default(found: int, chosen: int, monkeypatch: pytest.MonkeyPatc
 def test_gpus_that_do_not_divide_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
 
-    with pytest.raises(ValueError, match=r"got 4 stages for 3 devices \['cuda:0', 'cuda:1',"):
+    with pytest.raises(ValueError, match=r"3 devices. The devices are \['cuda:0', 'cuda:1',"):
         choose_devices(None, 4)
 
 
@@ -274,7 +274,9 @@ def test_no_timeline_before_the_first_mini_batch(pipeline: GPipe) -> None:
 
 
 @every_mode
-def test_timeline_after_forward_and_after_backward(mode: Mode, pipeline: GPipe) -> None:
+def test_timeline_after_forward_and_after_backward(
+    mode: ActivationCheckpointing, pipeline: GPipe
+) -> None:
     loss = pipeline(rows(7)).sum()
     timeline = pipeline.timeline
     assert timeline is not None

@@ -68,14 +68,14 @@ def test_too_few_devices(tmp_path: Path) -> None:
         fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices=3)
 
     assert str(error.value) == (
-        "the balance must have as many stages as Trainer(devices=...) has devices, or a multiple "
-        "of that: got 4 stages for 3 devices. devices='auto' means one device on the CPU and in a "
-        "notebook, and all GPUs elsewhere: write devices=4 for a device per stage."
+        "the number of stages must be a multiple of the number of devices, so that each has as "
+        "many: got 4 stages for 3 devices. Write Trainer(devices=4). devices='auto' means one "
+        "device on the CPU and in a notebook, and all GPUs elsewhere."
     )
 
 
 def test_all_stages_on_one_device_warn(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="All 4 stages.*share one device.*write devices=4"):
+    with pytest.warns(UserWarning, match="All 4 stages.*share one device.*Write Trainer.devices=4"):
         fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices="auto", max_steps=1)
 
 
@@ -145,7 +145,7 @@ class Flat(Classifier):
             Classifier,
             {"balance": [1] * 7},
             ValueError,
-            ["(7 stages) for the 6 layers of Classifier.layers"],
+            ["got 7 stages for the 6 layers of Classifier.layers"],
         ),
         (
             lambda: Classifier(layers=nn.Sequential(*[nn.Linear(6, 8), tanh := nn.Tanh(), tanh])),
@@ -173,7 +173,7 @@ def test_module_that_cannot_be_pipelined(
 
 
 def test_more_devices_than_layers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="7 devices for the 6 layers of Classifier.layers"):
+    with pytest.raises(ValueError, match="7 stages for the 6 layers of Classifier.layers"):
         fitted(tmp_path, GPipeStrategy(), devices=7)
 
 

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gpipe.core.data.marks import is_whole
 from lightning_gpipe.core.data.pytree import FlatTree, map_tensors, tree_flatten, tree_unflatten
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.grammar import (
     DRAWN_MODES,
     GRAD,
@@ -246,7 +246,7 @@ def test_drawn_models(case: Case) -> None:
 
 
 @given(case=cases(drawing_models()), mode=st.sampled_from(DRAWN_MODES), threads=st.booleans())
-def test_drawn_models_that_draw(case: Case, mode: Mode, threads: bool) -> None:
+def test_drawn_models_that_draw(case: Case, mode: ActivationCheckpointing, threads: bool) -> None:
     records = []
     for each in (case, replace(case, mode=mode, threads=threads)):
         with torch.random.fork_rng(devices=[]):

@@ -24,19 +24,9 @@ from tests.support.models import gradients
 from tests.support.pipes import Pipe
 
 CORE = Path(lightning_gpipe.__file__).parent / "core"
-ENGINE = {
-    str(CORE / name)
-    for name in (
-        "faithful/journal.py",
-        "faithful/shadow.py",
-        "faithful/batchnorm.py",
-        "faithful/buffers.py",
-        "faithful/managers.py",
-        "run/stage.py",
-        "run/stage_pass.py",
-        "run/worker.py",
-        "run/minibatch.py",
-    )
+ROOMS = ("faithful", "run")
+ENGINE = {str(path) for room in ROOMS for path in (CORE / room).glob("*.py")} | {
+    str(CORE / "transport" / "inline.py")
 }
 VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/preserved.py")}
 
@@ -141,6 +131,7 @@ def strike(pipeline: GPipe, files: set[str], run: Callable[[], Callable[[], obje
     struck = 0
     while interrupted(run(), files, struck + 1):
         struck += 1
+        assert torch.is_grad_enabled()
         pipeline.train()
         found = step(pipeline)
         look.check(pipeline)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.meters import (
     ACTIVATIONS,
@@ -61,7 +61,9 @@ def watching(pipe: Pipe) -> tuple[GPipe, Watch]:
 
 @pytest.mark.usefixtures("no_collector")
 @every_mode
-def test_activations_between_forward_and_backward(mode: Mode, pipe: Pipe) -> None:
+def test_activations_between_forward_and_backward(
+    mode: ActivationCheckpointing, pipe: Pipe
+) -> None:
     pipeline, watch = watching(pipe)
 
     y = pipeline(rows(7))
@@ -137,7 +139,9 @@ def test_steps_do_not_add_up_in_memory(pipe: Pipe) -> None:
 @pytest.mark.usefixtures("no_collector")
 @with_and_without_threads
 @pytest.mark.parametrize("mode", KEPT)
-def test_forward_without_a_backward_frees_all_when_its_outputs_go(mode: Mode, pipe: Pipe) -> None:
+def test_forward_without_a_backward_frees_all_when_its_outputs_go(
+    mode: ActivationCheckpointing, pipe: Pipe
+) -> None:
     module = nn.Sequential(*wide(2), Call(lambda x: (x.sin(), {"other": x.cos()})))
     pipeline = pipe(module, [3, 4], chunks=4)
     meter = Meter()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.meters import (
     ACTIVATIONS,
     BOUNDARY,
@@ -26,7 +26,7 @@ ALL, SOME = range(1, 33), (1, 2, 3, 8, 31, 32)  # m
 
 @pytest.mark.parametrize("workers", [1, N])
 @pytest.mark.parametrize("mode", KEPT)
-def test_saved_for_backward(mode: Mode, workers: int, pipe: Pipe) -> None:
+def test_saved_for_backward(mode: ActivationCheckpointing, workers: int, pipe: Pipe) -> None:
     found, expected = {}, {}
     pipeline = pipe(wide(), stages=N, devices=workers, threads=False)
     for m in ALL if mode == "always" else SOME:
@@ -47,7 +47,7 @@ def test_saved_for_backward(mode: Mode, workers: int, pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("mode", KEPT)
-def test_alive_between_forward_and_backward(mode: Mode, pipe: Pipe) -> None:
+def test_alive_between_forward_and_backward(mode: ActivationCheckpointing, pipe: Pipe) -> None:
     found, expected = {}, {}
     pipeline = pipe(wide(), stages=N)
     run(pipeline, microbatches(1))  # in its first run a stage works on a copy of its input
@@ -92,7 +92,7 @@ def test_peak_of_what_is_alive(workers: int, pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("mode", KEPT)
-def test_alive_with_threads(mode: Mode, pipe: Pipe) -> None:
+def test_alive_with_threads(mode: ActivationCheckpointing, pipe: Pipe) -> None:
     pipeline = pipe(wide(), stages=N)
     run(pipeline, microbatches(1))
     meter, saved = Meter(), Meter()

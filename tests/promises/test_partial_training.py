@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.learning import OPTIMIZERS, Make, learn, on_every_optimizer
 from tests.support.models import (
     assert_same,
@@ -69,7 +69,9 @@ def readings(module: nn.Module) -> list[tuple[int, int]]:
 
 @every_mode
 @pytest.mark.parametrize("frozen", [0, 1, 2, 3, 4, 6])
-def test_frozen_first_layers_run_forward_once(pipe: Pipe, frozen: int, mode: Mode) -> None:
+def test_frozen_first_layers_run_forward_once(
+    pipe: Pipe, frozen: int, mode: ActivationCheckpointing
+) -> None:
     plain = meters()
     plain[:frozen].requires_grad_(False)
     pipeline = pipe(plain, stages=3)

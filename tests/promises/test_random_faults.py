@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from lightning_gpipe.core.transport import local
 from lightning_gpipe.core.transport.threads import Job, Outcomes
 from tests.support.faults import (
@@ -55,7 +55,7 @@ class Fault(NamedTuple):
     j: int
     n: int
     devices: int
-    mode: Mode
+    mode: ActivationCheckpointing
     threads: bool
     steps_before: int
     work: float  # seconds that the layer works on after the caller was interrupted
@@ -82,7 +82,7 @@ class Fault(NamedTuple):
         return f"raised in {verb} of micro-batch {self.i} of {self.m} on {stage}"
 
 
-def count_recomputed(mode: Mode, m: int) -> int:
+def count_recomputed(mode: ActivationCheckpointing, m: int) -> int:
     return {"always": m, "except_last": m - 1, "never": 0, 2: min(2, m)}[mode]
 
 
@@ -91,7 +91,7 @@ def drawn(generator: random.Random) -> Fault:
     m, n = draw(range(1, 6)), draw([2, 3, 4])
     devices = n if generator.random() < 0.7 else draw([d for d in (1, 2, 3) if n % d == 0])
     threads = devices > 1 and generator.random() < 0.9
-    mode: Mode = draw(["always", "except_last", "never", 2])
+    mode: ActivationCheckpointing = draw(["always", "except_last", "never", 2])
     recomputed = count_recomputed(mode, m)
     kind = draw("FRB" if recomputed else "FB")
     return Fault(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, assert_same_ends, gradients, perceptron, rows
 from tests.support.pipes import Pipe, every_mode
 from tests.support.process import seeded
@@ -197,7 +197,7 @@ def test_training_forwards_with_batch_norm(pipe: Pipe) -> None:
 
 
 def test_statistics_that_move_between_an_evaluation_and_its_backward(
-    pipe: Pipe, mode: Mode
+    pipe: Pipe, mode: ActivationCheckpointing
 ) -> None:
     """The plain module takes the moved ones, without an error, for a gradient that is none."""
     plain = normalised().eval()

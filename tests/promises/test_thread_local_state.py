@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import assert_same, gradients, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
@@ -134,7 +134,7 @@ OF_THE_PROCESS: dict[str, State] = {
 }
 
 
-def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: Mode) -> None:
+def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: ActivationCheckpointing) -> None:
     for one, other in zip(spies(pipeline), spies(plain), strict=True):
         assert one.forwards == other.forwards * (M + RECOMPUTED[mode])
         assert one.backwards == other.backwards * M
@@ -143,7 +143,9 @@ def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: Mode) -> None:
 @every_mode
 @pytest.mark.parametrize("during", ["forward", "backward", "both"])
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
-def test_layers_see_the_callers_state(pipe: Pipe, state: State, during: str, mode: Mode) -> None:
+def test_layers_see_the_callers_state(
+    pipe: Pipe, state: State, during: str, mode: ActivationCheckpointing
+) -> None:
     """Once recomputation saw the context variables of backward, so a layer could act otherwise."""
     plain = spied(state.look)
     pipeline = pipe(plain, stages=3)
@@ -162,7 +164,9 @@ def test_layers_see_the_callers_state(pipe: Pipe, state: State, during: str, mod
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 @every_mode
 @pytest.mark.parametrize("state", OF_THE_PROCESS.values(), ids=OF_THE_PROCESS)
-def test_layers_see_the_state_of_the_process(pipe: Pipe, state: State, mode: Mode) -> None:
+def test_layers_see_the_state_of_the_process(
+    pipe: Pipe, state: State, mode: ActivationCheckpointing
+) -> None:
     plain = spied(state.look)
     pipeline = pipe(plain, stages=3)
 

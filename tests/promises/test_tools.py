@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.frontends.install import install, remove
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
@@ -28,7 +28,9 @@ from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 
 @every_mode
-def test_offloading_to_the_cpu(pipe: Pipe, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_to_the_cpu(
+    pipe: Pipe, mode: ActivationCheckpointing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = perceptron(6)
     pipeline = pipe(plain, stages=3)
     counts, real = [0], Tensor.cpu

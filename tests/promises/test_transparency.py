@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import (
     Call,
     Counting,
@@ -165,7 +165,7 @@ def test_autocast_holds_in_backward(pipe: Pipe) -> None:
 
 
 @every_mode
-def test_saved_tensors_hooks_hold_in_the_stages(mode: Mode, pipe: Pipe) -> None:
+def test_saved_tensors_hooks_hold_in_the_stages(mode: ActivationCheckpointing, pipe: Pipe) -> None:
     module = perceptron(4)
     pipeline = pipe(module)
     packed: list[int] = []

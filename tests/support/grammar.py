@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.core.data.pytree import tree_flatten
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Call
 from tests.support.pipes import MODES
 from tests.support.vocabulary import (
@@ -37,7 +37,7 @@ GRAD: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no grad": torch.no_grad,
     "inference": torch.inference_mode,
 }
-DRAWN_MODES: list[Mode] = [*MODES, 3]
+DRAWN_MODES: list[ActivationCheckpointing] = [*MODES, 3]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Case:
     steps: tuple[Step, ...]
     devices: int = 2
     chunks: int = 4
-    mode: Mode = "always"
+    mode: ActivationCheckpointing = "always"
     threads: bool = True
     deferred: bool = True
     frozen: frozenset[int] = frozenset()

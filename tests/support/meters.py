@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import rows
 from tests.support.waiting import awaited
 
@@ -27,7 +27,7 @@ BOUNDARY = R * W * 8  # bytes, of one micro-batch at one stage
 ACTIVATIONS = K * BOUNDARY
 
 # How many of m micro-batches keep their activations from forward to backward.
-KEPT: dict[Mode, Callable[[int], int]] = {
+KEPT: dict[ActivationCheckpointing, Callable[[int], int]] = {
     "always": lambda m: 0,
     "except_last": lambda m: 1,
     "never": lambda m: m,

@@ -21,12 +21,17 @@ import pytest
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 
 # 1 recomputes the first of three micro-batches, "except_last" the first two.
-MODES: list[Mode] = ["always", "except_last", "never", 1]
+MODES: list[ActivationCheckpointing] = ["always", "except_last", "never", 1]
 M = 3  # chunks, unless a test asks for another number; seven rows make 3, 2 and 2
-RECOMPUTED: dict[Mode, int] = {"always": M, "except_last": M - 1, "never": 0, 1: 1}
+RECOMPUTED: dict[ActivationCheckpointing, int] = {
+    "always": M,
+    "except_last": M - 1,
+    "never": 0,
+    1: 1,
+}
 
 every_mode = pytest.mark.parametrize("mode", MODES, ids=str)
 with_and_without_threads = pytest.mark.parametrize(
@@ -37,7 +42,7 @@ with_and_without_threads = pytest.mark.parametrize(
 class Pipe:
     """Makes pipelines, and closes them all at the end of the test."""
 
-    def __init__(self, mode: Mode, threads: bool) -> None:
+    def __init__(self, mode: ActivationCheckpointing, threads: bool) -> None:
         self._mode = mode
         self._threads = threads
         self._made: list[GPipe] = []
@@ -49,7 +54,7 @@ class Pipe:
         *,
         stages: int | None = None,
         devices: int | Sequence[str] | None = None,
-        mode: Mode | None = None,
+        mode: ActivationCheckpointing | None = None,
         copy: bool = True,
         **options: Any,
     ) -> GPipe:
@@ -91,7 +96,7 @@ def even(layers: int, stages: int) -> list[int]:
 
 
 @pytest.fixture
-def mode() -> Mode:
+def mode() -> ActivationCheckpointing:
     """How much the pipelines of a test recompute."""
     return "except_last"
 
@@ -103,7 +108,7 @@ def threads() -> bool:
 
 
 @pytest.fixture
-def pipe(mode: Mode, threads: bool) -> Iterator[Pipe]:
+def pipe(mode: ActivationCheckpointing, threads: bool) -> Iterator[Pipe]:
     """The factory of the test's pipelines."""
     made = Pipe(mode, threads)
     yield made

@@ -4,7 +4,13 @@ Nothing here knows of stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
-from lightning_gpipe.core.data.marks import carry, is_elsewhere, is_whole, mark_elsewhere, whole
+from lightning_gpipe.core.data.marks import (
+    copy_marks,
+    is_elsewhere,
+    is_whole,
+    mark_elsewhere,
+    whole,
+)
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
@@ -21,7 +27,7 @@ __all__ = [
     "MicroBatching",
     "PaddedSequences",
     "Rows",
-    "carry",
+    "copy_marks",
     "identity",
     "is_elsewhere",
     "is_whole",

@@ -53,7 +53,7 @@ def is_whole(value: object) -> bool:
     return hasattr(value, _MARK)
 
 
-def carry(old: Tensor, new: T) -> T:
+def copy_marks(old: Tensor, new: T) -> T:
     """Mark ``new``, which stands for ``old``, as that is marked."""
     for mark in (_MARK, _ELSEWHERE):
         if hasattr(old, mark):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from lightning_gpipe.core.data.marks import carry
+from lightning_gpipe.core.data.marks import copy_marks
 
 LONE = _pytree.tree_flatten(None)[1]  # of a tree that is a leaf, as most are: a tensor
 
@@ -90,7 +90,7 @@ def entries(tree: Any) -> list[str | int | None]:
 
 def _detached(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.requires_grad:
-        return carry(leaf, leaf.detach().requires_grad_(torch.is_grad_enabled()))
+        return copy_marks(leaf, leaf.detach().requires_grad_(torch.is_grad_enabled()))
     return leaf
 
 

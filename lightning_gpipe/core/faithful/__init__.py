@@ -9,10 +9,11 @@ from lightning_gpipe.core.faithful.batchnorm import (
     check_batch_norms,
     rows_needed,
 )
+from lightning_gpipe.core.faithful.behavior import Behavior, Behaviors, TrainingFlags
 from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
-from lightning_gpipe.core.faithful.inplace import Edits
-from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.inplace import MutationGuard
+from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
     refuse_cached_parametrizations,
@@ -24,26 +25,29 @@ from lightning_gpipe.core.faithful.randomness import (
     SharedGenerators,
     default_generator,
 )
-from lightning_gpipe.core.faithful.shadow import Shadows
-from lightning_gpipe.core.faithful.snapshot import Snapshot
+from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 
 __all__ = [
     "NOTHING",
+    "Attributes",
+    "Behavior",
+    "Behaviors",
     "Buffers",
     "Context",
     "DeferredStatistics",
-    "Edits",
     "Journal",
     "Manager",
+    "MutationGuard",
     "OwnGenerators",
     "Randomness",
     "Shadows",
     "SharedGenerators",
-    "Snapshot",
     "StageBuffers",
+    "TrainingFlags",
     "Write",
     "check_batch_norms",
     "default_generator",
+    "has_hooks",
     "on_engine_thread",
     "refuse_cached_parametrizations",
     "refuse_function_transforms",

@@ -4,19 +4,20 @@ The power iteration of a spectral norm, a moving average, a counter: a layer tha
 on with every forward computes something else when it is run again. A recomputation must find the
 buffers as the first forward did, and must not move them on a second time.
 
-What was found is kept by reference, which is enough for a layer that puts a new buffer in the place
+What was found is kept by reference, which is enough for a layer that puts a new buffer in the slot
 of the old one, and by value where a layer may edit it. Large buffers, such as masks, are seldom
 edited: they are copied in the first run, and from then on if they were edited in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from lightning_gpipe.core.faithful.behavior import Behavior
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.plan import Slot
@@ -31,8 +32,8 @@ class Buffers:
 
     Args:
         modules: The modules.
-        copied: Whether the value of a large buffer is kept, by its place.
-        ignored: Whether edits of the buffer in a place do not matter.
+        copied: Whether the value of a large buffer is kept, by its slot.
+        ignored: Whether edits of the buffer in a slot do not matter.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Buffers:
         modules: Iterable[nn.Module],
         *,
         copied: Callable[[Slot], bool],
-        ignored: Callable[[Slot], bool] = lambda place: False,
+        ignored: Callable[[Slot], bool] = lambda slot: False,
     ) -> None:
         self._modules = tuple(modules)
         self._found = _buffers_of(self._modules)
@@ -59,16 +60,27 @@ class Buffers:
     def edits(self) -> set[Slot]:
         """The places whose buffers were edited since."""
         return {
-            place
-            for place, (buffer, version) in self._versions.items()
+            slot
+            for slot, (buffer, version) in self._versions.items()
             if _version(buffer) != version
         }
 
     @property
     def lost(self) -> Slot | None:
-        """A place whose value is not known any more, if there is one."""
-        found = (place for place in self.edits if self._versions[place][0] not in self._values)
+        """A slot whose value is not known any more, if there is one."""
+        found = (slot for slot in self.edits if self._versions[slot][0] not in self._values)
         return next(found, None)
+
+    def refuse_lost(self) -> None:
+        """Raise if there is a value that is not known any more."""
+        if self.lost is not None:
+            module, name = self.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
+                "none: it did for the first time after an earlier run that did not, and what it "
+                "was is needed to run the forward again. Assign a new tensor to the buffer instead "
+                "of editing it, or write activation_checkpointing='never'."
+            )
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -102,7 +114,7 @@ class Buffers:
 
 
 class StageBuffers:
-    """The buffers of one stage's modules, and which of them its layers edit.
+    """The buffers of one stage's modules.
 
     Args:
         modules: The modules.
@@ -112,48 +124,36 @@ class StageBuffers:
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
         self._modules = tuple(modules)
         self._deferred = deferred
-        self._edited: dict[Hashable, set[Slot]] = {}
-
-    def all(self) -> Buffers:
-        """All buffers and their values."""
-        return Buffers(self._modules, copied=lambda place: True)
 
     def small(self) -> Buffers:
-        """All buffers, and the values of those that are not large."""
+        """All buffers as they are, and the values of those that are not large."""
         return Buffers(self._modules, copied=self._uncounted, ignored=self._left_alone)
 
-    def before(self, circumstances: Hashable) -> Buffers:
-        """Keep the buffers as they are before a run of the layers."""
-        known = self._edited.get(circumstances)
+    def before(self, behavior: Behavior) -> Buffers:
+        """The buffers as they are before a run of the layers, of which so much is known."""
+        known = behavior.edited_buffers
         return Buffers(
             self._modules,
-            copied=lambda place: known is None or place in known or self._uncounted(place),
+            copied=lambda slot: known is None or slot in known or self._uncounted(slot),
             ignored=self._left_alone,
         )
 
-    def after(self, circumstances: Hashable, buffers: Buffers) -> None:
+    def after(self, behavior: Behavior, buffers: Buffers) -> None:
         """Learn from the run which of them the layers edit.
 
         Raises:
-            RuntimeError: If they edited one that they did not edit before in ``circumstances``.
+            RuntimeError: If they edited one that they did not edit before.
         """
-        if buffers.lost is not None:
-            module, name = buffers.lost
-            raise RuntimeError(
-                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
-                "none: it did for the first time after an earlier run that did not, and what it "
-                "was is needed for recomputation. Assign a new tensor to the buffer instead of "
-                "editing it, or write activation_checkpointing='never'."
-            )
-        if circumstances not in self._edited:
-            self._edited[circumstances] = buffers.edits
+        buffers.refuse_lost()
+        if behavior.edited_buffers is None:
+            behavior.edited_buffers = buffers.edits
 
-    def _uncounted(self, place: Slot) -> bool:
+    def _uncounted(self, slot: Slot) -> bool:
         """Whether PyTorch does not count the edits: those of running statistics."""
-        return isinstance(place[0], _NormBase)
+        return isinstance(slot[0], _NormBase)
 
-    def _left_alone(self, place: Slot) -> bool:
-        module = place[0]
+    def _left_alone(self, slot: Slot) -> bool:
+        module = slot[0]
         return self._deferred and isinstance(module, _BatchNorm) and module.training
 
 

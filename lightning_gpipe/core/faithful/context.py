@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_gpipe.core.faithful.managers import NOTHING, Manager
-from lightning_gpipe.core.faithful.modes import Modes
+from lightning_gpipe.core.faithful.managers import NOTHING, Lazily, Manager
+from lightning_gpipe.core.faithful.modes import TorchModes
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -81,7 +80,7 @@ class Context:
     grad: bool
     inference: bool
     autocast: tuple[Autocast, ...]
-    modes: Modes
+    modes: TorchModes
     default_device: torch.device
     default_dtype: torch.dtype
     saved_tensors_hooks: Hooks | None
@@ -89,13 +88,13 @@ class Context:
 
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Context:
-        """Take down the state of the calling thread, as far as it matters on ``devices``."""
+        """Record the state of the calling thread, as far as it matters on ``devices``."""
         device_types = sorted({"cpu", *(device.type for device in devices)})
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             tuple(Autocast.of(device_type) for device_type in device_types),
-            Modes.capture(),
+            TorchModes.capture(),
             _default_device(),
             torch.get_default_dtype(),
             _saved_tensors_hooks(),
@@ -119,28 +118,15 @@ class Context:
             found.append(partial(_set_grad_enabled, self.grad))
         return found
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Manager:
         """Give the calling thread this state for the duration of a ``with`` block."""
-        with ExitStack() as stack:
-            for manager in self.lacking():
-                stack.enter_context(manager())
-            yield
+        return Lazily(lambda: (make() for make in self.lacking()))
 
-    @contextmanager
-    def default_dtype_set(self) -> Iterator[None]:
+    def default_dtype_set(self) -> Manager:
         """Give all threads its default type for the duration of a ``with`` block."""
-        now = torch.get_default_dtype()
-        if now == self.default_dtype:
-            yield
-            return
-        torch.set_default_dtype(self.default_dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(now)
+        return _DefaultType(self.default_dtype)
 
-    def forget_casts(self) -> None:
+    def clear_autocast_cache(self) -> None:
         """Empty autocast's cache of weights in low precision.
 
         It knows weights by their shadows, which are new for every mini-batch, and is not emptied
@@ -157,6 +143,20 @@ class Context:
     def dropping() -> Manager:
         """Keep all hooks from what autograd saves in a ``with`` block only to be dropped."""
         return _hooked(None)
+
+
+class _DefaultType:
+    """Sets the default floating-point type for the duration of a ``with`` block."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._before)
 
 
 def _default_device() -> torch.device:

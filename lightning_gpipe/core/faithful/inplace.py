@@ -16,31 +16,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import carry, identity, is_elsewhere, is_whole, overlap
+from lightning_gpipe.core.data import copy_marks, identity, is_elsewhere, is_whole, overlap
+from lightning_gpipe.core.faithful.behavior import Behavior
 
 
-class Edits:
-    """Which inputs the layers of one stage edit.
+class MutationGuard:
+    """Lets a stage's layers run on leaves that they may edit, for one run.
 
-    That may depend on the structure of the input, on which of it are tensors, and on the training
-    mode: the circumstances.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, set[int]] = {}
-
-    def watch(self, circumstances: Hashable, leaves: list[Any], *, grad: bool) -> Watch:
-        """Prepare one run on ``leaves``; without gradients, only marked tensors need care."""
-        guarded = [
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
-        ]
-        return Watch(self._known, (circumstances, *guarded), leaves, guarded)
-
-
-class Watch:
-    """One run of a stage's layers.
+    Args:
+        behavior: What is known of the layers, and where to note what they edit in the first run.
+        leaves: The inputs.
+        grad: Whether gradients are recorded; without, only marked tensors need care.
 
     Attributes:
         leaves: What to run them on, not to be changed. What was one tensor in two places still is.
@@ -48,43 +34,39 @@ class Watch:
 
     # One is made for every action.
     __slots__ = (
-        "_circumstances",
+        "_behavior",
         "_editors",
         "_expected",
         "_given",
         "_guarded",
-        "_known",
         "_versions",
         "leaves",
     )
 
-    def __init__(
-        self,
-        known: dict[Hashable, set[int]],
-        circumstances: Hashable,
-        leaves: list[Any],
-        guarded: list[int],
-    ) -> None:
-        self._known = known
-        self._circumstances = circumstances
+    def __init__(self, behavior: Behavior, leaves: list[Any], *, grad: bool) -> None:
+        self._behavior = behavior
         self._given = leaves
-        self._guarded = guarded
-        self._expected = known.get(circumstances)
+        self._guarded = guarded = tuple(
+            k
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
+        )
+        self._expected = behavior.edited_inputs.get(guarded)
         self._editors: dict[int, str] = {}
-        self.leaves, self._versions = leaves, _counts(leaves, guarded)
+        self.leaves, self._versions = leaves, _versions(leaves, guarded)
         copied = guarded if self._expected is None else self._expected
         if copied or len(self._versions) < len(guarded):
             self.leaves = _with_copies(leaves, guarded, copied)
-            self._versions = _counts(self.leaves, guarded)
+            self._versions = _versions(self.leaves, guarded)
 
     def after(self, index: int, layer: nn.Module) -> None:
-        """Take note of what a layer did, by its index in the whole module."""
+        """Note what a layer edited, by its index in the whole module."""
         for k, leaf, version in self._versions:
             if leaf._version != version and k not in self._editors:
                 self._editors[k] = f"layer {index} ({type(layer).__name__})"
 
     def close(self) -> None:
-        """Remember what was edited.
+        """Learn from the run what the layers edit.
 
         Raises:
             RuntimeError: If it was not copied, because earlier runs did not edit it, or if another
@@ -92,7 +74,7 @@ class Watch:
         """
         if self._expected is None:
             self._check_overlaps()
-            self._known[self._circumstances] = set(self._editors)
+            self._behavior.edited_inputs[self._guarded] = set(self._editors)
             return
         for k, editor in self._editors.items():
             if k not in self._expected:
@@ -124,7 +106,7 @@ class Watch:
 def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[int]) -> list[Any]:
     """The leaves with copies of those to be copied, and wherever else the same tensor is."""
     copies: dict[Hashable, Tensor] = {
-        identity(leaves[k]): carry(leaves[k], leaves[k].clone())
+        identity(leaves[k]): copy_marks(leaves[k], leaves[k].clone())
         for k in guarded
         if k in copied or leaves[k].is_inference()
     }
@@ -136,6 +118,6 @@ def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[i
     return result
 
 
-def _counts(leaves: list[Any], guarded: list[int]) -> list[tuple[int, Tensor, int]]:
+def _versions(leaves: list[Any], guarded: Sequence[int]) -> list[tuple[int, Tensor, int]]:
     """How often tensors were edited; PyTorch does not count it for those of inference mode."""
     return [(k, leaves[k], leaves[k]._version) for k in guarded if not leaves[k].is_inference()]

@@ -13,11 +13,35 @@ next mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
-Slots = MutableMapping[str, Any]  # such as a module's parameters, or its attributes
+
+class Slots(Protocol):
+    """Named values that can be written: a module's parameters, say, or its attributes."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+    def __setitem__(self, name: str, value: Any, /) -> None: ...
+    def __delitem__(self, name: str, /) -> None: ...
+
+
 Write = tuple[Slots, str, Any]  # where, the name there, and the new value
+
+
+class Attributes:
+    """The attributes of an object as slots, set as assigning to them does."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self._owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self._owner, name)
 
 
 class _Absent:
@@ -28,10 +52,9 @@ _ABSENT = _Absent()
 
 
 class _Entry(NamedTuple):
-    """One change: ``put(place, name, old)`` undoes it."""
+    """One change, and the value that it replaced."""
 
-    put: Callable[[Any, str, Any], None]
-    place: Any
+    slots: Slots
     name: str
     old: Any
 
@@ -55,16 +78,9 @@ class Journal:
     def write(self, writes: Iterable[Write]) -> None:
         """Put each new value into its slot."""
         writes = list(writes)
-        self._entries += [
-            _Entry(_put_item, slots, name, _value_in(slots, name)) for slots, name, _ in writes
-        ]
+        self._entries += [_Entry(slots, name, _value_in(slots, name)) for slots, name, _ in writes]
         for slots, name, value in writes:
             slots[name] = value
-
-    def set_attribute(self, owner: object, name: str, value: object) -> None:
-        """Set an attribute that is there, as assigning to it does."""
-        self._entries.append(_Entry(setattr, owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
 
     def changed(self, writes: Iterable[Write]) -> Changed:
         """A ``with`` block in which the slots have their new values."""
@@ -77,8 +93,8 @@ class Journal:
         """
         entries = self._entries
         while len(entries) > length:
-            put, place, name, old = entries[-1]
-            put(place, name, old)
+            slots, name, old = entries[-1]
+            _put(slots, name, old)
             entries.pop()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
@@ -88,9 +104,9 @@ class Journal:
 class Changed:
     """Has changes in force for the duration of a ``with`` block, and ends all made within it."""
 
-    # A class: it is entered for every recomputation, and costs half of what a generator does.
+    # A class: it costs half of what a generator does; and Note [Context managers are classes].
 
-    def __init__(self, journal: Journal, writes: Iterable[Write] = ()) -> None:
+    def __init__(self, journal: Journal, writes: Iterable[Write]) -> None:
         self._journal = journal
         self._writes = writes
 
@@ -109,8 +125,8 @@ def _value_in(slots: Slots, name: str) -> Any:
         return _ABSENT
 
 
-def _put_item(slots: Slots, name: str, value: Any) -> None:
+def _put(slots: Slots, name: str, value: Any) -> None:
     if value is not _ABSENT:
         slots[name] = value
-    elif name in slots:
+    elif _value_in(slots, name) is not _ABSENT:
         del slots[name]

@@ -1,4 +1,4 @@
-"""Modes, which see or change every operation of the thread that entered them.
+"""PyTorch's modes, which see or change every operation of the thread that entered them.
 
 A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
 thread, so while one is active the pipeline runs on the caller's.
@@ -11,9 +11,9 @@ watch, and a counter that was read after forward must not go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import overrides
@@ -24,18 +24,20 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gpipe.core.faithful.managers import Lazily, Manager
+
 _KNOWN = ("torch.", "lightning_gpipe.")
 
 
 @dataclass(frozen=True)
-class Modes:
+class TorchModes:
     """The modes of a thread, the outermost first."""
 
     function: tuple[TorchFunctionMode, ...]
     dispatch: tuple[TorchDispatchMode, ...]
 
     @classmethod
-    def capture(cls) -> Modes:
+    def capture(cls) -> TorchModes:
         """Those of the calling thread, but for the default device, which any thread can have."""
         depth = torch._C._len_torch_function_stack()
         found = (torch._C._get_function_stack_at(k) for k in range(depth))
@@ -47,24 +49,34 @@ class Modes:
     def __bool__(self) -> bool:
         return bool(self.function or self.dispatch)
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> Manager:
         """Give the calling thread those of them that it lacks and that change computations."""
-        if not self:
-            yield
-            return
-        now = Modes.capture()
-        with ExitStack() as stack:
-            # Not by `with mode`, which is the user's to do: it may reset what the mode has counted.
-            for mode in self.function:
-                if mode not in now.function:
-                    overrides._push_mode(mode)
-                    stack.callback(overrides._pop_mode)
-            for each in self.dispatch:
-                if each not in now.dispatch and not type(each).__module__.startswith(_KNOWN):
-                    dispatch._push_mode(each)
-                    stack.callback(dispatch._pop_mode)
-            yield
+        return Lazily(self._lacking)
+
+    def _lacking(self) -> Iterator[Manager]:
+        now = TorchModes.capture()
+        for mode in self.function:
+            if mode not in now.function:
+                yield _Pushed(mode, overrides._push_mode, overrides._pop_mode)
+        for each in self.dispatch:
+            if each not in now.dispatch and not type(each).__module__.startswith(_KNOWN):
+                yield _Pushed(each, dispatch._push_mode, dispatch._pop_mode)
+
+
+class _Pushed:
+    """Has a mode in force for the duration of a ``with`` block.
+
+    ``with mode`` is the user's to write: it may reset what the mode has counted.
+    """
+
+    def __init__(self, mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> None:
+        self._mode, self._push, self._pop = mode, push, pop
+
+    def __enter__(self) -> None:
+        self._push(self._mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._pop()
 
 
 def refuse_function_transforms() -> None:

@@ -5,19 +5,19 @@ of the generator before the forward and put it back for the recomputation. That 
 generator belongs to one worker, as on CUDA, where each device has its own.
 
 On CPU all threads of a process share one generator. Workers that draw from it take their numbers in
-the order in which the operating system runs them, and one that puts its state back does so under
-the feet of the others. So there, what a layer draws does not come from the shared generator: each
-(micro-batch, stage) has a stream of its own, seeded from the shared generator's state.
+the order in which the operating system runs them, and one that puts its state back does so while
+the others draw. So there, what a layer draws does not come from the shared generator: each
+(micro-batch, stage) has a generator of its own, seeded from the shared generator's state.
 
-# Note [Drawing from a private stream]
+# Note [Drawing from private generators]
 PyTorch has no default generator per thread, so draws are redirected as operators, by a dispatch
-mode that hands them the stream's generator. A dispatch mode costs microseconds for every operator
-and keeps `torch.compile` from compiling, while most stages draw nothing. So a stage is left alone
-until something was drawn: that has moved the shared generator, which is looked at once per
-mini-batch. The pipeline then puts the generator back and runs the forward again with the mode
-around every stage; from then on it is around those that drew, in the training mode in which they
-did. So a model with dropout runs its first forward twice, any other never. What the first of the
-two changed is undone (buffers, inputs edited in place), save what it did in Python.
+mode that hands them the private generator. It stays off what `torch.compile` compiles, but for the
+operators that the compiled code calls. It costs microseconds for every operator, while many models
+draw nothing. So it surrounds all stages in the first mini-batch, and from then on if anything was
+drawn in it, per training mode. A model that draws later for the first time, as one whose dropout
+begins at p = 0, moves the shared generator, which is looked at once per mini-batch: then the
+generator is put back, and the forward is run again with the mode. What the first of the two changed
+is undone (buffers, inputs edited in place), save what it did in Python.
 
 The shared generator moves on by one draw for a mini-batch in which something was drawn, and not at
 all for one in which nothing was: a model without dropout sees the shuffled batches of a plain run.
@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from hashlib import blake2b
 from types import FrameType
@@ -62,72 +61,81 @@ class OwnGenerators:
     def note(self, i: int) -> None:
         """Note the state before micro-batch ``i``, which draws as usual."""
         if self:
-            self._states[i] = self._snapshot()
+            self._states[i] = self.states()
 
-    @contextmanager
-    def replaying(self, i: int) -> Iterator[None]:
+    def replaying(self, i: int) -> Manager:
         """Draw from the state that was noted, and leave the generators as they were."""
-        now = self._snapshot()
-        self._restore(self._states.pop(i))
-        try:
-            yield
-        finally:
-            self._restore(now)
+        return _Replaying(self, self._states.pop(i))
 
-    def _snapshot(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
+        """The states that they have now."""
         return [generator.get_state() for generator in self._generators]
 
-    def _restore(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Tensor]) -> None:
+        """Put states back."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
 
-class PrivateStreams:
-    """A stream of numbers for each micro-batch of one stage, whatever other threads draw.
+class _Replaying:
+    """Has generators start from other states for the duration of a ``with`` block."""
+
+    def __init__(self, generators: OwnGenerators, states: list[Tensor]) -> None:
+        self._generators = generators
+        self._states = states
+
+    def __enter__(self) -> None:
+        self._before = self._generators.states()
+        self._generators.restore(self._states)
+
+    def __exit__(self, *error: object) -> None:
+        self._generators.restore(self._before)
+
+
+class PrivateGenerators:
+    """A generator for each micro-batch of one stage, whatever other threads draw.
 
     Attributes:
+        devices: The devices whose default generators they stand in for.
+        grad: Whether the stage runs with gradients.
         drew: Whether anything was drawn so far.
     """
 
     def __init__(
         self, seed: bytes, j: int, devices: Iterable[torch.device], *, grad: bool = False
     ) -> None:
+        self.devices = frozenset(devices)
+        self.grad = grad
+        self.drew = False
         self._seed = seed
         self._j = j
-        self._grad = grad
-        self._devices = frozenset(devices)
-        self.drew = False
 
-    @contextmanager
-    def drawing(self, i: int) -> Iterator[None]:
-        """Redirect what is drawn to the stream of micro-batch ``i``, from its beginning."""
+    def drawing(self, i: int) -> Manager:
+        """Redirect what is drawn to the generator of micro-batch ``i``, from its beginning."""
         digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
-        with _PrivateStream(int.from_bytes(digest), self._devices, grad=self._grad) as stream:
-            yield
-        self.drew |= stream.drew
+        return _RedirectedDraws(int.from_bytes(digest), self)
 
 
 class Randomness:
     """Where a stage's random numbers come from while it runs one mini-batch.
 
     Args:
-        own: The generators of the stage's worker.
-        streams: What stands in for the generators that it shares, or None for a stage that is
-            taken to draw nothing.
+        own: The generators that the stage's worker has to itself.
+        private: What stands in for the generators that it shares, or None where nothing is drawn.
     """
 
-    def __init__(self, own: OwnGenerators, streams: PrivateStreams | None) -> None:
+    def __init__(self, own: OwnGenerators, private: PrivateGenerators | None) -> None:
         self._own = own
-        self._private = streams
+        self._private = private
 
     @property
     def drew(self) -> bool:
-        """Whether the stage drew from streams of its own."""
+        """Whether the stage drew from private generators."""
         return self._private is not None and self._private.drew
 
     @property
-    def private(self) -> bool:
-        """Whether the stage has streams of its own."""
+    def redirected(self) -> bool:
+        """Whether the stage has private generators."""
         return self._private is not None
 
     def note(self, i: int) -> None:
@@ -141,9 +149,7 @@ class Randomness:
     def replaying(self, i: int) -> list[Manager]:
         """What to enter around the recomputation, which draws the same numbers once more."""
         found: list[Manager] = [self._own.replaying(i)] if self._own else []
-        if self._private is not None:
-            found.append(self._private.drawing(i))
-        return found
+        return found + self.drawing(i)
 
 
 class SharedGenerators:
@@ -154,9 +160,9 @@ class SharedGenerators:
         self._generators = [default_generator(device) for device in self._devices]
         self._before = [generator.get_state() for generator in self._generators]
 
-    def streams(self, j: int, *, grad: bool = False) -> PrivateStreams:
-        """The streams of stage ``j``; ``grad``: whether it runs with gradients."""
-        return PrivateStreams(self._seed, j, self._devices, grad=grad)
+    def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
+        """The generators of stage ``j``; ``grad``: whether it runs with gradients."""
+        return PrivateGenerators(self._seed, j, self._devices, grad=grad)
 
     @cached_property
     def _seed(self) -> bytes:
@@ -177,19 +183,22 @@ class SharedGenerators:
             torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
 
-class _PrivateStream(TorchDispatchMode):
-    """Makes operators on ``devices`` draw from generators of its own."""
+class _RedirectedDraws(TorchDispatchMode):
+    """Makes operators draw from generators of its own."""
 
     # Guards the default generator of a device for the length of one draw.
     _lock = threading.Lock()
 
-    def __init__(self, seed: int, devices: frozenset[torch.device], *, grad: bool = False) -> None:
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` compile as if there were no mode; its code then runs in it."""
+        return True
+
+    def __init__(self, seed: int, private: PrivateGenerators) -> None:
         super().__init__()
-        self._grad = grad
         self._seed = seed
-        self._devices = devices
+        self._private = private
         self._generators: dict[torch.device, Generator] = {}
-        self.drew = False
 
     def __torch_dispatch__(
         self,
@@ -203,26 +212,26 @@ class _PrivateStream(TorchDispatchMode):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
         default = default_generator(device)
-        if device not in self._devices or not _is(kwargs.get("generator"), default):
+        if device not in self._private.devices or not _is(kwargs.get("generator"), default):
             return func(*args, **kwargs)
 
-        if self._grad:
+        if self._private.grad:
             _refuse_checkpointing()
-        stream = self._stream(device)
+        private = self._generator(device)
         if _takes_generator(func):
-            self.drew = True
-            return func(*args, **{**kwargs, "generator": stream})
+            self._private.drew = True
+            return func(*args, **{**kwargs, "generator": private})
         with self._lock:
-            before, own = default.get_state(), stream.get_state()
+            before, own = default.get_state(), private.get_state()
             default.set_state(own)
             try:
                 return func(*args, **kwargs)
             finally:
-                stream.set_state(default.get_state())
+                private.set_state(default.get_state())
                 default.set_state(before)
-                self.drew |= not torch.equal(own, stream.get_state())
+                self._private.drew |= not torch.equal(own, private.get_state())
 
-    def _stream(self, device: torch.device) -> Generator:
+    def _generator(self, device: torch.device) -> Generator:
         if device not in self._generators:
             self._generators[device] = Generator(device).manual_seed(self._seed)
         return self._generators[device]

@@ -32,10 +32,10 @@ class Shadows:
     """The shadows of one mini-batch on one stage.
 
     Args:
-        modules: The modules whose parameters are to have shadows where they require a gradient.
+        modules: The modules whose parameters have shadows where they require a gradient.
         grad: Whether gradients are recorded; without, nothing needs a shadow but what is followed.
         device: Where the stage is.
-        followed: The places with parameters that live elsewhere.
+        followed: The slots with parameters that live elsewhere.
         recomputed: Whether forward will be run again, so that edits in between matter.
 
     Attributes:
@@ -57,7 +57,7 @@ class Shadows:
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
-        self._counted: list[nn.Parameter] = []  # whose edits matter
+        self._watched: list[nn.Parameter] = []  # whose edits matter
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -72,11 +72,11 @@ class Shadows:
         self.parameters = [each for each, _ in self._of.values() if each.requires_grad]
         if grad and recomputed:
             frozen = {id(each): each for _, _, each in self._frozen}
-            self._counted = [*(each for each, _ in self._of.values()), *frozen.values()]
-        self.settle()
+            self._watched = [*(each for each, _ in self._of.values()), *frozen.values()]
+        self.record_versions()
 
     def _shadow(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        """The shadow of a parameter, the same in all its places."""
+        """The shadow of a parameter, the same in all its slots."""
         found = self._of.get(id(parameter))
         if found is not None:
             return found[1]
@@ -91,21 +91,13 @@ class Shadows:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
         return SwappedIn(self, journal, [*self._swaps, *self._as_in_forward()])
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody has hooks on a parameter, which must not be told of none."""
-        return any(
-            each._backward_hooks or getattr(each, "_post_accumulate_grad_hooks", None)
-            for each in self.parameters
-        )
+    def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The shadow of one of :attr:`parameters`."""
+        return self._of[id(parameter)][1]
 
-    def keep_used(self, used: set[int]) -> None:
-        """Leave parameters out whose shadows, by id, are not among those that took part."""
-        self.parameters = [each for each in self.parameters if id(self._of[id(each)][1]) in used]
-
-    def settle(self) -> None:
-        """Forward is done: what layers did to their own parameters in it was no edit."""
-        self._versions = [(p, p._version) for p in self._counted if not p.is_inference()]
+    def record_versions(self) -> None:
+        """Forward is done: only edits of the parameters from now on count as such."""
+        self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]
 
     @property
     def edited(self) -> bool:
@@ -115,10 +107,7 @@ class Shadows:
     @property
     def hooked(self) -> nn.Parameter | None:
         """A parameter on which a layer registered a hook while it ran, if there is one."""
-        for parameter, shadow in self._of.values():
-            if shadow._backward_hooks or getattr(shadow, "_post_accumulate_grad_hooks", None):
-                return parameter
-        return None
+        return next((p for p, shadow in self._of.values() if has_hooks(shadow)), None)
 
     def _as_in_forward(self) -> Iterator[_Swap]:
         """Aliases of what was frozen in forward, where it was thawed or replaced since."""
@@ -135,6 +124,13 @@ class Shadows:
                 shadow.grad = None
                 taken.append((parameter, gradient))
         return taken
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether anything is registered to be called with the parameter's gradient."""
+    return bool(
+        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 class SwappedIn:

@@ -21,6 +21,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_gpipe.core.plan import is_plain
+
 
 def flatten(
     module: nn.Module, order: Sequence[str | Callable[[Any], Any]] | None = None
@@ -181,8 +183,7 @@ def _nameless(entry: Any, k: int) -> nn.Module:
 def _only_runs_its_layers(module: nn.Module) -> bool:
     """Whether this is an nn.Sequential that could be replaced by its layers."""
     return (
-        isinstance(module, nn.Sequential)
-        and type(module).forward is nn.Sequential.forward
+        is_plain(module)
         and "forward" not in module.__dict__
         and not module._parameters
         and not module._buffers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_gpipe.core.plan import check_sequential
+from lightning_gpipe.core.plan import check_sequential, is_plain
 
 
 def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Sequential]:
@@ -53,7 +53,7 @@ def _at(root: nn.Module, path: str) -> nn.Sequential:
 
 def _candidates(root: nn.Module) -> dict[str, nn.Sequential]:
     """The outermost Sequentials below ``root``, or ``root`` itself, by path."""
-    if isinstance(root, nn.Sequential) and type(root).forward is nn.Sequential.forward:
+    if is_plain(root):
         return {"": root}
     found: dict[str, nn.Sequential] = {}
     for name, child in root.named_children():
@@ -70,7 +70,7 @@ def _no_choice(root: nn.Module, found: dict[str, nn.Sequential], weights: dict[s
     owner = type(root).__name__
     if not found:
         return (
-            f"{owner} must hold an nn.Sequential for GPipeStrategy to pipeline: got none. Put the "
+            f"{owner} must hold an nn.Sequential to pipeline: got none. Put the "
             "layers to pipeline into one, as in self.layers = nn.Sequential(...), in __init__ or "
             "configure_model."
         )
@@ -80,5 +80,5 @@ def _no_choice(root: nn.Module, found: dict[str, nn.Sequential], weights: dict[s
     )
     return (
         f"the nn.Sequential to pipeline must be clear: got {len(found)} in {owner}, none with more "
-        f"than half of its parameters. Choose one with GPipeStrategy(module=...):{listed}"
+        f"than half of its parameters. Choose one with module=...:{listed}"
     )

@@ -3,39 +3,62 @@
 What is shown, simulated and tested here is the same object that runs.
 """
 
+from lightning_gpipe.core.plan.action import Action, Kind, successor
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.costs import parameter_costs
-from lightning_gpipe.core.plan.partition import Partition, check_balance, check_sequential, cut
-from lightning_gpipe.core.plan.recompute import Mode, check_mode, count_recomputed
-from lightning_gpipe.core.plan.schedule import Action, Kind, Schedule, fill_drain, successor
+from lightning_gpipe.core.plan.fill_drain import fill_drain
+from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, looped, one_each
+from lightning_gpipe.core.plan.partition import (
+    Partition,
+    check_balance,
+    check_enough_layers,
+    check_sequential,
+    cut,
+    is_plain,
+)
+from lightning_gpipe.core.plan.recompute import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    count_recomputed,
+)
+from lightning_gpipe.core.plan.route import Route, SkipName
+from lightning_gpipe.core.plan.schedule import Loss, Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
     check_outside,
     check_sharing,
-    homes,
-    places_away,
     shared_with_outside,
+    slots_away,
 )
 
 __all__ = [
     "Action",
+    "ActivationCheckpointing",
     "Kind",
-    "Mode",
+    "Layout",
+    "Loss",
     "Partition",
+    "Route",
     "Schedule",
+    "SkipName",
     "Slot",
     "balance_by_parameters",
+    "check_activation_checkpointing",
     "check_balance",
-    "check_mode",
+    "check_enough_layers",
+    "check_even",
     "check_outside",
     "check_sequential",
     "check_sharing",
     "count_recomputed",
     "cut",
     "fill_drain",
-    "homes",
+    "is_plain",
+    "lay_out",
+    "looped",
+    "one_each",
     "parameter_costs",
-    "places_away",
     "shared_with_outside",
+    "slots_away",
     "successor",
 ]

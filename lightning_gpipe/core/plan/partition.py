@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeGuard
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -35,6 +36,11 @@ class Partition:
     def last(self) -> int:
         """The index of the last layer, counted in the whole module."""
         return self.first + len(self.layers) - 1
+
+    @property
+    def indices(self) -> range:
+        """The indices of the layers, counted in the whole module."""
+        return range(self.first, self.first + len(self.layers))
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -65,6 +71,11 @@ def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> 
     return [Partition(j, first, layers[first:end]) for j, (first, end) in enumerate(bounds)]
 
 
+def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether running the module is nothing but running its layers in order."""
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
 def check_sequential(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that is more, or less, than distinct layers run in order."""
     kind = type(module).__qualname__
@@ -74,7 +85,7 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
             f"another: got {kind}. Put the layers to pipeline into an nn.Sequential, and call that "
             f"in forward."
         )
-    if type(module).forward is not nn.Sequential.forward:
+    if not is_plain(module):
         raise TypeError(
             f"{name} must have the forward of nn.Sequential: got {kind}, which overrides it, and "
             f"stages run the layers without it. Move what it adds into a layer, or call a plain "
@@ -122,16 +133,21 @@ def check_balance(balance: Sequence[int], layers: int | None = None, name: str =
         )
     if layers is None:
         return
-    if len(balance) > layers:
-        raise ValueError(
-            f"balance must have at most as many stages as there are layers: got "
-            f"balance={list(balance)} ({len(balance)} stages){owner}. "
-            f"Use fewer stages, or cut the layers smaller."
-        )
+    check_enough_layers(layers, len(balance), name)
     if sum(balance) != layers:
         raise ValueError(
             f"balance must add up to the number of layers: got balance={list(balance)} "
             f"(sum {sum(balance)}){owner}. {_way_out(len(balance))}"
+        )
+
+
+def check_enough_layers(layers: int, stages: int, name: str = "module") -> None:
+    """Refuse to make more stages than there are layers, or none."""
+    if not 1 <= stages <= layers:
+        raise ValueError(
+            "there must be at least one stage, and at least one layer for each: got "
+            f"{stages} stages for the {layers} layers of {name}. Use fewer stages (that is fewer "
+            "devices, where each is to have one), or cut the layers smaller."
         )
 
 
@@ -155,4 +171,4 @@ def _repeated(module: nn.Sequential) -> list[str]:
 
 def _way_out(stages: int | None = None) -> str:
     call = f"balance_by_parameters(module, stages={stages or 'n'})"
-    return f"GPipeStrategy(balance='parameters'), or {call}, finds one that fits."
+    return f"{call} finds one that fits, and in a Trainer balance='parameters' does."

@@ -14,35 +14,35 @@ from __future__ import annotations
 
 from typing import Literal
 
-Mode = Literal["always", "except_last", "never"] | int
+ActivationCheckpointing = Literal["always", "except_last", "never"] | int
 
 _NAMES = ("always", "except_last", "never")
 
 
-def check_mode(mode: Mode) -> None:
-    """Raise if ``mode`` is neither a known name nor a number of micro-batches.
+def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
+    """Raise if ``value`` is neither a known name nor a number of micro-batches.
 
     Raises:
         TypeError: If it is neither a string nor an integer.
         ValueError: If the name is unknown or the number negative.
     """
     choices = f"one of {', '.join(map(repr, _NAMES))}, or a number of micro-batches to recompute"
-    if isinstance(mode, bool) or not isinstance(mode, str | int):
-        raise TypeError(f"activation_checkpointing must be {choices}: got {mode!r}.")
-    if isinstance(mode, str) and mode not in _NAMES:
-        raise ValueError(f"activation_checkpointing must be {choices}: got {mode!r}.")
-    if isinstance(mode, int) and mode < 0:
-        raise ValueError(f"activation_checkpointing must be {choices}, 0 or more: got {mode}.")
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise TypeError(f"activation_checkpointing must be {choices}: got {value!r}.")
+    if isinstance(value, str) and value not in _NAMES:
+        raise ValueError(f"activation_checkpointing must be {choices}: got {value!r}.")
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"activation_checkpointing must be {choices}, 0 or more: got {value}.")
 
 
-def count_recomputed(mode: Mode, m: int) -> int:
+def count_recomputed(value: ActivationCheckpointing, m: int) -> int:
     """How many of ``m`` micro-batches are recomputed; they are the first ones."""
-    match mode:
+    match value:
         case "always":
             return m
         case "except_last":
             return m - 1
         case "never":
             return 0
-        case number:
-            return min(number, m)
+        case k:
+            return min(k, m)

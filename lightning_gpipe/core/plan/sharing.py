@@ -8,33 +8,29 @@ copies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_gpipe.core.plan.partition import Partition
+from lightning_gpipe.core.plan.layout import Layout
 
 Slot = tuple[nn.Module, str]  # where a parameter or a buffer is: the module, and its name
 
 
-def check_sharing(partitions: Sequence[Partition], devices: Sequence[torch.device]) -> None:
+def check_sharing(layout: Layout) -> None:
     """Raise if stages share a module, or a buffer across devices.
-
-    Args:
-        partitions: What each stage runs.
-        devices: The device of each stage.
 
     Raises:
         ValueError: Names everything that is shared, and by which layers.
     """
     owners: dict[Any, tuple[int, str]] = {}
     faults: dict[str, None] = {}
-    for partition in partitions:
-        j = partition.index
-        for k, layer in enumerate(partition.layers, start=partition.first):
+    devices = [layout.device_of(j) for j in range(layout.n)]
+    for j, partition in enumerate(layout.partitions):
+        for k, layer in zip(partition.indices, partition.layers, strict=True):
             for name, module in layer.named_modules():
                 path = f"layer {k}{'.' + name if name else ''}"
                 owner, where = owners.setdefault(module, (j, path))
@@ -53,19 +49,14 @@ def check_sharing(partitions: Sequence[Partition], devices: Sequence[torch.devic
 
 
 def check_outside(
-    root: nn.Module,
-    inner: nn.Module,
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    root_device: torch.device,
+    root: nn.Module, inner: nn.Module, layout: Layout, root_device: torch.device
 ) -> None:
     """Raise if a stage shares a buffer with a module outside of the pipeline, across devices.
 
     Args:
         root: What the pipeline is part of.
         inner: The pipelined module.
-        partitions: What each stage runs.
-        devices: The device of each stage.
+        layout: What runs where.
         root_device: Where everything outside of the pipeline is.
 
     Raises:
@@ -73,7 +64,7 @@ def check_outside(
     """
     owners = {
         buffer: partition.index
-        for partition in partitions
+        for partition in layout.partitions
         for layer in partition.layers
         for buffer in layer.buffers()
     }
@@ -83,8 +74,9 @@ def check_outside(
             if buffer is None or buffer not in owners:
                 continue
             j = owners[buffer]
-            if devices[j] != root_device:
-                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({devices[j]})")
+            device = layout.device_of(j)
+            if device != root_device:
+                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({device})")
     if faults:
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "
@@ -100,18 +92,7 @@ def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]
     return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
 
 
-def homes(
-    partitions: Iterable[Partition], devices: Sequence[torch.device]
-) -> dict[nn.Parameter, torch.device]:
-    """Where each parameter lives: on the device of the first stage that has it."""
-    found: dict[nn.Parameter, torch.device] = {}
-    for partition in partitions:
-        for parameter in partition.parameters:
-            found.setdefault(parameter, devices[partition.index])
-    return found
-
-
-def places_away(
+def slots_away(
     modules: Iterable[nn.Module],
     device: torch.device,
     homes: Mapping[nn.Parameter, torch.device],

@@ -4,14 +4,14 @@ A mini-batch enters at stage 0 in micro-batches and leaves as one node in the ca
 workers in between interpret the schedule and decide nothing.
 """
 
-from lightning_gpipe.core.run.autograd import attach
+from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.timeline import Timeline
 
 __all__ = [
+    "Engine",
     "MiniBatch",
     "Stage",
     "Timeline",
-    "attach",
 ]

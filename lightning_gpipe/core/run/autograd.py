@@ -1,7 +1,7 @@
 """The pipeline as one ordinary node in the caller's graph.
 
 The node's inputs are the micro-batches and the parameters, its outputs those of the micro-batches.
-Its backward runs the backward half of the schedule and returns each parameter's gradient once, so
+Its backward runs the backward phase of the schedule and returns each parameter's gradient once, so
 whatever works on gradients elsewhere works here: hooks, gradient scalers, data parallelism,
 ``torch.autograd.grad(loss, parameters)``.
 
@@ -16,8 +16,8 @@ scalar, and in backward does no more than note their gradients::
     micro-batches, parameters --> _Run --(scalar on CPU)--> _Attach --> outputs
 
 Where backward() is called within a backward, by `torch.utils.checkpoint` with use_reentrant=True
-say, that thread may be a device's after all. Then nothing may block it: the backward half runs on
-it, in the schedule's order.
+say, that thread may be a device's after all. Then nothing may block it: the backward phase runs
+on it, in the schedule's order.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from lightning_gpipe.core.data import FlatTree, carry
+from lightning_gpipe.core.data import FlatTree, copy_marks
 from lightning_gpipe.core.run.minibatch import Gradients, MiniBatch
 
-Place = tuple[int, int]  # micro-batch i, leaf k
+Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
 
 
 def attach(
     minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
 ) -> list[FlatTree]:
-    """Give ``outputs`` a gradient function that runs the mini-batch's backward half.
+    """Give ``outputs`` a gradient function that runs the mini-batch's backward phase.
 
     Args:
-        minibatch: The mini-batch, its forward half done.
+        minibatch: The mini-batch, its forward done.
         inputs: The micro-batches, as they are in the caller's graph.
         outputs: The outputs of the micro-batches, in no graph.
 
@@ -56,40 +56,74 @@ def attach(
     sources = [inputs[i].leaves[k] for i, k in entries] + minibatch.parameters
     # The anchor lets backward run for leaves too that a layer hides from nn.Module.
     anchor = torch.zeros((), device="cpu", requires_grad=True)
-    scalar = _Run.apply(minibatch, entries, anchor, *sources)
+    arriving = _Arriving(outputs)
+    scalar = _Run.apply(minibatch, arriving, entries, anchor, *sources)
     tensors = [outputs[i].leaves[k].detach() for i, k in exits]
-    attached = _Attach.apply(minibatch, exits, tensors, scalar)
+    attached = _Attach.apply(arriving, exits, tensors, scalar)
 
     result = [FlatTree(list(leaves), spec) for leaves, spec in outputs]
     for (i, k), tensor in zip(exits, attached, strict=True):
-        result[i].leaves[k] = carry(outputs[i].leaves[k], tensor)
+        result[i].leaves[k] = copy_marks(outputs[i].leaves[k], tensor)
     return result
 
 
+class _Arriving:
+    """The gradients of the outputs, on their way from one node to the other.
+
+    Attributes:
+        gradients: For each micro-batch, those of its output's leaves.
+        spent: Whether they were taken.
+    """
+
+    def __init__(self, outputs: Sequence[FlatTree]) -> None:
+        self.gradients: list[Gradients] = [[None] * len(output.leaves) for output in outputs]
+        self.spent = False
+
+    def take(self) -> list[Gradients]:
+        """The gradients, which are let go of here."""
+        taken, self.gradients, self.spent = self.gradients, [], True
+        return taken
+
+    def refuse_another_pass(self) -> None:
+        """Raise where backward would have to run a second time, or to be differentiated."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a pipeline cannot be differentiated twice: got a backward with "
+                "create_graph=True. Compute what needs it, such as a gradient penalty, on the "
+                "plain module."
+            )
+        if self.spent:
+            raise RuntimeError(
+                "backward must run once through a pipeline's output: got a second one. The first "
+                "frees the activations, with retain_graph=True too. Add the losses up before "
+                "backward, or run the forward again."
+            )
+
+
 class _Run(Function):
-    """The blocking node: its backward runs the backward half."""
+    """The blocking node: its backward runs the backward phase."""
 
     @staticmethod
     def forward(
-        ctx: Any, minibatch: MiniBatch, entries: list[Place], anchor: Tensor, *sources: Tensor
+        ctx: Any,
+        minibatch: MiniBatch,
+        arriving: _Arriving,
+        entries: list[Leaf],
+        anchor: Tensor,
+        *sources: Tensor,
     ) -> Tensor:
         ctx.minibatch = minibatch
-        entering = sources[: len(entries)]
-        ctx.entries = [(i, k, x.device) for (i, k), x in zip(entries, entering, strict=True)]
+        ctx.arriving = arriving
+        ctx.entries = entries
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        minibatch: MiniBatch = ctx.minibatch
-        _refuse_another_pass(minibatch)
-        try:
-            gradients = minibatch.backward()
-            with minibatch.on_streams():
-                entering = [_on(device, gradients[i], k) for i, k, device in ctx.entries]
-                parameters = minibatch.take_gradients()
-        finally:
-            minibatch.release()
-        return (None, None, None, *entering, *parameters)
+        arriving: _Arriving = ctx.arriving
+        arriving.refuse_another_pass()
+        inputs, parameters = ctx.minibatch.backward(arriving.take())
+        entering = [inputs[i][k] if inputs[i] else None for i, k in ctx.entries]
+        return (None, None, None, None, *entering, *parameters)
 
 
 class _Attach(Function):
@@ -97,42 +131,23 @@ class _Attach(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, minibatch: MiniBatch, exits: list[Place], tensors: list[Tensor], scalar: Tensor
+        ctx: Any, arriving: _Arriving, exits: list[Leaf], tensors: list[Tensor], scalar: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.minibatch = minibatch
+        ctx.arriving = arriving
         ctx.exits = exits
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _refuse_another_pass(ctx.minibatch)
+        arriving: _Arriving = ctx.arriving
+        arriving.refuse_another_pass()
         for (i, k), gradient in zip(ctx.exits, gradients, strict=True):
-            ctx.minibatch.note_gradient(i, k, gradient)
+            arriving.gradients[i][k] = gradient
         return (None, None, None, torch.zeros((), device="cpu"))
 
 
-def _refuse_another_pass(minibatch: MiniBatch) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a pipeline cannot be differentiated twice: got a backward with create_graph=True. "
-            "Compute what needs it, such as a gradient penalty, on the plain module."
-        )
-    if minibatch.spent:
-        raise RuntimeError(
-            "backward must run once through a pipeline's output: got a second one. The first "
-            "frees the activations, with retain_graph=True too. Add the losses up before backward, "
-            "or run the forward again."
-        )
-
-
-def _on(device: torch.device, gradients: Gradients, k: int) -> Tensor | None:
-    """The gradient of leaf ``k`` on ``device``, if it has one."""
-    gradient = gradients[k] if gradients else None
-    return None if gradient is None else gradient.to(device)
-
-
-def _requiring_grad(flats: Sequence[FlatTree]) -> list[Place]:
+def _requiring_grad(flats: Sequence[FlatTree]) -> list[Leaf]:
     return [
         (i, k)
         for i, flat in enumerate(flats)

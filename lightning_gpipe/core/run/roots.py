@@ -1,8 +1,8 @@
-"""Where backward through a stage begins, how it is run, and where it ends."""
+"""Where backward through a stage begins, and how it is run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ Root = GradientEdge | Tensor
 
 
 def root_of(leaf: Any) -> Root | None:
-    """Where backward of an output begins; the tensor itself is for who asked for it to keep."""
+    """Where backward of an output begins: an edge of the graph, which keeps no tensor alive."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
     node = leaf.grad_fn
@@ -38,18 +38,3 @@ def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None
         _engine_run_backward(
             starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-
-
-def leaves_behind(outputs: Iterable[Any]) -> set[int]:
-    """The ids of the leaves that backward would reach from ``outputs``."""
-    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = set(waiting)
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
-    return found

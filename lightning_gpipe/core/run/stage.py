@@ -7,21 +7,33 @@ alive between a mini-batch's forward and its backward belongs to its pass, see
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import DeferredStatistics, Edits, Journal, Shadows, StageBuffers
-from lightning_gpipe.core.plan import Partition, Slot
-from lightning_gpipe.core.skip import Route, SkipName, declared_in
-
-TrainingMode = tuple[bool, ...]
+from lightning_gpipe.core.faithful import (
+    Attributes,
+    Behavior,
+    Behaviors,
+    DeferredStatistics,
+    Journal,
+    Manager,
+    Shadows,
+    StageBuffers,
+    TrainingFlags,
+)
+from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, slots_away
+from lightning_gpipe.core.skip import declared_in
 
 
 class Stage:
     """A partition and the device on which it works.
+
+    Args:
+        layout: What runs where.
+        j: The index of the stage.
+        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
 
     Attributes:
         partition: The layers.
@@ -29,34 +41,30 @@ class Stage:
         arriving: The skip tensors that other stages send.
         leaving: The skip tensors that other stages are sent.
         skip_bytes: How large those that leave were in the latest micro-batch.
-        followed: The places of parameters that live on another device.
+        followed: The slots of parameters that live on another device.
         modules: The layers and all modules within them.
         journal: What is changed in them while they run.
         skips: Whether any of them stashes or pops skip tensors.
         buffers: Their buffers.
-        edits: Which inputs they edit.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        device: torch.device,
-        *,
-        deferred_batch_norm: bool,
-        routes: Sequence[Route] = (),
-    ) -> None:
-        self.partition = partition
-        self.device = device
-        self.arriving = tuple(route for route in routes if route.target == partition.index)
-        self.leaving = tuple(route for route in routes if route.source == partition.index)
+    def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
+        self.partition: Partition = layout.partitions[j]
+        self.device: torch.device = layout.device_of(j)
+        self.arriving: tuple[Route, ...] = layout.arriving(j)
+        self.leaving: tuple[Route, ...] = layout.leaving(j)
         self.skip_bytes: dict[SkipName, int] = {}
-        self.followed: frozenset[Slot] = frozenset()
-        self._deferred_batch_norm = deferred_batch_norm
         self.journal = Journal()
+        self._deferred_batch_norm = deferred_batch_norm
         self._survey(self.modules_now())
+        self.follow(layout)
 
     def __str__(self) -> str:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
+
+    def follow(self, layout: Layout) -> None:
+        """Take the homes of the parameters from ``layout``."""
+        self.followed = slots_away(self.modules, self.device, layout.homes)
 
     def refresh(self) -> None:
         """Take the layers as they are now: modules within them may come and go between steps.
@@ -95,39 +103,24 @@ class Stage:
         """Where batch norms put what they see of one mini-batch, if they defer it."""
         return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
 
-    def circumstances(self, mode: TrainingMode, structure: Hashable) -> int:
-        """A number for what the layers may depend on: a training mode and a structure of inputs."""
-        return self._circumstances.setdefault((mode, structure), len(self._circumstances))
-
-    # Whether the stage draws random numbers: see Note [Drawing from a private stream].
-
-    @property
-    def draws(self) -> bool | None:
-        """Whether the stage draws random numbers in its present training mode, where known."""
-        return self._draws.get(self.mode)
-
-    @draws.setter
-    def draws(self, draws: bool | None) -> None:
-        self._draws[self.mode] = draws
+    def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
+        """What is known of the layers in a training mode, for inputs of a structure."""
+        return self._behaviors.of(flags, structure)
 
     # A recomputation runs as the forward did, whatever .train() or .eval() was called since.
 
     @property
-    def mode(self) -> TrainingMode:
+    def training_flags(self) -> TrainingFlags:
         """Which of the modules are in training mode."""
         return tuple(module.training for module in self.modules)
 
-    @contextmanager
-    def in_mode(self, mode: TrainingMode) -> Iterator[None]:
-        """Put the modules into ``mode`` for the duration of a ``with`` block."""
-        now = self.mode
-        if now == mode:
-            yield
-            return
-        with self.journal.changed(()):
-            for module, training in zip(self.modules, mode, strict=True):
-                self.journal.set_attribute(module, "training", training)
-            yield
+    def training_as(self, flags: TrainingFlags) -> Manager:
+        """Put the modules into a training mode for the duration of a ``with`` block."""
+        return self.journal.changed(
+            (Attributes(module), "training", training)
+            for module, training in zip(self.modules, flags, strict=True)
+            if module.training != training
+        )
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Where in the layers a parameter is, such as ``layer 3.linear.weight``."""
@@ -142,9 +135,7 @@ class Stage:
         self.modules = modules
         self.skips = any(declared_in(module) is not None for module in modules)
         self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
-        self.edits = Edits()
-        self._draws: dict[TrainingMode, bool | None] = {}
-        self._circumstances: dict[tuple[TrainingMode, Hashable], int] = {}
+        self._behaviors = Behaviors()
 
     def _check_placement(self) -> None:
         for module in self.modules:

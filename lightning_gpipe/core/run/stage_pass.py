@@ -12,23 +12,38 @@ at once, when a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, mark_elsewhere, memory, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data import (
+    FlatTree,
+    mark_elsewhere,
+    memory,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_gpipe.core.faithful import (
     NOTHING,
+    Behavior,
     Buffers,
     Context,
     Manager,
+    MutationGuard,
     Randomness,
+    Shadows,
     together,
 )
-from lightning_gpipe.core.run.roots import Root, leaves_behind, root_of, run_backward
+from lightning_gpipe.core.run.participation import Participation
+from lightning_gpipe.core.run.roots import Root, root_of, run_backward
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.skip import Table, carrying, cleared, in_flight, laid_out
+from lightning_gpipe.core.skip import (
+    Table,
+    in_flight,
+    table_of,
+    tensors_leaving,
+    using_table,
+)
 
 
 class _Kept(NamedTuple):
@@ -42,31 +57,42 @@ class _Kept(NamedTuple):
 class StagePass:
     """One mini-batch's pass through a stage; used by one worker at a time.
 
-    Attributes:
+    Args:
         stage: The stage.
-        randomness: Where its random numbers come from.
-        shadows: What collects the gradients of its parameters.
-        statistics: What its batch norms saw, if they defer it.
-        watched: Whether to look which parameters take part, as somebody has hooks on one.
-        used: The ids of the shadows that did, of this stage or another.
+        context: The caller's thread-local state in forward.
+        recomputed: The micro-batches whose activations are dropped.
+        randomness: Where random numbers come from.
+        shadows: What collects the gradients of the stage's parameters.
+        participation: Where to record which parameters take part.
+
+    Attributes:
+        stage, randomness, shadows: As given.
+        statistics: What the stage's batch norms saw, if they defer it.
     """
 
-    def __init__(self, stage: Stage, context: Context, kept: range, randomness: Randomness) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        context: Context,
+        recomputed: frozenset[int],
+        randomness: Randomness,
+        shadows: Shadows,
+        participation: Participation,
+    ) -> None:
         self.stage = stage
         self.randomness = randomness
-        self.shadows = stage.shadows(grad=context.grad, recomputed=kept.start > 0)
+        self.shadows = shadows
         self.statistics = stage.statistics()
         self._context = context
-        self._kept = kept
+        self._recomputed = recomputed
+        self._participation = participation
         # Whether a first forward needs nothing around it but the shadows.
-        self._bare = not (randomness.private or self.statistics or stage.skips)
+        self._bare = not (randomness.redirected or self.statistics or stage.skips)
         self._modules = stage.modules
-        self._mode = stage.mode
+        self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
-        self._structure: tuple[Any, int] | None = None  # of the latest inputs, and its number
+        self._latest: tuple[Any, Behavior] | None = None  # the structure of inputs, what is known
         self._lacks: bool | None = None  # whether recomputation must be given what forward had
-        self.watched = False
-        self.used: set[int] = set()
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.
@@ -81,13 +107,13 @@ class StagePass:
         """
         if not self._context.grad:
             return self._run(i, inputs, first=True)
-        if i not in self._kept:
+        if i in self._recomputed:
             self.randomness.note(i)
-            circumstances = self._circumstances(inputs)
-            buffers = self.stage.buffers.before(circumstances)
+            behavior = self._behavior(inputs)
+            buffers = self.stage.buffers.before(behavior)
             with self._context.dropping():
                 outputs = self._run(i, inputs, first=True)
-            self.stage.buffers.after(circumstances, buffers)
+            self.stage.buffers.after(behavior, buffers)
             kept = _Kept(inputs, None, buffers)
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
         else:
@@ -98,8 +124,7 @@ class StagePass:
             needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
-            if self.watched:
-                self.used |= leaves_behind(outputs.leaves)
+            self._participation.record(outputs.leaves)
         return self._sent(outputs)
 
     def recompute(self, i: int) -> None:
@@ -107,27 +132,29 @@ class StagePass:
         if i in self._microbatches:  # else nothing in it needs a gradient
             self._context.variables.copy().run(self._repeat, i)
 
-    def backward(self, i: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, i: int, gradients: FlatTree) -> FlatTree:
         """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
 
         Both as in :meth:`forward`, skip tensors included; of the outputs there may be those of the
         skip tensors only. The gradients of the parameters stay in :attr:`shadows`.
 
         Returns:
-            One entry per leaf, or an empty list where nothing needs a gradient.
+            One leaf per input, or none where nothing needs a gradient.
         """
         if i not in self._microbatches:
-            return []  # nothing in it needs a gradient
+            return FlatTree([])  # nothing in it needs a gradient
         (leaves, _), roots, _ = self._microbatches.pop(i)
         assert roots is not None, "recompute comes before backward in every schedule"
-        run_backward(roots[len(roots) - len(gradients) :], gradients)
+        run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
-            return [leaves[0].grad]
+            return FlatTree([leaves[0].grad])
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
-        return [
-            leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
-            for k, leaf in enumerate(leaves)
-        ]
+        return FlatTree(
+            [
+                leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
+                for k, leaf in enumerate(leaves)
+            ]
+        )
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not run what forward ran."""
@@ -148,14 +175,16 @@ class StagePass:
             "forward is yet to be recomputed. Change the model after backward."
         )
 
-    def settle(self) -> None:
-        """Take down what forward has shown, once all micro-batches are through.
+    def finish_forward(self) -> None:
+        """Update running statistics, and record what counts as unchanged from now on.
 
         Raises:
             RuntimeError: If a layer registered a hook on one of its parameters while it ran.
         """
         self._check_hooks()
-        self.shadows.settle()
+        self.shadows.record_versions()
+        if self.statistics is not None:
+            self.statistics.commit()
 
     def _check_hooks(self) -> None:
         parameter = self.shadows.hooked
@@ -192,9 +221,8 @@ class StagePass:
     def _repeat(self, i: int) -> None:
         inputs, _, buffers = self._microbatches[i]
         assert buffers is not None, "kept for every micro-batch that is recomputed"
-        with together(
-            [*self._as_in_forward(), self._context.saving(), *buffers.lent(self.stage.journal)]
-        ):
+        lent = buffers.lent(self.stage.journal)
+        with together([*self._as_in_forward(), self._context.saving(), *lent]):
             inputs = inputs.detached()  # without the hooks that layers put on those of forward
             outputs = self._run(i, inputs, first=False)
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
@@ -203,29 +231,27 @@ class StagePass:
         """What gives the thread and the modules what they had in forward, if they lack it."""
         context = self._context
         if self._lacks is None:  # the same for all micro-batches
-            other_mode = self.stage.mode != self._mode
-            self._lacks = bool(context.lacking() or context.modes or other_mode)
+            other_flags = self.stage.training_flags != self._flags
+            self._lacks = bool(context.lacking() or context.modes or other_flags)
         if not self._lacks:
             return []
-        return [context.entered(), context.modes.entered(), self.stage.in_mode(self._mode)]
+        return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
     def _run(self, i: int, inputs: FlatTree, *, first: bool) -> FlatTree:
         stage = self.stage
-        watch = stage.edits.watch(
-            self._circumstances(inputs), inputs.leaves, grad=self._context.grad
-        )
-        x, skips = self._laid_out(watch.leaves, inputs.spec)
+        guard = MutationGuard(self._behavior(inputs), inputs.leaves, grad=self._context.grad)
+        x, skips = self._arrived(guard.leaves, inputs.spec)
         bare = first and self._bare and self.shadows.in_place
         with NOTHING if bare else self._around(i, skips, first=first):
             for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 x = layer(x)
-                watch.after(k, layer)
-        watch.close()
+                guard.after(k, layer)
+        guard.close()
         outputs = tree_flatten(x)
         skips = skips if stage.skips else in_flight()
         if not (skips or stage.leaving):
             return outputs
-        leaving = cleared(skips, stage.leaving)
+        leaving = tensors_leaving(skips, stage.leaving)
         for route, tensor in zip(stage.leaving, leaving, strict=True):
             stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
         return FlatTree([*outputs.leaves, *leaving], outputs.spec)
@@ -238,19 +264,18 @@ class StagePass:
         if self.statistics is not None:
             found.append(self.statistics.collecting(self.stage.journal, record=first))
         if self.stage.skips:
-            found.append(carrying(skips))
+            found.append(using_table(skips))
         return together(found)
 
-    def _laid_out(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
+    def _arrived(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
         """What the first layer takes, and the skip tensors that layers find on their table."""
         arriving = self.stage.arriving
         if not arriving:
             return tree_unflatten(FlatTree(leaves, spec)), {}
         main = len(leaves) - len(arriving)
-        return tree_unflatten(FlatTree(leaves[:main], spec)), laid_out(arriving, leaves[main:])
+        return tree_unflatten(FlatTree(leaves[:main], spec)), table_of(arriving, leaves[main:])
 
-    def _circumstances(self, inputs: FlatTree) -> int:
-        if self._structure is None or self._structure[0] is not inputs.spec:
-            number = self.stage.circumstances(self._mode, inputs.spec)
-            self._structure = inputs.spec, number
-        return self._structure[1]
+    def _behavior(self, inputs: FlatTree) -> Behavior:
+        if self._latest is None or self._latest[0] is not inputs.spec:
+            self._latest = inputs.spec, self.stage.behavior(self._flags, inputs.spec)
+        return self._latest[1]

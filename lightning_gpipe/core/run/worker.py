@@ -1,26 +1,28 @@
-"""Runs one worker's row of the schedule over its stages through a transport.
+"""Runs one worker's row of the schedule over its stages.
 
 This is the loop with the effects. It makes no decision of its own: the row says what to do next,
-what an action needs follows from the action, and where its result is needed follows from stages
-being in a line.
+what an action needs follows from the action, and where its result is needed follows from its kind.
+Forward and backward mirror one another: the one takes what the stage before made and gives to the
+next, the other way round for the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, Context, Manager, together
-from lightning_gpipe.core.plan import Action, Kind, successor
+from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
+from lightning_gpipe.core.run.clocks import clock_of
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.timeline import CudaClock, HostClock, Timeline
-from lightning_gpipe.core.skip import Route, carrying
-from lightning_gpipe.core.transport import Cancelled, Exchange
-
-_VERBS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.skip import using_table
+from lightning_gpipe.core.transport import Cancelled, Exchange, Task
 
 
 class Worker:
@@ -29,68 +31,38 @@ class Worker:
     Args:
         index: Its place among the workers.
         device: Its device.
-        passes: The mini-batch's pass through each stage of the pipeline.
-        timeline: Where to write what ran when.
+        passes: The mini-batch's pass through each of its stages, by the index of the stage.
     """
 
-    def __init__(
-        self,
-        index: int,
-        device: torch.device,
-        passes: Sequence[StagePass],
-        timeline: Timeline,
-    ) -> None:
-        self._index = index
+    def __init__(self, index: int, device: torch.device, passes: Mapping[int, StagePass]) -> None:
+        self.index = index
+        self.passes = passes
         self._device = device
-        self._passes = passes
-        self._timeline = timeline
         on_cuda = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if on_cuda else None
-        self._clock = CudaClock(self._stream) if self._stream is not None else HostClock()
+        self.clock = clock_of(self._stream)
 
-    def run(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
-        """Run ``row`` in the caller's context, on the stream that the caller was using."""
-        with self.streaming(), context.entered(), self.prepared(row):
-            for action in row:
-                self.perform(action, exchange)
+    def task(
+        self, phase: Schedule, exchange: Exchange, context: Context, timeline: Timeline
+    ) -> WorkerTask:
+        """What the worker does in one phase.
 
-    def run_inline(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
-        """Run ``row`` on the caller's thread, once the context is entered and all is prepared."""
-        if self._stream is not None:
-            # On a device of its own the context may lack what it does not lack on the caller's.
-            self.run(row, exchange, context)
-            return
-        for action in row:
-            self.perform(action, exchange)
-
-    def prepared(self, row: Sequence[Action]) -> Manager:
-        """Prepare the worker's stages for ``row``: for forwards their shadows are put in place.
-
-        It is the thread that runs the layers that does so: an interrupt strikes the caller's.
+        Args:
+            phase: The phase.
+            exchange: Where its results go and what it needs comes from.
+            context: The caller's thread-local state, to run in.
+            timeline: Where to record what ran when.
         """
-        found: list[Manager] = [carrying({})]
-        if row[0].kind is Kind.FORWARD:  # and so are all of a half
-            workers = len(self._timeline.schedule.rows)
-            own = self._passes[self._index :: workers]
-            found += [p.shadows.swapped_in(p.stage.journal) for p in own if not p.shadows.in_place]
-        return together(found)
+        return WorkerTask(self, phase, exchange, context, timeline)
 
-    def perform(self, action: Action, exchange: Exchange) -> None:
-        """Run one action: take what it needs, and hand over what it made."""
-        exchange.check()
-        kind = action.kind
-        try:
-            if kind is Kind.FORWARD:
-                self._forward(action, exchange)
-            elif kind is Kind.BACKWARD:
-                self._backward(action, exchange)
-            else:
-                self._recompute(action)
-        except Cancelled:
-            raise
-        except BaseException as error:
-            error.add_note(f"raised in {self._describe(action)}")
-            raise
+    def streaming(self) -> Manager:
+        """A context manager that makes the worker's stream the current one of its device."""
+        return NOTHING if self._stream is None else torch.cuda.stream(self._stream)
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether it computes on a CUDA stream."""
+        return self._stream is not None
 
     def rejoin(self) -> None:
         """Let what the caller does next on the device come after what was done here."""
@@ -106,63 +78,110 @@ class Worker:
             if stream != self._stream:
                 stream.wait_stream(self._stream)
 
-    def streaming(self) -> Manager:
-        """A context manager that makes the worker's stream the current one of its device."""
-        return NOTHING if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _forward(self, action: Action, exchange: Exchange) -> None:
-        stage_pass = self._passes[action.j]
-        arriving, leaving = stage_pass.stage.arriving, stage_pass.stage.leaving
-        inputs = exchange.receive(action)
+class WorkerTask(Task):
+    """A worker's row of one phase; see :class:`~lightning_gpipe.core.transport.Task`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        phase: Schedule,
+        exchange: Exchange,
+        context: Context,
+        timeline: Timeline,
+    ) -> None:
+        self._worker = worker
+        self._row = phase.rows[worker.index]
+        self._m = phase.m
+        self._exchange = exchange
+        self._context = context
+        self._timeline = timeline
+
+    @property
+    @override
+    def row(self) -> Sequence[Action]:
+        return self._row
+
+    @property
+    @override
+    def variables(self) -> contextvars.Context:
+        return self._context.variables
+
+    @override
+    def session(self) -> Manager:
+        # It is the thread that runs the layers that puts their shadows in place: an interrupt
+        # strikes the caller's. Backward reaches the shadows through the graphs.
+        found: list[Manager] = [self._context.entered(), using_table({})]
+        if any(action.kind is Kind.FORWARD for action in self._row):
+            passes = self._worker.passes.values()
+            found += [
+                each.shadows.swapped_in(each.stage.journal)
+                for each in passes
+                if not each.shadows.in_place
+            ]
+        return together(found)
+
+    @override
+    def turn(self) -> Manager:
+        if not self._worker.on_stream:
+            return NOTHING
+        # On a device of its own the context may lack what it does not lack on the caller's.
+        return together([self._worker.streaming(), self._context.entered()])
+
+    @override
+    def perform(self, action: Action) -> None:
+        self._exchange.check()
+        try:
+            _VERBS[action.kind](self, action)
+        except Cancelled:
+            raise
+        except BaseException as error:
+            error.add_note(f"raised in {self._describe(action)}")
+            raise
+
+    def _pass_on(self, action: Action) -> None:
+        """Take what the action needs, do it, and send what it made to where it is needed."""
+        exchange, kind = self._exchange, action.kind
+        stage_pass = self._worker.passes[action.j]
+        stage = stage_pass.stage
+        arriving, leaving = stage.arriving, stage.leaving
+        run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
+        if kind is Kind.BACKWARD:
+            arriving, leaving = leaving, arriving
+            run = stage_pass.backward
+
+        value = exchange.receive(action)
         if arriving:
-            inputs = _joined(inputs, _receive_skips(exchange, action, arriving))
-        start = self._clock.now()
-        outputs = stage_pass.forward(action.i, inputs)
-        self._timeline.add(self._index, action, start, self._clock.now())
+            skips = [exchange.receive(action, route).leaves[0] for route in arriving]
+            value = FlatTree([*value.leaves, *skips], value.spec)
+        start = self._worker.clock.now()
+        result = run(action.i, value)
+        self._timeline.add(self._worker.index, action, start, self._worker.clock.now())
         if leaving:
-            outputs = _send_skips(exchange, action, outputs, leaving)
-        exchange.send(successor(action), outputs)
+            result = self._send_skips(action, result, leaving)
+        exchange.send(successor(action), result)
 
     def _recompute(self, action: Action) -> None:
-        start = self._clock.now()
-        self._passes[action.j].recompute(action.i)
-        self._timeline.add(self._index, action, start, self._clock.now())
+        start = self._worker.clock.now()
+        self._worker.passes[action.j].recompute(action.i)
+        self._timeline.add(self._worker.index, action, start, self._worker.clock.now())
 
-    def _backward(self, action: Action, exchange: Exchange) -> None:
-        stage_pass = self._passes[action.j]
-        arriving, leaving = stage_pass.stage.leaving, stage_pass.stage.arriving
-        given = exchange.receive(action)
-        if arriving:
-            given = _joined(given, _receive_skips(exchange, action, arriving))
-        start = self._clock.now()
-        gradients = FlatTree(stage_pass.backward(action.i, given.leaves))
-        self._timeline.add(self._index, action, start, self._clock.now())
-        if leaving:
-            gradients = _send_skips(exchange, action, gradients, leaving)
-        exchange.send(successor(action), gradients)
+    def _send_skips(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
+        """Send the skip tensors at the end of what ``by`` made, and return the rest."""
+        main = max(0, len(value.leaves) - len(routes))  # without gradients there is nothing
+        tensors: list[Any] = value.leaves[main:] if value.leaves else [None] * len(routes)
+        for route, tensor in zip(routes, tensors, strict=True):
+            j = route.target if by.kind.direction > 0 else route.source
+            self._exchange.send(by._replace(j=j), FlatTree([tensor]), route)
+        return FlatTree(value.leaves[:main], value.spec)
 
     def _describe(self, action: Action) -> str:
-        microbatch = f"micro-batch {action.i} of {self._timeline.schedule.m}"
-        return f"{_VERBS[action.kind]} of {microbatch} on {self._passes[action.j].stage}"
+        microbatch = f"micro-batch {action.i} of {self._m}"
+        return f"{action.kind.verb} of {microbatch} on {self._worker.passes[action.j].stage}"
 
 
-def _receive_skips(exchange: Exchange, at: Action, skips: Sequence[Route]) -> list[Any]:
-    """The skip tensors that ``at`` needs, or their gradients."""
-    return [exchange.receive(at, route).leaves[0] for route in skips]
-
-
-def _joined(value: FlatTree, tensors: list[Any]) -> FlatTree:
-    """What a stage beside sent, followed by skip tensors."""
-    return FlatTree([*value.leaves, *tensors], value.spec)
-
-
-def _send_skips(
-    exchange: Exchange, by: Action, value: FlatTree, skips: Sequence[Route]
-) -> FlatTree:
-    """Send the skip tensors at the end of what ``by`` made where they go, and return the rest."""
-    main = max(0, len(value.leaves) - len(skips))  # without gradients there is nothing
-    tensors = value.leaves[main:] if value.leaves else [None] * len(skips)
-    for route, tensor in zip(skips, tensors, strict=True):
-        j = route.target if by.kind is Kind.FORWARD else route.source
-        exchange.send(by._replace(j=j), FlatTree([tensor]), route)
-    return FlatTree(value.leaves[:main], value.spec)
+_VERBS: dict[Kind, Callable[[WorkerTask, Action], None]] = {
+    Kind.FORWARD: WorkerTask._pass_on,
+    Kind.RECOMPUTE: WorkerTask._recompute,
+    Kind.BACKWARD: WorkerTask._pass_on,
+}

@@ -6,10 +6,10 @@ This is the only room that knows how something is drawn on a terminal.
 from rich.table import Table
 
 from lightning_gpipe.core.show.skips import skip_table
-from lightning_gpipe.core.show.stages import listing
+from lightning_gpipe.core.show.stages import stage_table
 
 __all__ = [
     "Table",
-    "listing",
     "skip_table",
+    "stage_table",
 ]

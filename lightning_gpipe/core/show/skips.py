@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
-from lightning_gpipe.core.plan import Partition
-from lightning_gpipe.core.skip import Skip, SkipName, stages_of
+from lightning_gpipe.core.plan import Partition, SkipName
+from lightning_gpipe.core.skip import Skip, stages_of
 
 
 def skip_table(

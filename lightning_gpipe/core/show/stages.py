@@ -8,33 +8,28 @@ a glance when a balance is lopsided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_gpipe.core.plan import Partition, parameter_costs
+from lightning_gpipe.core.plan import Layout, SkipName, parameter_costs
 
 
-def listing(
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    skips: Sequence[str] = (),
-) -> Table:
+def stage_table(layout: Layout, skip_bytes: Mapping[SkipName, int]) -> Table:
     """List the stages, one row each::
 
         stage  device  layers  number  kinds                    parameters  share  skips to
-            0  cuda:0    0..2       3  Embedding, Block x2         409,088  49.4%  1: 'x' 2 MiB
+            0  cuda:0    0..2       3  Embedding, Block x2         409,088  49.4%  1: 'x' (2 MiB)
             1  cuda:1    3..6       4  Block x2, Norm, Linear      419,172  50.6%
 
     A parameter that stages share counts for the first of them, as it does for the balance.
 
     Args:
-        partitions: The partitions of one module, first to last.
-        devices: The device of each.
-        skips: What to write about the skip tensors that leave each; none for no such column.
+        layout: What runs where.
+        skip_bytes: The bytes of the skip tensors that were sent, as far as they are known.
     """
+    partitions = layout.partitions
     costs = parameter_costs(layer for partition in partitions for layer in partition.layers)
     table = Table()
     table.add_column("stage", justify="right")
@@ -44,21 +39,28 @@ def listing(
     table.add_column("kinds")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
-    if skips:
+    if layout.routes:
         table.add_column("skips to")
-    for partition, device in zip(partitions, devices, strict=True):
+    for j, partition in enumerate(partitions):
         parameters = sum(costs[partition.first : partition.last + 1])
         table.add_row(
-            str(partition.index),
-            str(device),
+            str(j),
+            str(layout.device_of(j)),
             f"{partition.first}..{partition.last}",
             f"{len(partition.layers)}",
             _kinds(partition.layers),
             f"{parameters:,}",
             f"{parameters / max(sum(costs), 1):.1%}",
-            *skips[partition.index : partition.index + 1],
+            *(["\n".join(_leaving(layout, j, skip_bytes))] if layout.routes else []),
         )
     return table
+
+
+def _leaving(layout: Layout, j: int, skip_bytes: Mapping[SkipName, int]) -> Iterator[str]:
+    """The skip tensors that leave a stage, with their sizes where one has run."""
+    for route in layout.leaving(j):
+        size = skip_bytes.get(route.name)
+        yield f"{route.target}: {route.name}" + ("" if size is None else f" ({size:,} B)")
 
 
 def _kinds(layers: Iterable[nn.Module]) -> str:

@@ -13,36 +13,33 @@ from lightning_gpipe.core.skip.declare import (
     stash,
     with_skips,
 )
-from lightning_gpipe.core.skip.flight import SkipName, Table, carrying, in_flight
+from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
 from lightning_gpipe.core.skip.layout import (
-    Route,
     Skip,
-    cleared,
-    laid_out,
     routes_of,
     skips_of,
     stages_of,
+    table_of,
+    tensors_leaving,
     verify_skippables,
 )
 
 __all__ = [
     "Namespace",
-    "Route",
     "Skip",
-    "SkipName",
     "Table",
-    "carrying",
-    "cleared",
     "declared_in",
     "in_flight",
     "isolate",
-    "laid_out",
     "pop",
     "routes_of",
     "skippable",
     "skips_of",
     "stages_of",
     "stash",
+    "table_of",
+    "tensors_leaving",
+    "using_table",
     "verify_skippables",
     "with_skips",
 ]

@@ -19,7 +19,8 @@ from uuid import UUID, uuid4
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.skip.flight import SkipName, Table, in_flight
+from lightning_gpipe.core.plan import SkipName
+from lightning_gpipe.core.skip.flight import Table, in_flight
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 M = TypeVar("M", bound=nn.Module)

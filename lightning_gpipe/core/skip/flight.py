@@ -1,28 +1,17 @@
 """Where skip tensors are between the layer that stashes them and the one that pops them.
 
 Layers run one after another on one thread, so what is in flight belongs to the thread. In a plain
-nn.Sequential it stays there from stash to pop. A pipeline lays a table of its own for each
-micro-batch on each stage, and carries what is left on it to the stage that needs it.
+nn.Sequential it stays there from stash to pop. A pipeline gives each micro-batch on each stage a
+table of its own, and sends what is left on it to the stage that needs it.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
-from uuid import UUID
 
 from torch import Tensor
 
-
-class SkipName(NamedTuple):
-    """A name within a namespace, or within none."""
-
-    namespace: UUID | None
-    name: str
-
-    def __str__(self) -> str:
-        return repr(self.name) if self.namespace is None else f"{self.name!r} (isolated)"
-
+from lightning_gpipe.core.plan import SkipName
 
 Table = dict[SkipName, Tensor | None]
 
@@ -40,8 +29,8 @@ def in_flight() -> Table:
     return _threads.table
 
 
-class carrying:
-    """Lets layers put and find skip tensors in ``table`` for the duration of a ``with`` block."""
+class using_table:
+    """Lets layers stash to and pop from ``table`` for the duration of a ``with`` block."""
 
     # A class: it is entered for every action, and costs half of what a generator does.
 

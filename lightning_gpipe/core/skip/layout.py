@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import Partition
+from lightning_gpipe.core.plan import Partition, Route, SkipName
 from lightning_gpipe.core.skip.declare import declared_in, full_name
-from lightning_gpipe.core.skip.flight import SkipName, Table
+from lightning_gpipe.core.skip.flight import Table
 
 
 class Skip(NamedTuple):
@@ -26,14 +26,6 @@ class Skip(NamedTuple):
     name: SkipName
     stash: int
     pop: int
-
-
-class Route(NamedTuple):
-    """A skip connection that crosses from one stage to a later one."""
-
-    name: SkipName
-    source: int
-    target: int
 
 
 class _Use(NamedTuple):
@@ -89,13 +81,13 @@ def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Ro
     return [route for route in routes if route.source != route.target]
 
 
-def laid_out(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
-    """What layers find on their table, given what has arrived for them."""
+def table_of(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
+    """The table that layers pop from, with the tensors that have arrived for them."""
     return {route.name: tensor for route, tensor in zip(arriving, tensors, strict=True)}
 
 
-def cleared(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
-    """What goes to other stages, once the layers of this one have run.
+def tensors_leaving(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
+    """The tensors that go to other stages, once the layers of this one have run.
 
     Raises:
         RuntimeError: If a tensor was not stashed, or is left that was not popped: a skippable

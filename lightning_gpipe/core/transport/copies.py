@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import carry, identity
+from lightning_gpipe.core.data import FlatTree, copy_marks, identity
+from lightning_gpipe.core.plan import Action, Layout, Route
 
 
 class _SideStreams(NamedTuple):
@@ -21,29 +22,69 @@ class _SideStreams(NamedTuple):
     arriving: torch.cuda.Stream
 
 
-class Copies:
-    """Carries tensors from device to device; used from several threads."""
+class Parcel(NamedTuple):
+    """A value on its way.
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        self._devices = frozenset(devices)
+    Attributes:
+        value: The value, on the device where it is needed.
+        ready: After what the tensors there may be read, or None if they may be at once.
+    """
+
+    value: FlatTree
+    ready: torch.cuda.Event | None = None
+
+
+class Copies:
+    """Carries values from the device of one stage to that of another; used from several threads.
+
+    Args:
+        layout: What runs where.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._devices = [layout.device_of(j) for j in range(layout.n)]
+        self._one_device = len(set(layout.devices)) == 1
         self._side = {
             device: _SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
-            for device in dict.fromkeys(devices)
+            for device in dict.fromkeys(layout.devices)
             if device.type == "cuda"
         }
 
-    @property
-    def one_device(self) -> bool:
-        """Whether all is on one device, so that what a stage makes is where it is needed."""
-        return len(self._devices) == 1
+    def pack(self, to: Action, value: FlatTree, skip: Route | None) -> Parcel:
+        """Queue the copies that ``to`` needs of ``value``; call it where that was computed.
+
+        What a layer put on another device than its stage's, such as lengths that are wanted on the
+        CPU, stays there; of what the caller sends, all is moved.
+        """
+        if self._one_device and to.j != 0:
+            return Parcel(value)
+        leaves, ready = self.send(value.leaves, self._sender_of(to, skip), self.device_at(to.j))
+        return Parcel(FlatTree(leaves, value.spec), ready)
+
+    def unpack(self, at: Action, parcel: Parcel) -> FlatTree:
+        """Let the current stream of the device of ``at`` read the value once it has arrived."""
+        if parcel.ready is not None:
+            self.accept(parcel.value.leaves, parcel.ready, self.device_at(at.j))
+        return parcel.value
+
+    def device_at(self, j: int) -> torch.device:
+        """Where stage ``j`` is; the caller takes things where they were made."""
+        return self._devices[min(max(j, 0), len(self._devices) - 1)]
+
+    def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
+        """The device of the stage that makes what ``to`` needs; None for the caller."""
+        forward = to.kind.direction > 0
+        if skip is not None:
+            return self.device_at(skip.source if forward else skip.target)
+        j = to.j - to.kind.direction
+        return None if forward and j < 0 else self.device_at(j)
 
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device
     ) -> tuple[list[Any], torch.cuda.Event | None]:
         """Queue copies to ``target`` of the tensors among ``leaves`` that are on ``source``.
 
-        Call it with the stream that computed them current. What a layer put on another device, such
-        as lengths that are wanted on the CPU, stays there; None as the source moves everything.
+        None as the source moves everything.
 
         Returns:
             The leaves (the same list if nothing had to move), and an event after which those on
@@ -86,4 +127,4 @@ class Copies:
             # from the host too, as its memory is the user's to write to again.
             on_cuda = source.type == target.type == "cuda"
             moved = tensor.detach().to(target, non_blocking=on_cuda)
-        return carry(tensor, moved.requires_grad_(tensor.requires_grad))
+        return copy_marks(tensor, moved.requires_grad_(tensor.requires_grad))

@@ -1,11 +1,10 @@
-"""What carries tensors between workers.
+"""What a worker may ask of a transport, and what a transport may ask of a worker.
 
 Workers run their rows without knowing where the others are. All they know is the action that needs
 what they made: the output of stage j for micro-batch i goes to ``F(i, j+1)``, its input's gradient
 to ``B(i, j-1)``. The caller stands at both ends, as the stage before the first and the one after
 the last. A skip tensor goes straight to the action that pops it, past all stages between, and its
-gradient straight back. How it gets there, through a queue in one process or over a network, is the
-transport's business.
+gradient straight back.
 
 What travels is a value taken apart, or the gradients of its leaves. Its tensors belong to no graph;
 whether they require a gradient is part of the value and travels with them.
@@ -13,13 +12,14 @@ whether they require a gradient is part of the value and travels with them.
 
 from __future__ import annotations
 
+import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action
-from lightning_gpipe.core.skip import Route
+from lightning_gpipe.core.plan import Action, Route, Schedule
 
 
 class Cancelled(BaseException):
@@ -27,7 +27,7 @@ class Cancelled(BaseException):
 
 
 class Exchange(ABC):
-    """The mail of one half of one mini-batch."""
+    """The mail of one phase of one mini-batch."""
 
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
@@ -39,6 +39,7 @@ class Exchange(ABC):
 
         Raises:
             Cancelled: If the run was given up.
+            RuntimeError: If nothing can come any more.
         """
 
     @abstractmethod
@@ -46,24 +47,54 @@ class Exchange(ABC):
         """Raise :class:`Cancelled` if the run was given up."""
 
 
-class Transport(ABC):
-    """A way to connect workers, and to run those that live in this process."""
+class Task(ABC):
+    """What one worker does in a phase, and what must hold while it does."""
+
+    @property
+    @abstractmethod
+    def row(self) -> Sequence[Action]:
+        """The actions, in order."""
+
+    @property
+    @abstractmethod
+    def variables(self) -> contextvars.Context:
+        """Python's context variables, to run in a copy of them where it is another thread."""
 
     @abstractmethod
-    def turn(self) -> AbstractContextManager[None]:
+    def session(self) -> AbstractContextManager[Any]:
+        """What to enter around all actions, on the thread that performs them."""
+
+    @abstractmethod
+    def turn(self) -> AbstractContextManager[Any]:
+        """What to enter around actions that the thread performs one right after another."""
+
+    @abstractmethod
+    def perform(self, action: Action) -> None:
+        """Perform one action of the row."""
+
+
+class Transport(ABC):
+    """A way to connect workers, and to run those that it owns."""
+
+    @abstractmethod
+    def exclusive(self) -> AbstractContextManager[None]:
         """A ``with`` block in which no other thread uses the workers, nor a run that failed."""
 
     @abstractmethod
-    def open(self) -> Exchange:
-        """A new, empty exchange."""
+    def open(self, phase: Schedule) -> Exchange:
+        """A new, empty exchange for a phase of a schedule."""
 
     @abstractmethod
-    def run(self, exchange: Exchange, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run this process's workers to their end, at the same time.
+    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+        """Run the workers to the end of their tasks, one for each worker in order.
 
         Raises:
             BaseException: What the first of them to fail raised; the others are stopped.
         """
+
+    @abstractmethod
+    def inline(self) -> Transport:
+        """A transport between the same workers that runs all of them on the calling thread."""
 
     @abstractmethod
     def close(self) -> None:

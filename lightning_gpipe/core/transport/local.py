@@ -7,24 +7,25 @@ waits is woken at once when the run fails elsewhere, and no wait is without an e
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
+from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Kind
-from lightning_gpipe.core.skip import Route
-from lightning_gpipe.core.transport.copies import Copies
-from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Transport
-from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
+from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
+from lightning_gpipe.core.transport.copies import Copies, Parcel
+from lightning_gpipe.core.transport.exclusion import Exclusion
+from lightning_gpipe.core.transport.inline import InlineTransport
+from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
+from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
 
 # Seconds. A thread that died tells nobody, and Ctrl-C that strikes just before a wait does not end
-# it: whoever waits looks up now and then.
+# it: a waiting thread looks up now and then.
 _LOOK_UP = 0.2
 # How long a failed run waits for workers in the middle of an action before it tells the caller.
 _GRACE = 0.5
@@ -32,173 +33,180 @@ _JOIN = 5.0
 
 
 _Address = tuple[Action, Route | None]
-_Mail = tuple[_Address, FlatTree, torch.cuda.Event | None]  # to whom, what, and when it may be read
 
 
 class LocalExchange(Exchange):
     """One inbox for each worker, and one for the caller."""
 
-    def __init__(self, n: int, devices: Sequence[torch.device], copies: Copies) -> None:
-        self._n = n
-        self._devices = devices
+    def __init__(self, layout: Layout, copies: Copies) -> None:
         self._copies = copies
-        places = len(devices) + 1
-        self._inboxes: list[SimpleQueue[_Mail | None]] = [SimpleQueue() for _ in range(places)]
-        self._arrived: list[dict[_Address, _Mail]] = [{} for _ in range(places)]
-        self._one_device = copies.one_device
+        self._caller = len(layout.devices)
         # The inbox of each stage and, past the last and before the first, of the caller.
-        self._places = [*(j % len(devices) for j in range(n)), len(devices)]
+        self._inbox_of = [*layout.placement, self._caller]
+        boxes = range(self._caller + 1)
+        self._inboxes: list[SimpleQueue[tuple[_Address, Parcel] | None]] = [
+            SimpleQueue() for _ in boxes
+        ]
+        self._arrived: list[dict[_Address, Parcel]] = [{} for _ in boxes]
         self._cancelled = False
 
+    @override
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
-        ready = None
-        if not self._one_device or to.j == 0:  # what the caller sends may be on any device
-            source, target = self._sender_of(to, skip), self._device_at(to.j)
-            leaves, ready = self._copies.send(value.leaves, source, target)
-            value = FlatTree(leaves, value.spec)
-        self._inboxes[self._places[to.j]].put(((to, skip), value, ready))
+        parcel = self._copies.pack(to, value, skip)
+        self._inboxes[self._inbox_of[to.j]].put(((to, skip), parcel))
 
+    @override
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        place, address = self._places[at.j], (at, skip)
-        arrived = self._arrived[place]
+        box, address = self._inbox_of[at.j], (at, skip)
+        arrived = self._arrived[box]
         while address not in arrived:
-            self._fetch(place, at)
-        _, value, ready = arrived.pop(address)
-        if ready is not None:
-            self._copies.accept(value.leaves, ready, self._device_at(at.j))
-        return value
+            self._fetch(box, at)
+        return self._copies.unpack(at, arrived.pop(address))
 
-    def _fetch(self, place: int, at: Action) -> None:
-        """Take the next piece of mail from an inbox, and wait for it a while if there is none."""
+    def _fetch(self, box: int, at: Action) -> None:
+        """Take the next parcel from an inbox, and wait for it a while if there is none."""
         self.check()
         try:
-            mail = self._inboxes[place].get(timeout=_LOOK_UP)
+            mail = self._inboxes[box].get(timeout=_LOOK_UP)
         except Empty:
-            if place == len(self._devices):  # a caller comes after the run: nothing is to come
+            if box == self._caller:  # a caller comes after the run: nothing is to come
                 raise RuntimeError(
                     f"the run must end with what {at} needs, but made none"
                 ) from None
             return
         if mail is not None:
-            to, _, _ = mail
-            self._arrived[place][to] = mail
+            address, parcel = mail
+            self._arrived[box][address] = parcel
 
+    @override
     def check(self) -> None:
         if self._cancelled:
             raise Cancelled
 
     def cancel(self) -> None:
-        """Give the run up, and wake whoever waits."""
+        """Give the run up, and wake all waiting workers."""
         self._cancelled = True
         for inbox in self._inboxes:
             inbox.put(None)
-
-    def _device_at(self, j: int) -> torch.device:
-        """Where stage ``j`` is; the caller takes things where they were made."""
-        return self._devices[min(max(j, 0), self._n - 1) % len(self._devices)]
-
-    def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
-        """The device of the stage that makes what ``to`` needs; None for the caller's input."""
-        if to.kind is Kind.FORWARD:
-            j = to.j - 1 if skip is None else skip.source
-            return None if j < 0 else self._device_at(j)
-        return self._device_at(to.j + 1 if skip is None else skip.target)
 
 
 class LocalTransport(Transport):
     """One thread per worker, started when first needed.
 
     Args:
-        n: The number of stages.
-        devices: The device of each worker; stage j is on the device of worker j mod d.
+        layout: What runs where.
     """
 
-    def __init__(self, n: int, devices: Sequence[torch.device]) -> None:
-        self._n = n
-        self._devices = tuple(devices)
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._devices = layout.devices
         self._copies: Copies | None = None
-        self._threads: list[WorkerThread] = []
-        self._settled = True  # whether all jobs of the last run have ended
-        # Two threads of the user take turns: their runs would wait for one another's workers, and
-        # each would find the layers in a state of the other's making.
-        self._turn = threading.RLock()
-        weakref.finalize(self, _join, self._threads)  # if nobody calls close()
+        self._crew = _Crew()
+        self._exclusion = Exclusion(before=self._crew.finish)
+        self._inline = InlineTransport(layout, self._exclusion)
+        weakref.finalize(self, self._crew.join)  # if nobody calls close()
 
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        if any(thread.current for thread in self._threads):
+    @override
+    def exclusive(self) -> AbstractContextManager[None]:
+        if any(thread.current for thread in self._crew.threads):
             raise RuntimeError(
                 "a layer must not run the pipeline that it is part of: it would wait for itself. "
                 "Call the layers that are needed one by one instead."
             )
-        with self._turn:
-            if not self._settled:
-                # A worker may still be in the middle of an action of a run that failed, with its
-                # layers in a state of that run's making.
-                for thread in self._threads:
-                    thread.finish(_LOOK_UP)
-                self._settled = True
-            yield
+        return self._exclusion.entered()
 
-    def open(self) -> LocalExchange:
+    @override
+    def open(self, phase: Schedule) -> LocalExchange:
         if self._copies is None:
-            self._copies = Copies(list(self._devices))
-        return LocalExchange(self._n, self._devices, self._copies)
+            self._copies = Copies(self._layout)
+        return LocalExchange(self._layout, self._copies)
 
-    def run(self, exchange: Exchange, jobs: Sequence[Job]) -> None:
+    @override
+    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         assert isinstance(exchange, LocalExchange)
-        with self.turn():
-            self._ensure_threads()
-            self._settled = False
-            outcomes = Outcomes(len(jobs))
+        with self.exclusive():
+            threads = self._ensure_threads()
+            self._crew.idle = False
+            outcomes = Outcomes(len(tasks))
             try:
-                for thread, job in zip(self._threads, jobs, strict=True):
-                    thread.put(outcomes.of(job))
+                for thread, task in zip(threads, tasks, strict=True):
+                    thread.put(outcomes.of(partial(task.variables.copy().run, _perform, task)))
                 while outcomes.pending and not outcomes.errors:
                     outcomes.wait(_LOOK_UP)
                     self._check_threads()
                 if outcomes.errors:
                     raise outcomes.errors[0]
-                self._settled = True
+                self._crew.idle = True
             except BaseException:
                 exchange.cancel()
-                outcomes.settle(_GRACE)
+                outcomes.wait_for_all(_GRACE)
                 raise
             finally:
                 outcomes.errors.clear()  # their tracebacks refer to this frame
 
-    def __reduce__(self) -> tuple[type, tuple[int, tuple[torch.device, ...]]]:
-        return type(self), (self._n, self._devices)  # a copy starts threads of its own
+    @override
+    def inline(self) -> InlineTransport:
+        return self._inline
 
+    def __reduce__(self) -> tuple[type[LocalTransport], tuple[Layout]]:
+        return LocalTransport, (self._layout,)  # a copy starts threads of its own
+
+    @override
     def close(self) -> None:
-        _join(self._threads)
+        self._crew.join()
 
     def _check_threads(self) -> None:
-        for w, thread in enumerate(self._threads):
+        for w, thread in enumerate(self._crew.threads):
             if not thread.alive:
                 raise RuntimeError(
                     f"the thread of worker {w} ({self._devices[w]}) must live as long as the "
                     "pipeline: it ended without a result. The next step starts a new one."
                 )
 
-    def _ensure_threads(self) -> None:
+    def _ensure_threads(self) -> list[WorkerThread]:
         """Start the threads that are missing, each with its share of the cores."""
+        threads = self._crew.threads
         for w, device in enumerate(self._devices):
-            if w < len(self._threads) and self._threads[w].alive:
+            if w < len(threads) and threads[w].alive:
                 continue
-            thread = WorkerThread(f"gpipe-worker-{w} ({device})")
-            self._threads[w : w + 1] = [thread]
-        on_cpu = [
-            thread
-            for thread, device in zip(self._threads, self._devices, strict=True)
-            if device.type == "cpu"
-        ]
-        _share_cores(on_cpu)
+            threads[w : w + 1] = [WorkerThread(f"gpipe-worker-{w} ({device})")]
+        workers = zip(threads, self._devices, strict=True)
+        _share_cores([thread for thread, device in workers if device.type == "cpu"])
+        return threads
 
 
-def _join(threads: list[WorkerThread]) -> None:
-    while threads:
-        threads.pop().join(_JOIN)
+class _Crew:
+    """The threads of a transport, and whether they are busy.
+
+    Attributes:
+        threads: One for each worker.
+        idle: Whether all jobs of the last run have ended.
+    """
+
+    def __init__(self) -> None:
+        self.threads: list[WorkerThread] = []
+        self.idle = True
+
+    def finish(self) -> None:
+        """Wait for workers that are in the middle of an action of a run that failed.
+
+        Their layers are in a state of that run's making.
+        """
+        if not self.idle:
+            for thread in self.threads:
+                thread.finish(_LOOK_UP)
+            self.idle = True
+
+    def join(self) -> None:
+        """End the threads."""
+        while self.threads:
+            self.threads.pop().join(_JOIN)
+
+
+def _perform(task: Task) -> None:
+    with task.turn(), task.session():
+        for action in task.row:
+            task.perform(action)
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:
@@ -218,7 +226,7 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
         for thread in untold:
             thread.put(outcomes.of(partial(_use_threads, share)))
             thread.intra_op = share
-        outcomes.settle(_JOIN)
+        outcomes.wait_for_all(_JOIN)
     finally:
         torch.set_num_threads(mine)
 

@@ -1,8 +1,8 @@
 """Threads that run one job after another, and how those jobs ended.
 
 A user may press Ctrl-C at any moment, and the interrupt strikes whatever the calling thread does
-just then. So the caller keeps no account that an interrupt could leave half-written: what has
-ended, and how, is written down by the threads themselves, which are not interrupted.
+just then. So the caller keeps no record that an interrupt could leave half-written: what has ended,
+and how, is recorded by the threads themselves, which are not interrupted.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ Job = Callable[[], None]
 class WorkerThread:
     """A named thread with a queue of jobs; whoever makes it joins it, with :meth:`join`.
 
-    A job must not raise: what it has to tell, it tells in a way of its own, such as
-    :meth:`Outcomes.of`.
+    A job must not raise; :meth:`Outcomes.of` makes one of any function, and records what it raises.
 
     Attributes:
-        intra_op: How many threads its operators may use, or 0 when it was not told.
+        intra_op: How many threads its operators may use, or 0 if that was not set.
     """
 
     def __init__(self, name: str) -> None:
@@ -85,7 +84,7 @@ class Outcomes:
         return self._number - len(self._ended)
 
     def of(self, job: Job) -> Job:
-        """``job`` as one that does not raise, but has its end written down here."""
+        """``job`` as one that does not raise, but has its end recorded here."""
         return partial(self._run, job)
 
     def wait(self, timeout: float) -> None:
@@ -93,7 +92,7 @@ class Outcomes:
         with suppress(Empty):
             self._wake.get(timeout=timeout)
 
-    def settle(self, timeout: float) -> None:
+    def wait_for_all(self, timeout: float) -> None:
         """Wait for all jobs to end, ``timeout`` seconds at most."""
         deadline = time.monotonic() + timeout
         while self.pending and (left := deadline - time.monotonic()) > 0:
@@ -106,7 +105,7 @@ class Outcomes:
             self.errors.append(error)
         finally:
             self._ended.append(None)
-            if self.errors or not self.pending:  # whoever waits is not woken for less
+            if self.errors or not self.pending:  # wake the waiter only on an error or at the end
                 self._wake.put(None)
 
 

@@ -30,7 +30,7 @@ _SMALL = 0.1
 
 
 class Deviation(NamedTuple):
-    """How far one value of the piped run is from that of the plain one.
+    """How far one value of the pipelined run is from that of the plain one.
 
     Attributes:
         name: The name of the value among its kind.
@@ -62,10 +62,10 @@ def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
     return max(found, _ON_CUDA) if on_cuda and found >= _TOLERANCES[torch.float32] else found
 
 
-def deviations(plain: Values, piped: Values) -> list[Deviation]:
+def deviations(plain: Values, pipelined: Values) -> list[Deviation]:
     """One entry for each value of a kind that there is in either run, in order."""
-    names = dict.fromkeys([*plain, *piped])
-    pairs = [(name, plain.get(name), piped.get(name)) for name in names]
+    names = dict.fromkeys([*plain, *pipelined])
+    pairs = [(name, plain.get(name), pipelined.get(name)) for name in names]
     measured = [(name, *_measure(a, b)) for name, a, b in pairs if a is not None or b is not None]
     # What agrees to the bit, such as a mask of -1e9 among the buffers, tells nothing of rounding.
     largest = max((size for _, gap, size, _ in measured if gap > 0 and size), default=0.0)
@@ -75,18 +75,18 @@ def deviations(plain: Values, piped: Values) -> list[Deviation]:
     ]
 
 
-def same_shapes(plain: Values, piped: Values) -> bool:
+def same_shapes(plain: Values, pipelined: Values) -> bool:
     """Whether two groups of values have the same names and shapes."""
-    return _shapes(plain) == _shapes(piped)
+    return _shapes(plain) == _shapes(pipelined)
 
 
-def _measure(plain: Tensor | None, piped: Tensor | None) -> tuple[float, float | None, str]:
+def _measure(plain: Tensor | None, pipelined: Tensor | None) -> tuple[float, float | None, str]:
     """The largest difference, the largest value (None if it must be equal), and what is amiss."""
-    mismatch = _mismatch(plain, piped)
+    mismatch = _mismatch(plain, pipelined)
     if mismatch:
         return math.inf, None, mismatch
-    assert plain is not None and piped is not None
-    a, b = _wide(plain), _wide(piped)
+    assert plain is not None and pipelined is not None
+    a, b = _wide(plain), _wide(pipelined)
     if not a.numel():
         return 0.0, None, ""
     equal = (a == b) | (a.isnan() & b.isnan())
@@ -103,11 +103,11 @@ def _relative(gap: float, size: float | None, largest: float) -> float:
     return gap / measure if measure else math.inf
 
 
-def _mismatch(plain: Tensor | None, piped: Tensor | None) -> str:
-    if plain is None or piped is None:
-        return f"there in the {'plain' if piped is None else 'piped'} run only"
-    if plain.shape != piped.shape or plain.dtype != piped.dtype:
-        return f"{_kind(piped)} instead of {_kind(plain)}"
+def _mismatch(plain: Tensor | None, pipelined: Tensor | None) -> str:
+    if plain is None or pipelined is None:
+        return f"there in the {'plain' if pipelined is None else 'pipelined'} run only"
+    if plain.shape != pipelined.shape or plain.dtype != pipelined.dtype:
+        return f"{_kind(pipelined)} instead of {_kind(plain)}"
     return ""
 
 

@@ -36,7 +36,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value of the piped run that is not that of the plain one.
+    """The first value of the pipelined run that is not that of the plain one.
 
     Attributes:
         kind: "output", "gradients", "buffers" or "input gradients".
@@ -57,19 +57,19 @@ class Difference:
 
 
 def first_difference(
-    pipeline: GPipe, plain: Run, piped: Run, tolerance: float, *, shaken: Run | None = None
+    pipeline: GPipe, plain: Run, pipelined: Run, tolerance: float, *, perturbed: Run | None = None
 ) -> Difference | None:
     """The first deviation that is more than rounding, if there is one.
 
     Args:
         pipeline: What ran.
         plain: The plain run.
-        piped: The piped run.
+        pipelined: The pipelined run.
         tolerance: The largest relative deviation that counts as rounding.
-        shaken: A plain run with rounding errors added to what the layers return. A deviation that
-            is not much larger than what they led to counts as rounding too.
+        perturbed: A plain run with rounding errors added to what the layers return. A deviation
+            that is not much larger than what they led to counts as rounding too.
     """
-    search = _Search(pipeline, plain, piped, tolerance, shaken)
+    search = _Search(pipeline, plain, pipelined, tolerance, perturbed)
     return search.output() or search.gradients() or search.buffers() or search.input_gradients()
 
 
@@ -77,26 +77,26 @@ class _Search:
     """Looks through the values of one kind after the other."""
 
     def __init__(
-        self, pipeline: GPipe, plain: Run, piped: Run, tolerance: float, shaken: Run | None
+        self, pipeline: GPipe, plain: Run, pipelined: Run, tolerance: float, perturbed: Run | None
     ) -> None:
         self._plain = plain
-        self._piped = piped
+        self._pipelined = pipelined
         self._tolerance = tolerance
-        self._shaken = shaken
+        self._perturbed = perturbed
         self._stages = pipeline.stages
         self._layers = list(pipeline)
         self._names = [name for name, _ in pipeline.named_children()]
 
     def output(self) -> Difference | None:
-        plain, piped = self._plain, self._piped
-        if not self._beyond(plain.values[OUTPUT], piped.values[OUTPUT], None):
+        plain, pipelined = self._plain, self._pipelined
+        if not self._beyond(plain.values[OUTPUT], pipelined.values[OUTPUT], None):
             return None
         agreeing = -1  # the last layer with the right output
-        for k, (one, other) in enumerate(zip(plain.layers, piped.layers, strict=True)):
+        for k, (one, other) in enumerate(zip(plain.layers, pipelined.layers, strict=True)):
             if not one or not other or not same_shapes(one, other):
                 continue
-            shaken = None if self._shaken is None else self._shaken.layers[k]
-            if beyond := self._beyond(one, other, shaken):
+            perturbed = None if self._perturbed is None else self._perturbed.layers[k]
+            if beyond := self._beyond(one, other, perturbed):
                 return self._found(OUTPUT, beyond[0], k, range(agreeing + 1, k + 1))
             agreeing = k
         beyond = self._beyond_of(OUTPUT)
@@ -129,18 +129,20 @@ class _Search:
         return self._found(INPUT_GRADIENTS, beyond[0], None, suspects)
 
     def _beyond_of(self, kind: str) -> list[Deviation]:
-        shaken = None if self._shaken is None else self._shaken.values[kind]
-        return self._beyond(self._plain.values[kind], self._piped.values[kind], shaken)
+        perturbed = None if self._perturbed is None else self._perturbed.values[kind]
+        return self._beyond(self._plain.values[kind], self._pipelined.values[kind], perturbed)
 
-    def _beyond(self, plain: Values, piped: Values, shaken: Values | None) -> list[Deviation]:
+    def _beyond(
+        self, plain: Values, pipelined: Values, perturbed: Values | None
+    ) -> list[Deviation]:
         """The deviations that are more than rounding, in order."""
-        moved = [] if shaken is None else deviations(plain, shaken)
+        moved = [] if perturbed is None else deviations(plain, perturbed)
         finite = [each.relative for each in moved if math.isfinite(each.relative)]
         most = max(self._tolerance, _FAR * max(finite, default=0.0))
         unsure = {each.name for each in moved if not math.isfinite(each.relative)}  # integers, say
         return [
             each
-            for each in deviations(plain, piped)
+            for each in deviations(plain, pipelined)
             if each.relative > most and each.name not in unsure
         ]
 

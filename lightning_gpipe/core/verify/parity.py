@@ -1,4 +1,4 @@
-"""What came of comparing a plain run with a piped one, in words."""
+"""What came of comparing a plain run with a pipelined one, in words."""
 
 from __future__ import annotations
 

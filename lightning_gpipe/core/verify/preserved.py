@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_gpipe.core.faithful import Buffers, Journal, default_generator
+from lightning_gpipe.core.faithful import (
+    Attributes,
+    Buffers,
+    Journal,
+    Manager,
+    Write,
+    default_generator,
+)
 from lightning_gpipe.core.pipeline import GPipe
 
 
 @contextmanager
-def untouched(pipeline: GPipe) -> Iterator[None]:
+def state_preserved(pipeline: GPipe) -> Iterator[None]:
     """Undo at the end of a ``with`` block what running the pipeline or its layers has changed.
 
     What layers do to their parameters, or to anything but buffers and PyTorch's generators, stays.
@@ -26,35 +34,31 @@ def untouched(pipeline: GPipe) -> Iterator[None]:
     generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
     states = [generator.get_state() for generator in generators]
     buffers = Buffers(pipeline.modules(), copied=lambda place: True)
-    timeline = pipeline.timeline
-    draws = [stage.draws for stage in pipeline.stages]
     try:
-        yield
+        with pipeline.engine.unchanged():
+            yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         buffers.restore()
-        pipeline.timeline = timeline
-        for stage, known in zip(pipeline.stages, draws, strict=True):
-            stage.draws = known  # without dropout they may draw less
         torch.clear_autocast_cache()  # its copies of weights belong to a graph that is gone
 
 
-@contextmanager
-def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Iterator[None]:
+def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:
     """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block.
 
     Args:
         modules: The modules.
         journal: Where the changes are recorded.
     """
-    with journal.changed(()):
-        for module in modules:
-            match module:
-                case _DropoutNd():
-                    journal.set_attribute(module, "p", 0.0)  # for layers that only read it
-                    # A stage tells its training modes apart: it learns nothing of the real one.
-                    journal.set_attribute(module, "training", False)
-                case nn.RNNBase() | nn.MultiheadAttention():
-                    journal.set_attribute(module, "dropout", 0.0)
-        yield
+    return journal.changed(chain.from_iterable(map(_without_dropout, modules)))
+
+
+def _without_dropout(module: nn.Module) -> Iterator[Write]:
+    match module:
+        case _DropoutNd():
+            yield Attributes(module), "p", 0.0  # for layers that only read it
+            # A stage tells training modes apart: it learns nothing of the real one.
+            yield Attributes(module), "training", False
+        case nn.RNNBase() | nn.MultiheadAttention():
+            yield Attributes(module), "dropout", 0.0

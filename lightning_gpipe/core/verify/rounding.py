@@ -23,7 +23,7 @@ _IN_SUMS = 8  # times its last bit is what a sum of many terms loses
 _TF32 = 2.0**-11  # what float32 may lose on CUDA
 
 
-def shaking() -> Callable[[Tensor], Tensor]:
+def perturbing() -> Callable[[Tensor], Tensor]:
     """A function that changes the elements of a tensor by what they may have lost in rounding."""
     generator = torch.Generator("cpu").manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""One run of the layers, plain or piped, and all that it came to.
+"""One run of the layers, plain or pipelined, and all that it came to.
 
 Gradients are those of the output in a random direction, the same for both runs: a *cotangent* takes
 the place of the gradient of a loss. They are taken by ``torch.autograd.grad`` for copies of the
@@ -8,7 +8,7 @@ input, so nothing is accumulated, and nothing flows into the caller's graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Rows, carry, map_tensors
-from lightning_gpipe.core.faithful import Manager, Write, default_generator
+from lightning_gpipe.core.data import Rows
+from lightning_gpipe.core.faithful import default_generator
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.run import Stage
-from lightning_gpipe.core.skip import Table, carrying
+from lightning_gpipe.core.profile import change_tensors, walk
 from lightning_gpipe.core.verify.values import (
     BUFFERS,
     GRADIENTS,
@@ -50,7 +49,7 @@ class Run:
             cannot be put together.
         drew: The layers that drew random numbers; only a plain run tells.
         microbatches: The number of micro-batches.
-        mask: Which elements of the output count; only a piped run tells.
+        mask: Which elements of the output count; only a pipelined run tells.
     """
 
     values: Mapping[str, Values]
@@ -66,7 +65,7 @@ class Run:
         return {tensor.dtype for tensor in found if tensor is not None}
 
 
-def run_piped(pipeline: GPipe, input: Any) -> Run:
+def run_pipelined(pipeline: GPipe, input: Any) -> Run:
     """Run the pipeline."""
     x, entering = _copied(input)
     seen: list[list[Any]] = [[] for _ in pipeline]
@@ -102,24 +101,21 @@ def run_plain(
     x, entering = _copied(input)
     seen: list[Values | None] = []
     drew = set()
-    skips: Table = {}
-    source = None
-    for stage in pipeline.stages:
-        x = _moved(x, source, stage.device)
-        for route in stage.arriving:
-            skips[route.name] = _moved(skips[route.name], None, stage.device)
-        with following(stage), _current(stage.device), carrying(skips):
-            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
-                before = _random_states(stage.device)
-                with _noting_where(k):
-                    x = layer(x)
-                if not all(map(torch.equal, before, _random_states(stage.device))):
-                    drew.add(k)
-                if between is not None:
-                    x = _changed(x, between)
-                seen.append(inexact(on_cpu(x)))
-        source = stage.device
-    return Run(_promised(pipeline, x, entering, mask), seen, drew=frozenset(drew))
+    device_of = {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
+
+    def visit(k: int, layer: nn.Module, x: Any) -> Any:
+        before = _random_states(device_of[k])
+        with _noting_where(k):
+            y = layer(x)
+        if not all(map(torch.equal, before, _random_states(device_of[k]))):
+            drew.add(k)
+        if between is not None:
+            y = change_tensors(y, between)
+        seen.append(inexact(on_cpu(y)))
+        return y
+
+    output = walk(pipeline.stages, x, visit)
+    return Run(_promised(pipeline, output, entering, mask), seen, drew=frozenset(drew))
 
 
 # What goes into the layers.
@@ -127,36 +123,12 @@ def run_plain(
 
 def _copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
     """A copy of the input that layers may edit, and the leaves that will have its gradients."""
-    leaves = _changed(input, lambda x: x.detach().requires_grad_(x.requires_grad))
+    leaves = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
     entering = {path: leaf for path, leaf in tensors(leaves).items() if leaf.requires_grad}
-    return _changed(leaves, torch.clone), entering
-
-
-def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:
-    """As between stages: what a layer put on yet another device stays there."""
-    return _changed(x, lambda leaf: leaf.to(target) if source in (None, leaf.device) else leaf)
-
-
-def _changed(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    return map_tensors(lambda leaf: carry(leaf, function(leaf)), tree)
+    return change_tensors(leaves, torch.clone), entering
 
 
 # Where the layers run.
-
-
-def following(stage: Stage) -> Manager:
-    """Copy parameters to the stage that live on another device, for a ``with`` block."""
-    writes: list[Write] = []
-    for module, name in stage.followed:
-        parameter = module._parameters[name]
-        assert parameter is not None, "nothing is followed by None"
-        # The copy is in the graph of the parameter.
-        writes.append((module._parameters, name, parameter.to(stage.device)))
-    return stage.journal.changed(writes)
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import MicroBatching, Rows, carry, map_tensors, named_leaves
+from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
 
 # What a pipeline promises to compute, in the order in which a fault is looked for.
 OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS = KINDS = (
@@ -28,7 +28,7 @@ Mask = Mapping[str, Tensor]  # True where a value counts; a value without one co
 
 def on_cpu(tree: Any) -> Any:
     """The tree with a copy of each tensor on the CPU, in no graph."""
-    return map_tensors(lambda x: carry(x, x.detach().to("cpu", copy=True)), tree)
+    return map_tensors(lambda x: copy_marks(x, x.detach().to("cpu", copy=True)), tree)
 
 
 def tensors(tree: Any) -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -
     """
 
     def filled(value: int) -> dict[str, Tensor]:
-        fill = [map_tensors(lambda x: carry(x, torch.full_like(x, value)), o) for o in outputs]
+        fill = [map_tensors(lambda x: copy_marks(x, torch.full_like(x, value)), o) for o in outputs]
         return tensors(microbatching.merge(fill, batch))
 
     zeros = filled(0)

@@ -1,4 +1,4 @@
-"""Whether a pipeline computes what its layers compute: one batch, run plain and piped.
+"""Whether a pipeline computes what its layers compute: one batch, run plain and pipelined.
 
 "Same batch, other chunks, other result" has a reason, and seldom where the user looks: a layer that
 takes a mean over the batch, a backward that divides by its size, a buffer that moves on with every
@@ -31,9 +31,9 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
 from lightning_gpipe.core.verify.difference import first_difference
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.preserved import untouched, without_dropout
-from lightning_gpipe.core.verify.rounding import AMPLIFIED, shaking
-from lightning_gpipe.core.verify.runs import Run, run_piped, run_plain
+from lightning_gpipe.core.verify.preserved import state_preserved, without_dropout
+from lightning_gpipe.core.verify.rounding import AMPLIFIED, perturbing
+from lightning_gpipe.core.verify.runs import Run, run_pipelined, run_plain
 from lightning_gpipe.core.verify.values import KINDS
 
 __all__ = ["Parity", "verify"]
@@ -70,20 +70,20 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
     pipeline.patches.undo()  # those that an interrupted verification left
     context = Context.capture(pipeline.devices)
     with _saving(context), without_dropout(pipeline.modules(), pipeline.patches):
-        with untouched(pipeline):
-            piped = run_piped(pipeline, input)
-        with untouched(pipeline):
-            plain = run_plain(pipeline, input, piped.mask)
+        with state_preserved(pipeline):
+            pipelined = run_pipelined(pipeline, input)
+        with state_preserved(pipeline):
+            plain = run_plain(pipeline, input, pipelined.mask)
         if tolerance is None:
             tolerance = _tolerance(pipeline, plain, context)
-        difference = first_difference(pipeline, plain, piped, tolerance)
+        difference = first_difference(pipeline, plain, pipelined, tolerance)
         if difference is not None and difference.reason is None:
-            with untouched(pipeline):
-                shaken = run_plain(pipeline, input, piped.mask, between=shaking())
-            left = first_difference(pipeline, plain, piped, tolerance, shaken=shaken)
+            with state_preserved(pipeline):
+                perturbed = run_plain(pipeline, input, pipelined.mask, between=perturbing())
+            left = first_difference(pipeline, plain, pipelined, tolerance, perturbed=perturbed)
             difference = left or replace(difference, reason=AMPLIFIED)
-    compared = {kind: deviations(plain.values[kind], piped.values[kind]) for kind in KINDS}
-    return Parity(piped.microbatches, compared, tolerance, difference)
+    compared = {kind: deviations(plain.values[kind], pipelined.values[kind]) for kind in KINDS}
+    return Parity(pipelined.microbatches, compared, tolerance, difference)
 
 
 def _tolerance(pipeline: GPipe, plain: Run, context: Context) -> float:

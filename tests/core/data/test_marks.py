@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import whole
-from lightning_gpipe.core.data.marks import carry, is_whole
+from lightning_gpipe.core.data.marks import copy_marks, is_whole
 from tests.support.models import Call, assert_same, gradients, rows
 from tests.support.pipes import Pipe, every_mode
 
@@ -49,8 +49,8 @@ def test_only_tensors_are_marked() -> None:
 def test_mark_is_carried_to_what_stands_for_the_tensor() -> None:
     table = torch.ones(2)
 
-    assert is_whole(carry(whole(table), table.clone()))
-    assert not is_whole(carry(table, table.clone()))
+    assert is_whole(copy_marks(whole(table), table.clone()))
+    assert not is_whole(copy_marks(table, table.clone()))
 
 
 @every_mode

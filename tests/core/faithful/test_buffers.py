@@ -2,11 +2,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data.pytree import FlatTree
+from lightning_gpipe.core.faithful.behavior import Behavior
 from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager, together
-from lightning_gpipe.core.faithful.snapshot import Snapshot
 
 
 class State(nn.Module):
@@ -25,14 +24,22 @@ class State(nn.Module):
 X = torch.ones(2)
 
 
-def stage_buffers(*modules: nn.Module, deferred: bool = False) -> StageBuffers:
-    return StageBuffers(modules, deferred=deferred)
+class Watched:
+    """The buffers of a module, and what is known of it."""
+
+    def __init__(self, module: nn.Module, *, deferred: bool = False) -> None:
+        self.buffers = StageBuffers([module], deferred=deferred)
+        self.behavior = Behavior()
 
 
-def run(module: nn.Module, buffers: StageBuffers, x: Tensor = X) -> Buffers:
-    found = buffers.before("training")
+def stage_buffers(module: nn.Module, *, deferred: bool = False) -> Watched:
+    return Watched(module, deferred=deferred)
+
+
+def run(module: nn.Module, watched: Watched, x: Tensor = X) -> Buffers:
+    found = watched.buffers.before(watched.behavior)
     module(x)
-    buffers.after("training", found)
+    watched.buffers.after(watched.behavior, found)
     return found
 
 
@@ -161,21 +168,14 @@ def test_running_statistics_are_always_copied_unless_they_are_deferred(training:
             assert (norm.running_mean is mean) == (deferred and training)
 
 
-def test_snapshot_puts_back_buffers_and_inputs() -> None:
-    module, x = State(), torch.ones(2)
-    buffers, buffer = stage_buffers(module), module.calls
-    snapshot = Snapshot([buffers.all()], [FlatTree([x, "name"])], guarded=False)
+def test_buffers_are_put_back_with_their_values() -> None:
+    module = State()
+    buffer = module.calls
+    found = StageBuffers([module], deferred=False).small()
 
-    module(x.mul_(2))
-    [again] = snapshot.restore()
+    module(X)
+    module.calls = nn.Buffer(torch.ones(()))
+    found.restore()
 
     assert module.calls is buffer
     assert buffer == 0
-    assert torch.equal(again.leaves[0], torch.ones(2))
-    assert again.leaves[1] == "name"
-
-
-def test_snapshot_of_guarded_inputs_copies_nothing() -> None:
-    inputs = [FlatTree([torch.ones(2)])]
-
-    assert Snapshot([], inputs, guarded=True).restore() is inputs

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful.inplace import Edits
+from lightning_gpipe.core.faithful.behavior import Behavior
+from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.recompute import Mode
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Call, assert_same, rows, step
 from tests.support.pipes import MODES
 
@@ -14,23 +15,22 @@ X = torch.arange(6.0).reshape(2, 3)
 
 
 def test_copies_of_one_tensor_are_one_tensor() -> None:
-    edits = Edits()
+    guard = MutationGuard(Behavior(), [X, X[:, :], X[:1], "name"], grad=True)
 
-    watch = edits.watch("first run", [X, X[:, :], X[:1], "name"], grad=True)
-
-    assert watch.leaves[0] is watch.leaves[1]
-    assert watch.leaves[0] is not watch.leaves[2]
-    assert watch.leaves[0] is not X
-    assert watch.leaves[3] == "name"
+    assert guard.leaves[0] is guard.leaves[1]
+    assert guard.leaves[0] is not guard.leaves[2]
+    assert guard.leaves[0] is not X
+    assert guard.leaves[3] == "name"
 
 
 def test_what_is_not_edited_is_not_copied_again() -> None:
-    edits = Edits()
-    edits.watch("same", [X, X[:, :]], grad=True).close()
-
+    behavior = Behavior()
+    MutationGuard(behavior, [X, X[:, :]], grad=True).close()
     leaves = [X, X[:, :]]
 
-    assert all(map(lambda a, b: a is b, edits.watch("same", leaves, grad=True).leaves, leaves))
+    guard = MutationGuard(behavior, leaves, grad=True)
+
+    assert all(map(lambda a, b: a is b, guard.leaves, leaves))
 
 
 def edit_first(both: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,7 +46,7 @@ def edit_second(both: tuple[Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     "twice", [lambda x: (x, x), lambda x: (x, x[:, :]), lambda x: (x.view_as(x), x)]
 )
-def test_one_tensor_twice_and_edited(mode: Mode, edit: Any, twice: Any) -> None:
+def test_one_tensor_twice_and_edited(mode: ActivationCheckpointing, edit: Any, twice: Any) -> None:
     """Once only one of the two was copied and edited, so outputs and gradients were wrong."""
     torch.manual_seed(4)
     ends = [nn.Linear(3, 3), Call(lambda x: twice(x * 1)), Call(edit), nn.Linear(3, 3)]
@@ -69,7 +69,7 @@ def test_one_tensor_twice_and_edited(mode: Mode, edit: Any, twice: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_tensor_twice_in_the_batch_and_edited(mode: Mode) -> None:
+def test_one_tensor_twice_in_the_batch_and_edited(mode: ActivationCheckpointing) -> None:
     plain = nn.Sequential(Call(lambda b: torch.relu_(b["a"]) + b["b"]), nn.Linear(3, 3)).double()
     pipeline = GPipe(plain, [1, 1], devices=["cpu", "cpu"], chunks=3, activation_checkpointing=mode)
 
@@ -93,7 +93,7 @@ def test_edit_of_a_tensor_of_which_another_is_a_part_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_edit_beside_another_part_of_the_same_memory(mode: Mode) -> None:
+def test_edit_beside_another_part_of_the_same_memory(mode: ActivationCheckpointing) -> None:
     plain = nn.Sequential(
         nn.Linear(3, 4),
         Call(lambda x: (x[:, :2], x[:, 2:])),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.journal import Attributes, Journal
 
 
 def test_changes_last_as_long_as_the_block() -> None:
@@ -51,10 +51,9 @@ def test_block_ends_what_was_changed_within_it() -> None:
 def test_attribute_is_set_as_by_assignment() -> None:
     journal, module = Journal(), nn.Dropout(0.5)
 
-    journal.set_attribute(module, "p", 0.0)
-    journal.set_attribute(module, "training", False)
-    assert (module.p, module.training) == (0.0, False)
-    journal.undo()
+    attributes = Attributes(module)
+    with journal.changed([(attributes, "p", 0.0), (attributes, "training", False)]):
+        assert (module.p, module.training) == (0.0, False)
 
     assert (module.p, module.training) == (0.5, True)
 

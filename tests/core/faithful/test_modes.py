@@ -5,7 +5,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.faithful.modes import Modes
+from lightning_gpipe.core.faithful.modes import TorchModes
 
 
 class SineForCosine(TorchFunctionMode):
@@ -23,41 +23,41 @@ X = torch.tensor([1.0, 2.0])
 
 
 def test_no_mode_by_default() -> None:
-    assert not Modes.capture()
+    assert not TorchModes.capture()
 
 
 def test_default_device_is_none_of_them() -> None:
     with torch.device("meta"):
-        assert not Modes.capture()
+        assert not TorchModes.capture()
 
 
 def test_modes_of_both_kinds() -> None:
     with SineForCosine() as function, torch.device("meta"), ExpForLog() as dispatch:
-        assert Modes.capture() == Modes((function,), (dispatch,))
+        assert TorchModes.capture() == TorchModes((function,), (dispatch,))
 
 
 def test_modes_that_are_gone_are_entered_again() -> None:
     with SineForCosine(), ExpForLog():
-        modes = Modes.capture()
+        modes = TorchModes.capture()
 
     with modes.entered():
         assert torch.equal(torch.cos(X), torch.sin(X))
         assert torch.equal(torch.log(X), torch.exp(X))
 
     assert not torch.equal(torch.cos(X), torch.sin(X))
-    assert not Modes.capture()
+    assert not TorchModes.capture()
 
 
 def test_modes_that_are_there_are_left_alone() -> None:
     with SineForCosine(), ExpForLog():
-        modes = Modes.capture()
+        modes = TorchModes.capture()
         with modes.entered():
-            assert Modes.capture() == modes
+            assert TorchModes.capture() == modes
 
 
 def test_counter_that_was_read_does_not_go_on() -> None:
     with FlopCounterMode(display=False) as counter:
-        modes = Modes.capture()
+        modes = TorchModes.capture()
 
     with modes.entered():
         X @ X

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_gpipe.core.faithful.managers import together
 from lightning_gpipe.core.faithful.randomness import (
     OwnGenerators,
-    PrivateStreams,
+    PrivateGenerators,
     Randomness,
     SharedGenerators,
     default_generator,
@@ -57,8 +57,8 @@ def draw(request: pytest.FixtureRequest) -> Callable[[], Tensor]:
     return DRAWS[request.param]
 
 
-def streams(seed: bytes = b"seed", j: int = 0) -> PrivateStreams:
-    return PrivateStreams(seed, j, [CPU])
+def streams(seed: bytes = b"seed", j: int = 0) -> PrivateGenerators:
+    return PrivateGenerators(seed, j, [CPU])
 
 
 def test_own_generators_replay_what_was_drawn() -> None:
@@ -224,7 +224,7 @@ def test_a_generator_of_the_users_own_is_left_alone() -> None:
 
 
 def test_devices_that_are_not_shared_are_left_alone() -> None:
-    private = PrivateStreams(b"seed", 0, [])
+    private = PrivateGenerators(b"seed", 0, [])
     before = torch.get_rng_state()
 
     with private.drawing(0):
@@ -272,7 +272,7 @@ def test_shared_generators_rewind() -> None:
 
 def test_shared_generators_advance_to_other_streams() -> None:
     def drawn() -> list[float]:
-        with SharedGenerators([CPU]).streams(0).drawing(0):
+        with SharedGenerators([CPU]).private(0).drawing(0):
             return torch.rand(3).tolist()
 
     first, again = drawn(), drawn()
@@ -285,7 +285,7 @@ def test_shared_generators_advance_to_other_streams() -> None:
 def test_streams_follow_the_seed() -> None:
     def drawn(seed: int) -> list[float]:
         torch.manual_seed(seed)
-        with SharedGenerators([CPU]).streams(0).drawing(0):
+        with SharedGenerators([CPU]).private(0).drawing(0):
             return torch.rand(3).tolist()
 
     assert drawn(1) == drawn(1) != drawn(2)

@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from lightning_gpipe.core.plan.recompute import Mode, check_mode, count_recomputed
+from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.plan.recompute import check_activation_checkpointing, count_recomputed
 
 
 @pytest.mark.parametrize(
@@ -16,19 +17,19 @@ from lightning_gpipe.core.plan.recompute import Mode, check_mode, count_recomput
         (9, [1, 2, 4]),
     ],
 )
-def test_mode_counts_the_recomputed(mode: Mode, counts: list[int]) -> None:
+def test_mode_counts_the_recomputed(mode: ActivationCheckpointing, counts: list[int]) -> None:
     assert [count_recomputed(mode, m) for m in (1, 2, 4)] == counts
 
 
 @pytest.mark.parametrize("mode", ["always", "except_last", "never", 0, 3])
-def test_known_mode(mode: Mode) -> None:
-    check_mode(mode)
+def test_known_mode(mode: ActivationCheckpointing) -> None:
+    check_activation_checkpointing(mode)
 
 
 @pytest.mark.parametrize("mode", ["sometimes", "", "Always", -1])
 def test_unknown_mode(mode: Any) -> None:
     with pytest.raises(ValueError, match="activation_checkpointing must be one of") as error:
-        check_mode(mode)
+        check_activation_checkpointing(mode)
 
     assert "'always', 'except_last', 'never', or a number" in str(error.value)
     assert f"got {mode!r}" in str(error.value)
@@ -37,6 +38,6 @@ def test_unknown_mode(mode: Any) -> None:
 @pytest.mark.parametrize("mode", [True, None, 1.0, ["always"]])
 def test_mode_of_the_wrong_type(mode: Any) -> None:
     with pytest.raises(TypeError, match="activation_checkpointing must be one of") as error:
-        check_mode(mode)
+        check_activation_checkpointing(mode)
 
     assert f"got {mode!r}" in str(error.value)

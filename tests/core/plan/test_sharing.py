@@ -2,13 +2,13 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_gpipe.core.plan.layout import lay_out
 from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.plan.sharing import (
     check_outside,
     check_sharing,
-    homes,
-    places_away,
     shared_with_outside,
+    slots_away,
 )
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -29,30 +29,30 @@ def tied() -> nn.Sequential:
 def test_layers_of_their_own() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
-    check_sharing(cut(module, [1, 1]), [CPU, META])
+    check_sharing(lay_out(cut(module, [1, 1]), [CPU, META]))
 
 
 @pytest.mark.parametrize("other", [CPU, META])
 def test_weight_shared_by_stages(other: torch.device) -> None:
-    check_sharing(cut(tied(), [2, 1]), [CPU, other])
+    check_sharing(lay_out(cut(tied(), [2, 1]), [CPU, other]))
 
 
 def test_shared_weight_lives_where_the_first_stage_is() -> None:
     module = tied()
 
-    found = homes(cut(module, [2, 1]), [CPU, META])
+    found = lay_out(cut(module, [2, 1]), [CPU, META]).homes
 
     lives = {name: found[module.get_parameter(name)] for name in ("2.weight", "0.bias", "2.bias")}
     assert lives == {"2.weight": CPU, "0.bias": CPU, "2.bias": META}
 
 
-def test_places_of_parameters_that_live_elsewhere() -> None:
+def test_slots_of_parameters_that_live_elsewhere() -> None:
     module = tied()
-    found = homes(cut(module, [2, 1]), [CPU, META])
+    found = lay_out(cut(module, [2, 1]), [CPU, META]).homes
 
-    assert places_away([module[2]], META, found) == {(module[2], "weight")}
-    assert places_away([module[0]], CPU, found) == set()
-    assert places_away([nn.Linear(2, 2)], CPU, found) == set()  # unknown: not away
+    assert slots_away([module[2]], META, found) == {(module[2], "weight")}
+    assert slots_away([module[0]], CPU, found) == set()
+    assert slots_away([nn.Linear(2, 2)], CPU, found) == set()  # unknown: not away
 
 
 def test_buffer_shared_across_devices() -> None:
@@ -60,7 +60,7 @@ def test_buffer_shared_across_devices() -> None:
     module[1].running_mean = module[0].running_mean
 
     with pytest.raises(ValueError) as error:
-        check_sharing(cut(module, [1, 1]), [CPU, META])
+        check_sharing(lay_out(cut(module, [1, 1]), [CPU, META]))
 
     assert "buffer layer 0.running_mean (cpu) is layer 1.running_mean (meta)" in str(error.value)
 
@@ -71,7 +71,7 @@ def test_module_shared_by_stages(other: torch.device) -> None:
     module = nn.Sequential(Wrapped(inner), Wrapped(inner))
 
     with pytest.raises(ValueError, match="must not share modules") as error:
-        check_sharing(cut(module, [1, 1]), [CPU, other])
+        check_sharing(lay_out(cut(module, [1, 1]), [CPU, other]))
 
     assert "module layer 0.inner (stage 0) is layer 1.inner (stage 1)" in str(error.value)
     assert "Choose a balance" in str(error.value)
@@ -80,7 +80,7 @@ def test_module_shared_by_stages(other: torch.device) -> None:
 def test_module_shared_within_a_stage() -> None:
     inner = nn.ReLU()
 
-    check_sharing(cut(nn.Sequential(Wrapped(inner), Wrapped(inner)), [2]), [CPU])
+    check_sharing(lay_out(cut(nn.Sequential(Wrapped(inner), Wrapped(inner)), [2]), [CPU]))
 
 
 def test_every_fault_is_named() -> None:
@@ -89,7 +89,7 @@ def test_every_fault_is_named() -> None:
     module[3].running_var = module[0].running_var
 
     with pytest.raises(ValueError) as error:
-        check_sharing(cut(module, [2, 2]), [CPU, META])
+        check_sharing(lay_out(cut(module, [2, 2]), [CPU, META]))
 
     assert "module layer 1.inner (stage 0) is layer 2.inner (stage 1)" in str(error.value)
     assert "buffer layer 0.running_var (cpu) is layer 3.running_var (meta)" in str(error.value)
@@ -109,9 +109,9 @@ def test_buffer_shared_with_what_is_outside() -> None:
     root.head.inner.running_mean = root.layers[0].running_mean
     partitions = cut(root.layers, [1, 1])
 
-    check_outside(root, root.layers, partitions, [CPU, CPU], CPU)
+    check_outside(root, root.layers, lay_out(partitions, [CPU, CPU]), CPU)
     with pytest.raises(ValueError, match=r"got head.inner.running_mean \(meta\) is in stage 0"):
-        check_outside(root, root.layers, partitions, [CPU, META], META)
+        check_outside(root, root.layers, lay_out(partitions, [CPU, META]), META)
 
 
 def test_layer_used_outside_of_the_pipeline_too() -> None:
@@ -119,7 +119,7 @@ def test_layer_used_outside_of_the_pipeline_too() -> None:
     root.first = root.layers[0]
 
     with pytest.raises(ValueError, match="got first.running_mean .* first.running_var"):
-        check_outside(root, root.layers, cut(root.layers, [1, 1]), [CPU, META], META)
+        check_outside(root, root.layers, lay_out(cut(root.layers, [1, 1]), [CPU, META]), META)
 
 
 def test_parameters_shared_with_what_is_outside() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.run.roots import leaves_behind, root_of, run_backward
+from lightning_gpipe.core.run.roots import root_of, run_backward
 
 
 class Double(torch.autograd.Function):
@@ -49,12 +49,3 @@ def test_roots_without_a_gradient_are_left_out() -> None:
 
     assert x.grad is not None
     assert y.grad is None
-
-
-def test_leaves_behind_outputs() -> None:
-    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
-
-    found = leaves_behind([(x * y).sum(), torch.ones(1), "not a tensor"])
-
-    assert found == {id(x), id(y)}
-    assert id(z) not in found

@@ -1,260 +1,11 @@
-import gc
-import weakref
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_gpipe.core.data.marks import whole
-from lightning_gpipe.core.data.pytree import tree_flatten
-from lightning_gpipe.core.faithful.context import Context
-from lightning_gpipe.core.faithful.randomness import OwnGenerators, Randomness
-from lightning_gpipe.core.plan.partition import cut
-from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.run.stage_pass import StagePass
-
-CPU = torch.device("cpu")
-X = torch.tensor([[1.0, -2.0]])
-
-
-class Double(nn.Module):
-    """Counts its calls, and remembers its last output weakly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.last: weakref.ref[Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y = 2 * x
-        self.last = weakref.ref(y)
-        return y
-
-
-class Edit(nn.Module):
-    """Edits its input in place from the call on that is given."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.first = first
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x.mul_(3) if self.calls >= self.first else x * 3
-
-
-def stage(*layers: nn.Module) -> Stage:
-    return Stage(cut(nn.Sequential(*layers), [len(layers)])[0], CPU, deferred_batch_norm=True)
-
-
-def begin(stage: Stage, kept: range = range(8)) -> StagePass:
-    return StagePass(stage, Context.capture([CPU]), kept, Randomness(OwnGenerators([CPU]), None))
-
-
-def leaf(x: Any = X) -> Tensor:
-    return x.clone().requires_grad_()
+from tests.support.stages import begin, stage
 
 
 def test_stage_names_its_layers_and_its_device() -> None:
     assert str(stage(nn.ReLU(), nn.ReLU())) == "stage 0 (layers 0..1, cpu)"
-
-
-def test_output_is_detached_and_knows_whether_it_requires_a_gradient() -> None:
-    (y,) = begin(stage(nn.Linear(2, 2))).forward(0, tree_flatten(X)).leaves
-
-    assert y.is_leaf
-    assert y.requires_grad
-
-
-@pytest.mark.parametrize("kept", [range(1), range(0)], ids=["kept", "recomputed"])
-def test_backward_gives_the_gradient_of_the_input(kept: range) -> None:
-    run = begin(stage(Double(), nn.Tanh()), kept)
-    x = leaf()
-    run.forward(0, tree_flatten(x))
-    if not kept:
-        run.recompute(0)
-
-    (gradient,) = run.backward(0, [torch.ones(1, 2)])
-
-    assert gradient is not None
-    torch.testing.assert_close(gradient, 2 * (1 - torch.tanh(2 * X) ** 2))
-
-
-class Constant(nn.Module):
-    """Returns its weight, whatever it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1, 2))
-
-    def forward(self, x: Any) -> Tensor:
-        return self.weight * 2
-
-
-@pytest.mark.parametrize("value", [3, None, "name"])
-@pytest.mark.parametrize("kept", [range(1), range(0)], ids=["kept", "recomputed"])
-def test_backward_of_an_input_that_is_no_tensor(value: Any, kept: range) -> None:
-    """Once a sole input was taken to be a tensor, so backward raised AttributeError."""
-    run = begin(stage(Constant()), kept)
-    run.forward(0, tree_flatten(value))
-    if not kept:
-        run.recompute(0)
-
-    assert run.backward(0, [torch.ones(1, 2)]) == [None]
-    assert [torch.equal(g, 2 * torch.ones(1, 2)) for _, g in run.shadows.take_gradients()] == [True]
-
-
-def test_dropped_activations_are_freed_after_forward() -> None:
-    double = Double()
-    run = begin(stage(double, nn.Tanh(), nn.Tanh()), kept=range(0))
-
-    run.forward(0, tree_flatten(leaf()))
-
-    assert double.last is not None
-    assert double.last() is None
-
-
-def test_kept_activations_are_freed_after_backward() -> None:
-    sigmoid, double = nn.Sigmoid(), Double()
-    run = begin(stage(sigmoid, double, nn.Tanh()))
-    run.forward(0, tree_flatten(leaf()))
-
-    gc.disable()
-    try:
-        run.backward(0, [torch.ones(1, 2)])
-        assert double.last is not None
-        assert double.last() is None
-    finally:
-        gc.enable()
-
-
-def test_input_is_freed_after_its_backward() -> None:
-    run = begin(stage(nn.Tanh(), nn.Tanh()))
-    run.forward(0, tree_flatten(leaf()))  # the first time, the layers work on a copy
-    x = leaf()
-    alive = weakref.ref(x)
-    run.forward(1, tree_flatten(x))
-    del x
-
-    assert alive() is not None
-    run.backward(1, [torch.ones(1, 2)])
-    assert alive() is None
-
-
-def test_frozen_stage_is_never_recomputed() -> None:
-    double = Double()
-    run = begin(stage(double), kept=range(0))
-
-    run.forward(0, tree_flatten(X))
-    run.recompute(0)
-
-    assert run.backward(0, []) == []
-    assert double.calls == 1
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    with torch.no_grad():
-        run = begin(stage(nn.Linear(2, 2)))
-        (y,) = run.forward(0, tree_flatten(X)).leaves
-
-    assert not y.requires_grad
-    assert run.backward(0, [torch.ones(1, 2)]) == []
-
-
-def test_output_that_nobody_used_has_no_gradient() -> None:
-    run = begin(stage(Double()))
-    run.forward(0, tree_flatten(leaf()))
-
-    assert run.backward(0, [None]) == [None]
-
-
-def test_release_lets_go() -> None:
-    double = Double()
-    run = begin(stage(double, nn.Tanh()))
-    run.forward(0, tree_flatten(leaf()))
-
-    run.release()
-
-    assert double.last is not None
-    assert double.last() is None
-
-
-# Edits in place.
-
-
-def test_edited_input_stays_as_it_was() -> None:
-    x = leaf()
-    editing = stage(Edit(first=1))
-
-    for i in range(3):
-        run = begin(editing)
-        run.forward(i, tree_flatten(x))
-        assert torch.equal(x, X)
-
-
-@pytest.mark.parametrize("layer", [nn.ReLU(inplace=True), nn.ReLU()], ids=["edits", "does not"])
-def test_gradient_through_an_edit(layer: nn.Module) -> None:
-    editing = stage(layer)
-
-    for _ in range(2):
-        run = begin(editing)
-        run.forward(0, tree_flatten(leaf()))
-        (gradient,) = run.backward(0, [torch.ones(1, 2)])
-        assert gradient is not None
-        assert gradient.tolist() == [[1.0, 0.0]]
-
-
-def test_input_that_is_not_edited_is_copied_once() -> None:
-    seen: list[int] = []
-    watch = nn.Identity()
-    watch.register_forward_hook(lambda module, args, output: seen.append(args[0].data_ptr()))
-    watching = stage(watch)
-    x = leaf()
-
-    for _ in range(3):
-        begin(watching).forward(0, tree_flatten(x))
-
-    assert [pointer == x.data_ptr() for pointer in seen] == [False, True, True]
-
-
-def test_tensor_given_whole_is_not_edited_without_gradients_either() -> None:
-    table = whole(X.clone())
-    editing = stage(Edit(first=1))
-
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            for i in range(2):
-                (y,) = begin(editing).forward(i, tree_flatten(table)).leaves
-                assert torch.equal(y, 3 * X)
-
-    assert torch.equal(table, X)
-
-
-def test_layer_that_edits_in_training_only() -> None:
-    dropout = nn.Dropout(0.5, inplace=True)
-    editing = stage(dropout)
-    dropout.eval()
-    begin(editing).forward(0, tree_flatten(leaf()))
-    dropout.train()
-
-    begin(editing).forward(0, tree_flatten(leaf()))
-
-
-def test_edit_that_first_appears_later() -> None:
-    editing = stage(nn.Identity(), Edit(first=2), nn.ReLU())
-    begin(editing).forward(0, tree_flatten(torch.ones(1, 2)))
-
-    with pytest.raises(RuntimeError, match="always or never") as error:
-        begin(editing).forward(0, tree_flatten(torch.ones(1, 2)))
-
-    assert "layer 1 (Edit) must" in str(error.value)
-    assert "it edited input 0 of its stage" in str(error.value)
-
-
-# Modules that come and go.
 
 
 def test_parametrization_registered_later() -> None:
@@ -271,39 +22,25 @@ def test_parametrization_registered_later() -> None:
 def test_layer_within_a_layer_that_is_replaced() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     changed = stage(outer)
-    changed.draws = False
+    known = changed.behavior((True,), "inputs")
     outer[1] = nn.BatchNorm1d(2)
 
     changed.refresh()
 
     assert changed.modules == (outer, outer[0], outer[1])
-    assert changed.draws is None
+    assert changed.behavior((True,), "inputs") is not known
     assert begin(changed).statistics is not None
-
-
-def test_module_that_is_replaced_before_the_recomputation() -> None:
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    run = begin(stage(outer), kept=range(0))
-    run.forward(0, tree_flatten(leaf()))
-    run.check_unchanged()
-    outer[1] = nn.ReLU()
-
-    with pytest.raises(RuntimeError, match="modules must not be .* replaced between a forward"):
-        run.check_unchanged()
 
 
 def test_nothing_is_forgotten_while_nothing_changes() -> None:
     same = stage(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    same.draws = False
+    known = same.behavior((True,), "inputs")
     modules = same.modules
 
     same.refresh()
 
     assert same.modules is modules
-    assert same.draws is False
-
-
-# Placement.
+    assert same.behavior((True,), "inputs") is known
 
 
 def test_parameter_that_was_moved() -> None:
@@ -314,18 +51,31 @@ def test_parameter_that_was_moved() -> None:
         moved.refresh()
 
 
-# Whether it draws: see Note [Drawing from a private stream].
+def test_training_mode_is_put_back() -> None:
+    layers = stage(nn.Dropout(), nn.Tanh())
+    flags = layers.training_flags
+    layers.partition.layers[0].eval()
+
+    with layers.training_as(flags):
+        assert layers.training_flags == (True, True)
+
+    assert layers.training_flags == (False, True)
 
 
-def test_stage_draws_in_the_training_mode_in_which_it_drew() -> None:
-    dropping = stage(nn.Dropout(), nn.ReLU())
-    assert not dropping.draws
+def test_what_is_known_of_the_layers_is_bounded() -> None:
+    """A batch with other keys in each step was remembered for ever."""
+    layers = stage(nn.Tanh())
 
-    dropping.draws = True
+    for k in range(300):
+        layers.behavior((True,), f"structure {k}")
 
-    assert dropping.draws
-    dropping.partition.layers[0].eval()
-    assert not dropping.draws
-    dropping.partition.layers[0].train()
-    dropping.draws = False
-    assert not dropping.draws
+    assert len(layers._behaviors._known) < 100
+
+
+def test_what_is_used_is_not_forgotten() -> None:
+    layers = stage(nn.Tanh())
+    known = layers.behavior((True,), "always")
+
+    for k in range(300):
+        layers.behavior((True,), f"structure {k}")
+        assert layers.behavior((True,), "always") is known

@@ -1,17 +1,17 @@
 from textwrap import dedent
 
-import pytest
 import torch
 from rich import box
 from rich.console import Console
 from torch import nn
 
+from lightning_gpipe.core.plan import lay_out
 from lightning_gpipe.core.plan.partition import Partition, cut
-from lightning_gpipe.core.show.stages import listing
+from lightning_gpipe.core.show.stages import stage_table
 
 
 def drawn(partitions: list[Partition], devices: list[str]) -> str:
-    table = listing(partitions, [torch.device(device) for device in devices])
+    table = stage_table(lay_out(partitions, [torch.device(device) for device in devices]), {})
     table.box = box.ASCII2
     console = Console(width=100)
     with console.capture() as capture:
@@ -51,8 +51,3 @@ def test_layers_without_parameters() -> None:
     assert (
         drawn(cut(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1]), ["cpu", "cpu"]).count("0.0%") == 2
     )
-
-
-def test_a_device_for_each_stage() -> None:
-    with pytest.raises(ValueError, match="shorter"):
-        drawn(cut(nn.Sequential(nn.ReLU(), nn.Tanh()), [1, 1]), ["cpu"])

@@ -8,7 +8,8 @@ from uuid import uuid4
 import pytest
 import torch
 
-from lightning_gpipe.core.skip.flight import SkipName, Table, carrying, in_flight
+from lightning_gpipe.core.plan import SkipName
+from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
 from tests.support.skip_layers import Pop, Stash
 from tests.support.waiting import PATIENCE
 
@@ -19,8 +20,8 @@ def test_own_table_for_a_with_block() -> None:
     outer: Table = {X: torch.ones(1)}
     inner: Table = {}
 
-    with carrying(outer):
-        with carrying(inner):
+    with using_table(outer):
+        with using_table(inner):
             Stash()(torch.zeros(1))
             assert in_flight() is inner
         assert in_flight() is outer
@@ -33,7 +34,7 @@ def test_own_table_for_a_with_block() -> None:
 def test_table_of_before_comes_back_after_an_error() -> None:
     before = in_flight()
 
-    with pytest.raises(RuntimeError, match="'skip' must be stashed before Pop"), carrying({}):
+    with pytest.raises(RuntimeError, match="'skip' must be stashed before Pop"), using_table({}):
         Pop()(torch.ones(1))
 
     assert in_flight() is before
@@ -43,7 +44,7 @@ def test_threads_have_tables_of_their_own() -> None:
     found: list[Table] = []
     thread = threading.Thread(target=lambda: found.append(dict(in_flight())))
 
-    with carrying({X: None}):
+    with using_table({X: None}):
         thread.start()
         thread.join()
 

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan import Route, SkipName
 from lightning_gpipe.core.plan.partition import cut
-from lightning_gpipe.core.skip.flight import SkipName
-from lightning_gpipe.core.skip.layout import Route, Skip, cleared, laid_out, routes_of, skips_of
+from lightning_gpipe.core.skip.layout import (
+    Skip,
+    routes_of,
+    skips_of,
+    table_of,
+    tensors_leaving,
+)
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from tests.support.pipes import Pipe
 from tests.support.skip_layers import Forward, Pop, Stash, pair
@@ -208,18 +214,18 @@ def test_table_of_a_stage() -> None:
     a, b = (Route(SkipName(None, name), 0, 1) for name in "ab")
     x = torch.ones(1)
 
-    table = laid_out([a, b], [x, None])
+    table = table_of([a, b], [x, None])
 
     assert table == {a.name: x, b.name: None}
-    assert cleared(table, [b, a]) == [None, x]
-    assert cleared({}, []) == []
+    assert tensors_leaving(table, [b, a]) == [None, x]
+    assert tensors_leaving({}, []) == []
 
 
 def test_table_with_other_tensors_than_leave() -> None:
     a, b, c = (Route(SkipName(None, name), 0, 1) for name in "abc")
 
     with pytest.raises(RuntimeError) as error:
-        cleared({c.name: None}, [a, b])
+        tensors_leaving({c.name: None}, [a, b])
 
     assert str(error.value) == (
         "every skippable module within a layer must run in each forward: got none that stashed "
@@ -231,9 +237,9 @@ def test_table_with_too_few_or_too_many_tensors() -> None:
     a = Route(SkipName(None, "a"), 0, 1)
 
     with pytest.raises(RuntimeError, match="got none that stashed 'a'. To"):
-        cleared({}, [a])
+        tensors_leaving({}, [a])
     with pytest.raises(RuntimeError, match="got none that popped 'a'. To"):
-        cleared({a.name: None}, [])
+        tensors_leaving({a.name: None}, [])
 
 
 class Sometimes(nn.Module):

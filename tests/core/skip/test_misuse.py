@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.skip.flight import carrying, in_flight
+from lightning_gpipe.core.skip.flight import in_flight, using_table
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, with_skips
 from tests.support.faults import OwnError
 from tests.support.models import Call
@@ -18,7 +18,7 @@ from tests.support.skip_layers import Forward, Pop, Stash
 
 @pytest.fixture(autouse=True)
 def _nothing_in_flight() -> Iterator[None]:
-    with carrying({}):
+    with using_table({}):
         yield
 
 

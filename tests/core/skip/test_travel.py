@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan.schedule import Action, Kind
+from lightning_gpipe.core.plan import Action, Kind, Route
 from lightning_gpipe.core.skip.flight import in_flight
-from lightning_gpipe.core.skip.layout import Route
-from lightning_gpipe.core.transport.copies import Copies
-from lightning_gpipe.core.transport.local import LocalExchange
+from lightning_gpipe.core.transport.copies import Copies, Parcel
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.lightning_modules import WIDTH, Classifier, Data, trainer
 from tests.support.meters import census
@@ -48,13 +46,13 @@ class Letter:
 @pytest.fixture
 def letters(monkeypatch: pytest.MonkeyPatch) -> list[Letter]:
     found: list[Letter] = []
-    send = LocalExchange.send
+    pack = Copies.pack
 
-    def noted(self: LocalExchange, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+    def noted(self: Copies, to: Action, value: FlatTree, skip: Route | None) -> Parcel:
         found.append(Letter(to, value, skip))
-        send(self, to, value, skip)
+        return pack(self, to, value, skip)
 
-    monkeypatch.setattr(LocalExchange, "send", noted)
+    monkeypatch.setattr(Copies, "pack", noted)
     return found
 
 
@@ -168,16 +166,15 @@ def settled(storages: list[weakref.ref[Any]]) -> int:
 def _copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors arrive in memory of their own, as between devices."""
 
-    def send(self: Copies, leaves: list[Any], source: Any, target: Any) -> tuple[list[Any], None]:
+    def pack(self: Copies, to: Action, value: FlatTree, skip: Route | None) -> Parcel:
         def copied(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-        return [copied(leaf) for leaf in leaves], None
+        return Parcel(FlatTree(list(map(copied, value.leaves)), value.spec))
 
-    monkeypatch.setattr(Copies, "one_device", False)
-    monkeypatch.setattr(Copies, "send", send)
+    monkeypatch.setattr(Copies, "pack", pack)
 
 
 def watched_module(watched: Watched) -> nn.Sequential:

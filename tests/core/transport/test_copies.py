@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from lightning_gpipe.core.transport.copies import Copies
+from tests.support.transports import layout_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 @pytest.fixture
 def copies() -> Copies:
-    return Copies([CPU, META])
+    return Copies(layout_of(2, [CPU, META]))
 
 
 def test_on_one_device_nothing_is_touched(copies: Copies) -> None:

@@ -3,21 +3,19 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 import torch
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
-from lightning_gpipe.core.plan.schedule import Action, Kind
-from lightning_gpipe.core.skip.flight import SkipName
-from lightning_gpipe.core.skip.layout import Route
+from lightning_gpipe.core.plan import Action, Kind, Route, SkipName, fill_drain, one_each
 from lightning_gpipe.core.transport import local
-from lightning_gpipe.core.transport.interface import Cancelled
+from lightning_gpipe.core.transport.interface import Cancelled, Exchange
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
-from lightning_gpipe.core.transport.threads import Job
 from tests.support.faults import Busy
+from tests.support.transports import Job, layout_of
 from tests.support.waiting import NEVER, PATIENCE, awaited
 
 CPU = torch.device("cpu")
@@ -43,13 +41,22 @@ def workers() -> Workers:
 
 @pytest.fixture
 def transport() -> Iterator[LocalTransport]:
-    transport = LocalTransport(2, [CPU, CPU])
+    transport = LocalTransport(layout_of(2, [CPU, CPU]))
     yield transport
     transport.close()
 
 
+PHASE = fill_drain(1, one_each(1)).phase(0)  # threads run the rows that their tasks have
+
+
 def nothing() -> None:
     pass
+
+
+def run(
+    transport: LocalTransport, exchange: Exchange, functions: Sequence[Callable[[], object]]
+) -> None:
+    transport.run(exchange, list(map(Job, functions)))
 
 
 def forward(i: int, j: int) -> Action:
@@ -68,7 +75,7 @@ def note(place: list[threading.Thread]) -> None:
 
 
 def test_mail_comes_by_what_needs_it_not_by_when_it_was_sent(transport: LocalTransport) -> None:
-    exchange = transport.open()
+    exchange = transport.open(PHASE)
     for i in (2, 0, 1):
         exchange.send(forward(i, 1), tree_flatten(f"output {i}"))
 
@@ -78,7 +85,7 @@ def test_mail_comes_by_what_needs_it_not_by_when_it_was_sent(transport: LocalTra
 
 
 def test_mail_goes_to_the_caller_at_both_ends(transport: LocalTransport) -> None:
-    exchange = transport.open()
+    exchange = transport.open(PHASE)
 
     exchange.send(forward(0, 2), tree_flatten("output"))
     exchange.send(Action(Kind.BACKWARD, 0, -1), tree_flatten("gradient"))
@@ -88,7 +95,7 @@ def test_mail_goes_to_the_caller_at_both_ends(transport: LocalTransport) -> None
 
 
 def test_tensor_on_its_device_is_handed_over_as_it_is(transport: LocalTransport) -> None:
-    exchange, x = transport.open(), torch.ones(2, requires_grad=True)
+    exchange, x = transport.open(PHASE), torch.ones(2, requires_grad=True)
 
     exchange.send(forward(0, 1), tree_flatten((x, "name")))
 
@@ -97,7 +104,7 @@ def test_tensor_on_its_device_is_handed_over_as_it_is(transport: LocalTransport)
 
 
 def test_tensor_arrives_on_the_device_of_the_stage_and_requires_what_it_did() -> None:
-    exchange = LocalTransport(2, [CPU, torch.device("meta")]).open()
+    exchange = LocalTransport(layout_of(2, [CPU, torch.device("meta")])).open(PHASE)
 
     exchange.send(
         forward(0, 1), tree_flatten((torch.ones(2, requires_grad=True), torch.ones(1), 3))
@@ -109,7 +116,7 @@ def test_tensor_arrives_on_the_device_of_the_stage_and_requires_what_it_did() ->
 
 
 def test_mail_of_skips_comes_apart_from_that_of_the_stage_beside() -> None:
-    exchange = LocalTransport(3, [CPU] * 3).open()
+    exchange = LocalTransport(layout_of(3, [CPU] * 3)).open(PHASE)
     one, other = Route(SkipName(None, "one"), 0, 2), Route(SkipName(None, "other"), 1, 2)
     copied = Route(SkipName(None, "one"), 0, 2)
 
@@ -125,7 +132,7 @@ def test_mail_of_skips_comes_apart_from_that_of_the_stage_beside() -> None:
 
 
 def test_gradients_of_skips_go_back_to_their_stage() -> None:
-    exchange = LocalTransport(4, [CPU, CPU]).open()
+    exchange = LocalTransport(layout_of(4, [CPU, CPU])).open(PHASE)
     route = Route(SkipName(None, "x"), 0, 3)
 
     exchange.send(Action(Kind.BACKWARD, 0, 2), FlatTree(["gradient"]))
@@ -140,7 +147,7 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
     """What stays where it is are tensors on other devices than the sender's."""
     meta = torch.device("meta")
     devices, j = ([CPU, meta, meta], 2) if kind is Kind.FORWARD else ([meta, meta, CPU], 0)
-    exchange = LocalTransport(3, devices).open()
+    exchange = LocalTransport(layout_of(3, devices)).open(PHASE)
     route, x = Route(SkipName(None, "x"), 0, 2), torch.ones(2, requires_grad=True)
 
     exchange.send(Action(kind, 0, j), FlatTree([x, None]), route)
@@ -150,11 +157,11 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
     assert nothing is None
 
 
-def test_given_up_exchange_wakes_whoever_waits(
+def test_cancelled_exchange_wakes_who_waits(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_LOOK_UP", NEVER)
-    exchange = transport.open()
+    exchange = transport.open(PHASE)
     timer = threading.Timer(0.05, exchange.cancel)
     timer.start()
 
@@ -169,7 +176,7 @@ def test_given_up_exchange_wakes_whoever_waits(
 
 
 def test_workers_pass_on_what_they_made(transport: LocalTransport) -> None:
-    exchange = transport.open()
+    exchange = transport.open(PHASE)
 
     def work(j: int) -> None:
         for i in range(3):
@@ -178,7 +185,7 @@ def test_workers_pass_on_what_they_made(transport: LocalTransport) -> None:
 
     for i in range(3):
         exchange.send(forward(i, 0), tree_flatten(f"batch {i}"))
-    transport.run(exchange, [partial(work, 0), partial(work, 1)])
+    run(transport, exchange, [partial(work, 0), partial(work, 1)])
 
     results = [exchange.receive(forward(i, 2)).leaves[0] for i in range(3)]
     assert results == [f"batch {i}, stage 0, stage 1" for i in range(3)]
@@ -188,7 +195,7 @@ def test_each_worker_has_a_named_thread_that_stays(transport: LocalTransport) ->
     seen: list[list[threading.Thread]] = [[], []]
 
     for _ in range(3):
-        transport.run(transport.open(), [partial(note, place) for place in seen])
+        run(transport, transport.open(PHASE), [partial(note, place) for place in seen])
 
     assert [{thread.name for thread in place} for place in seen] == [
         {"gpipe-worker-0 (cpu)"},
@@ -198,7 +205,7 @@ def test_each_worker_has_a_named_thread_that_stays(transport: LocalTransport) ->
 
 
 def test_constructing_starts_no_thread(workers: Workers) -> None:
-    LocalTransport(2, [CPU, CPU]).open()
+    LocalTransport(layout_of(2, [CPU, CPU])).open(PHASE)
 
     assert workers() == []
 
@@ -213,7 +220,7 @@ def test_error_reaches_the_caller_while_the_other_waits(
 ) -> None:
     monkeypatch.setattr(local, "_LOOK_UP", NEVER)
     monkeypatch.setattr(local, "_GRACE", NEVER)
-    exchange = transport.open()
+    exchange = transport.open(PHASE)
     ends: list[BaseException] = []
 
     def wait() -> None:
@@ -226,7 +233,7 @@ def test_error_reaches_the_caller_while_the_other_waits(
     jobs: list[Callable[[], None]] = [wait, wait]
     jobs[failing] = partial(fail, error)
     with pytest.raises(type(error)) as caught:
-        transport.run(exchange, jobs)
+        run(transport, exchange, jobs)
 
     assert caught.value is error
     assert [type(end) for end in ends] == [Cancelled]
@@ -236,7 +243,7 @@ def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransp
     busy = Busy()
 
     with pytest.raises(KeyError):
-        transport.run(transport.open(), [partial(fail, KeyError()), busy])
+        run(transport, transport.open(PHASE), [partial(fail, KeyError()), busy])
 
     assert not busy.over
     busy.end()
@@ -247,19 +254,19 @@ def test_caller_waits_less_than_a_second_for_a_busy_worker_or_one_that_died() ->
 
 
 def test_run_within_a_run_of_the_same_transport(transport: LocalTransport) -> None:
-    def run() -> None:
-        transport.run(transport.open(), [nothing, nothing])
+    def run_within() -> None:
+        run(transport, transport.open(PHASE), [nothing, nothing])
 
     with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
-        transport.run(transport.open(), [run, nothing])
+        run(transport, transport.open(PHASE), [run_within, nothing])
 
 
 def test_used_again_after_an_error(transport: LocalTransport) -> None:
     with pytest.raises(KeyError):
-        transport.run(transport.open(), [partial(fail, KeyError()), nothing])
+        run(transport, transport.open(PHASE), [partial(fail, KeyError()), nothing])
     seen: list[threading.Thread] = []
 
-    transport.run(transport.open(), [partial(note, seen), partial(note, seen)])
+    run(transport, transport.open(PHASE), [partial(note, seen), partial(note, seen)])
 
     assert len(seen) == 2
 
@@ -267,23 +274,23 @@ def test_used_again_after_an_error(transport: LocalTransport) -> None:
 # pytest reports what the thread dies of, here SystemExit.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_thread_that_died_is_reported_and_replaced(transport: LocalTransport) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
     kill = threading.Event()
 
-    def die() -> None:  # outside any run, so nobody takes down how it ended
+    def die() -> None:  # outside any run, so nobody records how it ended
         kill.wait(PATIENCE)
         sys.exit()
 
-    transport._threads[0].put(die)
+    transport._crew.threads[0].put(die)
     with pytest.raises(RuntimeError, match=r"thread of worker 0 \(cpu\) must live as long"):
-        transport.run(transport.open(), [nothing, kill.set])
-    transport.run(transport.open(), [nothing, nothing])
+        run(transport, transport.open(PHASE), [nothing, kill.set])
+    run(transport, transport.open(PHASE), [nothing, nothing])
 
-    assert [thread.alive for thread in transport._threads] == [True, True]
+    assert [thread.alive for thread in transport._crew.threads] == [True, True]
 
 
 def test_close_leaves_no_thread(transport: LocalTransport, workers: Workers) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
     assert len(workers()) == 2
 
     transport.close()
@@ -292,19 +299,19 @@ def test_close_leaves_no_thread(transport: LocalTransport, workers: Workers) -> 
 
 
 def test_used_again_after_close(transport: LocalTransport, workers: Workers) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
     transport.close()
     transport.close()
     seen: list[threading.Thread] = []
 
-    transport.run(transport.open(), [partial(note, seen), nothing])
+    run(transport, transport.open(PHASE), [partial(note, seen), nothing])
 
     assert seen[0] in workers()
 
 
 def test_transport_that_nobody_closed_ends_its_threads(workers: Workers) -> None:
-    transport = LocalTransport(2, [CPU, CPU])
-    transport.run(transport.open(), [nothing, nothing])
+    transport = LocalTransport(layout_of(2, [CPU, CPU]))
+    run(transport, transport.open(PHASE), [nothing, nothing])
     assert len(workers()) == 2
 
     del transport
@@ -314,12 +321,12 @@ def test_transport_that_nobody_closed_ends_its_threads(workers: Workers) -> None
 
 
 def test_copy_has_threads_of_its_own(transport: LocalTransport, workers: Workers) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
 
     twin = copy.deepcopy(transport)
 
     assert len(workers()) == 2
-    twin.run(twin.open(), [nothing, nothing])
+    run(twin, twin.open(PHASE), [nothing, nothing])
     assert len(workers()) == 4
     twin.close()
     assert len(workers()) == 2
@@ -331,10 +338,10 @@ def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> Non
 
     payload = Payload()
     alive = weakref.ref(payload)
-    exchange: LocalExchange | None = transport.open()
+    exchange: LocalExchange | None = transport.open(PHASE)
     assert exchange is not None
 
-    transport.run(exchange, [lambda kept=payload: None, nothing])  # type: ignore[misc]  # a job
+    run(transport, exchange, [lambda kept=payload: None, nothing])  # type: ignore[misc]  # a job
     del payload, exchange
     # The thread tells how a job ended before it lets go of it.
     assert awaited(alive, None) is None
@@ -357,7 +364,7 @@ def intra_op_of(place: list[int]) -> None:
 
 @pytest.mark.usefixtures("_four_intra_op_threads")
 def test_the_callers_intra_op_threads_stay(transport: LocalTransport) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
     found: list[int] = []
     later = threading.Thread(target=intra_op_of, args=(found,))
     later.start()
@@ -370,11 +377,11 @@ def test_the_callers_intra_op_threads_stay(transport: LocalTransport) -> None:
 @pytest.mark.usefixtures("_four_intra_op_threads")
 @pytest.mark.parametrize("count, share", [(2, 2), (3, 1), (8, 1)])
 def test_workers_share_the_callers_intra_op_threads(count: int, share: int) -> None:
-    """A thread takes PyTorch's default when first asked: once that undid what had been set."""
-    transport = LocalTransport(count, [CPU] * count)
+    """Once a thread took PyTorch's default when first asked, which undid what had been set."""
+    transport = LocalTransport(layout_of(count, [CPU] * count))
     found: list[int] = []
 
-    transport.run(transport.open(), [partial(intra_op_of, found)] * count)
+    run(transport, transport.open(PHASE), [partial(intra_op_of, found)] * count)
     transport.close()
 
     assert found == [share] * count
@@ -382,11 +389,11 @@ def test_workers_share_the_callers_intra_op_threads(count: int, share: int) -> N
 
 @pytest.mark.usefixtures("_four_intra_op_threads")
 def test_workers_follow_the_callers_intra_op_threads(transport: LocalTransport) -> None:
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
     torch.set_num_threads(2)
     found: list[int] = []
 
-    transport.run(transport.open(), [partial(intra_op_of, found)] * 2)
+    run(transport, transport.open(PHASE), [partial(intra_op_of, found)] * 2)
 
     assert found == [1, 1]
 
@@ -400,17 +407,17 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
 ) -> None:
     """Once the worker that had its job already waited for the other for ever."""
     monkeypatch.setattr(local, "_LOOK_UP", NEVER)
-    transport.run(transport.open(), [nothing, nothing])
-    exchange = transport.open()
+    run(transport, transport.open(PHASE), [nothing, nothing])
+    exchange = transport.open(PHASE)
     with monkeypatch.context() as patch:
-        patch.setattr(transport._threads[1], "put", lambda job: fail(KeyboardInterrupt()))
-        jobs: list[Job] = [lambda: wait_at(exchange), nothing]
+        patch.setattr(transport._crew.threads[1], "put", lambda job: fail(KeyboardInterrupt()))
+        jobs: list[Callable[[], None]] = [lambda: wait_at(exchange), nothing]
         with pytest.raises(KeyboardInterrupt):
-            transport.run(exchange, jobs)
+            run(transport, exchange, jobs)
 
-    transport.run(transport.open(), [nothing, nothing])
+    run(transport, transport.open(PHASE), [nothing, nothing])
 
 
 def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport) -> None:
     with pytest.raises(RuntimeError, match="made none"):
-        transport.open().receive(forward(0, 2))
+        transport.open(PHASE).receive(forward(0, 2))

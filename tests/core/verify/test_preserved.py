@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import GPipe, verify
 from lightning_gpipe.core.faithful.randomness import default_generator
-from lightning_gpipe.core.plan.partition import Partition
+from lightning_gpipe.core.plan import Partition, lay_out
+from lightning_gpipe.core.profile.walk import following
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.runs import following
 from tests.support.models import Call, Counting, perceptron, rows, step
 from tests.support.pipes import Pipe
 from tests.support.unequal_models import (
@@ -78,7 +78,7 @@ def state(pipeline: GPipe) -> dict[str, Any]:
         "hooks": {name: len(module._forward_hooks) for name, module in modules.items()},
         "rates": {name: getattr(module, "p", None) for name, module in modules.items()},
         "timeline": id(pipeline.timeline),
-        "draws": [stage.draws for stage in pipeline.stages],
+        "draws": dict(pipeline.engine._draws._known),
     }
 
 
@@ -223,8 +223,9 @@ def test_within_checkpointing(use_reentrant: bool, pipe: Pipe) -> None:
 
 def test_parameter_that_lives_on_another_device_is_copied_and_put_back() -> None:
     layer = nn.Linear(W, W)
-    stage = Stage(Partition(0, 0, (layer,)), torch.device("meta"), deferred_batch_norm=True)
-    stage.followed = frozenset({(layer, "weight")})
+    layout = lay_out([Partition(0, 0, (layer,))], [torch.device("meta")])
+    layout = layout.with_homes({layer.get_parameter("weight"): torch.device("cpu")})
+    stage = Stage(layout, 0, deferred_batch_norm=True)
     weight = layer.weight
 
     with following(stage):

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gpipe.core.plan.balance.costs import parameter_costs
 from lightning_gpipe.core.plan.balance.solver import solve
-from lightning_gpipe.core.plan.partition import check_sequential
+from lightning_gpipe.core.plan.partition import check_enough_layers, check_sequential
 
 __all__ = ["balance_by_parameters"]
 
@@ -37,9 +37,5 @@ def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
         TypeError, ValueError: If the module cannot be cut, or not into so many stages.
     """
     check_sequential(module)
-    if not 1 <= stages <= len(module):
-        raise ValueError(
-            f"stages must be between 1 and the number of layers: got stages={stages} for "
-            f"{len(module)} layers. Use fewer stages, or cut the layers smaller."
-        )
+    check_enough_layers(len(module), stages)
     return solve(parameter_costs(module), stages)

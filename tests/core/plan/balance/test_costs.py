@@ -52,7 +52,7 @@ def test_balance_by_parameters() -> None:
 
 @pytest.mark.parametrize("stages", [0, 3])
 def test_balance_by_parameters_over_too_few_or_many_stages(stages: int) -> None:
-    with pytest.raises(ValueError, match=rf"got stages={stages} for 2 layers"):
+    with pytest.raises(ValueError, match=f"got {stages} stages for the 2 layers of module"):
         balance_by_parameters(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), stages)
 
 

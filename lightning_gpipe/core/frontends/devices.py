@@ -1,0 +1,42 @@
+"""Which devices a pipeline runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_gpipe.core.plan import check_even
+
+
+def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) -> list[torch.device]:
+    """One device per worker for a pipeline of so many stages.
+
+    Args:
+        devices: As the user gave them; None takes as many GPUs as there are stages, or without a
+            GPU one CPU thread for each stage.
+        stages: The number of stages.
+
+    Raises:
+        ValueError: If the number of devices does not divide the number of stages.
+    """
+    if devices is None:
+        found = torch.cuda.device_count()
+        chosen = [torch.device("cuda", k) for k in range(min(found, stages))]
+        chosen = chosen or [torch.device("cpu")] * stages
+    else:
+        chosen = [torch.device(device) for device in devices]
+    check_even(
+        stages,
+        len(chosen),
+        f"The devices are {[str(device) for device in chosen]}. Give {stages} devices, or a "
+        "balance with another number of stages.",
+    )
+    return list(map(with_index, chosen))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device

@@ -1,0 +1,33 @@
+"""Draws a schedule as text: one line per stage, one column per clock cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning_gpipe.core.plan.action import Action
+
+
+def table(start: Mapping[Action, float], makespan: float, placement: Sequence[int]) -> str:
+    """Draw when each action starts::
+
+        stage 0 (worker 0) | F0 F1 .  .  .
+        stage 1 (worker 1) | .  F0 F1 .  .
+        stage 2 (worker 0) | .  .  F0 F1 .
+
+    Args:
+        start: The clock cycle in which each action starts.
+        makespan: The number of clock cycles.
+        placement: The worker of each stage; they are named where a worker has several.
+    """
+    width = max((len(str(action)) for action in start), default=1)
+    named = len(set(placement)) < len(placement)
+    lines = []
+    for j, worker in enumerate(placement):
+        cells = ["."] * round(makespan)
+        for action, cycle in start.items():
+            if action.j == j:
+                cells[round(cycle)] = str(action)
+        owner = f" (worker {worker})" if named else ""
+        row = " ".join(cell.ljust(width) for cell in cells)
+        lines.append(f"stage {j}{owner} | {row}".rstrip())
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,70 @@
+"""Runs the layers of a pipeline one by one on a whole batch, each on its stage's device.
+
+There are no micro-batches, no workers and no recomputation: what a layer takes is what the one
+before returned. Whoever wants to know something of each layer looks at them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import copy_marks, map_tensors
+from lightning_gpipe.core.faithful import Manager, Write
+from lightning_gpipe.core.run import Stage
+from lightning_gpipe.core.skip import Table, using_table
+
+Visit = Callable[[int, nn.Module, Any], Any]
+
+
+def walk(stages: Iterable[Stage], x: Any, visit: Visit) -> Any:
+    """Run the layers in order, and return what the last one returns.
+
+    Args:
+        stages: The stages whose layers to run.
+        x: What the first layer takes, on any device.
+        visit: Runs one layer, and returns what the next one takes: called with the index of the
+            layer, the layer, and its input on the device of its stage.
+    """
+    skips: Table = {}
+    source = None
+    for stage in stages:
+        x = _moved(x, source, stage.device)
+        for route in stage.arriving:
+            skips[route.name] = _moved(skips[route.name], None, stage.device)
+        with following(stage), _current(stage.device), using_table(skips):
+            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
+                x = visit(k, layer, x)
+        source = stage.device
+    return x
+
+
+def following(stage: Stage) -> Manager:
+    """Copy parameters to the stage that live on another device, for a ``with`` block."""
+    writes: list[Write] = []
+    for module, name in stage.followed:
+        parameter = module._parameters[name]
+        assert parameter is not None, "a slot without a parameter follows none"
+        # The copy is in the graph of the parameter.
+        writes.append((module._parameters, name, parameter.to(stage.device)))
+    return stage.journal.changed(writes)
+
+
+def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The tree with ``function(tensor)`` in the place of each tensor, marked as that is."""
+    return map_tensors(lambda leaf: copy_marks(leaf, function(leaf)), tree)
+
+
+def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:
+    """As between stages: what a layer put on yet another device stays there."""
+    return change_tensors(
+        x, lambda leaf: leaf.to(target) if source in (None, leaf.device) else leaf
+    )
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

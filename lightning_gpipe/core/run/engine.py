@@ -1,0 +1,104 @@
+"""The engine: the stages of a layout and a transport between them, ready for mini-batches.
+
+A layout says what runs where, a schedule in which order, a transport carries tensors between
+workers. This is where they are put together, and what lasts from one mini-batch to the next: what
+is known of the layers, and the threads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import Layout, Schedule
+from lightning_gpipe.core.run.autograd import attach
+from lightning_gpipe.core.run.draws import Draws
+from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.transport import Transport
+
+Observer = Callable[[Timeline], None]
+
+
+class Engine:
+    """Runs mini-batches through the stages of a layout.
+
+    Args:
+        layout: What runs where; the layers are on their devices already.
+        transport: What connects the workers.
+        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
+
+    Attributes:
+        stages: The stages, in order.
+        timeline: What ran when in the latest mini-batch, or None before the first.
+    """
+
+    def __init__(
+        self, layout: Layout, transport: Transport, *, deferred_batch_norm: bool = True
+    ) -> None:
+        self.stages = tuple(
+            Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in range(layout.n)
+        )
+        self.timeline: Timeline | None = None
+        self._draws = Draws(layout.devices)
+        self._layout = layout
+        self._transport = transport
+        self._observers: OrderedDict[int, Observer] = OrderedDict()
+
+    @property
+    def layout(self) -> Layout:
+        """What runs where."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        self._layout = layout
+        for stage in self.stages:
+            stage.follow(layout)
+
+    def run(self, microbatches: Sequence[FlatTree], schedule: Schedule) -> list[FlatTree]:
+        """Run the micro-batches by ``schedule``, and return their outputs in the caller's graph."""
+        minibatch = MiniBatch(
+            self.stages, self._layout, schedule, transport=self._transport, draws=self._draws
+        )
+        outputs = minibatch.forward(microbatches)
+        self.timeline = minibatch.timeline
+        for observer in list(self._observers.values()):
+            observer(minibatch.timeline)
+        return attach(minibatch, microbatches, outputs)
+
+    def observe(self, observer: Observer) -> RemovableHandle:
+        """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
+
+        The timeline goes on to record the backward.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+        """
+        handle = RemovableHandle(self._observers)
+        self._observers[handle.id] = observer
+        return handle
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Forget at the end of a ``with`` block what ran in it, and show it to no observer."""
+        timeline, observers = self.timeline, self._observers
+        self._observers = OrderedDict()
+        try:
+            with self._draws.unchanged():
+                yield
+        finally:
+            self.timeline, self._observers = timeline, observers
+
+    def close(self) -> None:
+        """End what the transport started; the next mini-batch starts it anew."""
+        self._transport.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "timeline": None, "_observers": OrderedDict()}

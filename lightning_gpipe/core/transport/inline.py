@@ -1,0 +1,89 @@
+"""All workers on the calling thread, in the order of the schedule.
+
+For a debugger, for a single device, where the thread has a dispatch mode that no other thread can
+be given, and where it is a thread of autograd's own, which must not wait for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+from typing_extensions import override
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
+from lightning_gpipe.core.transport.copies import Copies, Parcel
+from lightning_gpipe.core.transport.exclusion import Exclusion
+from lightning_gpipe.core.transport.interface import Exchange, Task, Transport
+
+
+class InlineExchange(Exchange):
+    """One box for everything, as nobody has to wait."""
+
+    def __init__(self, phase: Schedule, copies: Copies) -> None:
+        self.phase = phase
+        self._copies = copies
+        self._parcels: dict[tuple[Action, Route | None], Parcel] = {}
+
+    @override
+    def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+        self._parcels[to, skip] = self._copies.pack(to, value, skip)
+
+    @override
+    def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
+        parcel = self._parcels.pop((at, skip), None)
+        if parcel is None:
+            raise RuntimeError(f"the run must end with what {at} needs, but made none")
+        return self._copies.unpack(at, parcel)
+
+    @override
+    def check(self) -> None:
+        """Nothing can fail elsewhere."""
+
+
+class InlineTransport(Transport):
+    """Runs all workers in turns on the calling thread.
+
+    Args:
+        layout: What runs where.
+        exclusion: What keeps two threads from running mini-batches at once; one of its own if None.
+    """
+
+    def __init__(self, layout: Layout, exclusion: Exclusion | None = None) -> None:
+        self._layout = layout
+        self._exclusion = exclusion or Exclusion()
+        self._copies: Copies | None = None
+
+    @override
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self._exclusion.entered()
+
+    @override
+    def open(self, phase: Schedule) -> InlineExchange:
+        if self._copies is None:
+            self._copies = Copies(self._layout)
+        return InlineExchange(phase, self._copies)
+
+    @override
+    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+        assert isinstance(exchange, InlineExchange)
+        with self.exclusive(), ExitStack() as sessions:
+            for task in tasks:
+                sessions.enter_context(task.session())
+            for worker, row in exchange.phase.turns:
+                task = tasks[worker]
+                with task.turn():
+                    for action in row:
+                        task.perform(action)
+
+    @override
+    def inline(self) -> InlineTransport:
+        return self
+
+    @override
+    def close(self) -> None:
+        """Nothing was started."""
+
+    def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
+        return InlineTransport, (self._layout,)

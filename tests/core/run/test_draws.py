@@ -1,0 +1,180 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data.pytree import FlatTree
+from lightning_gpipe.core.faithful.buffers import Buffers
+from lightning_gpipe.core.faithful.randomness import SharedGenerators
+from lightning_gpipe.core.run import draws as module_under_test
+from lightning_gpipe.core.run.draws import Draws
+
+CPU = torch.device("cpu")
+TRAIN, EVAL = (True,), (False,)
+
+
+class Forward:
+    """A forward that may draw, and remembers how it was run."""
+
+    def __init__(self, draws: bool) -> None:
+        self.draws = draws
+        self.private: list[bool] = []
+
+    def __call__(self, shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+        self.private.append(shared is not None)
+        if not self.draws:
+            return [FlatTree([0.0])], False
+        if shared is None:
+            return [FlatTree([torch.rand(()).item()])], False
+        with shared.private(0).drawing(0):
+            return [FlatTree([torch.rand(()).item()])], True
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(3)
+
+
+@pytest.fixture
+def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
+    monkeypatch.setattr(module_under_test, "_AT_FIRST", None)
+    return Draws([CPU, CPU])
+
+
+def buffers() -> Iterator[Buffers]:
+    return iter(())
+
+
+def state() -> Tensor:
+    return torch.default_generator.get_state()
+
+
+def run(draws: Draws, forward: Forward, flags: tuple[bool, ...] = TRAIN) -> None:
+    draws.run(flags, forward, buffers=buffers, modes=False)
+
+
+def test_what_never_draws_has_private_generators_once(draws: Draws) -> None:
+    forward, before = Forward(draws=False), state()
+
+    for _ in range(3):
+        run(draws, forward)
+
+    assert forward.private == [True, False, False]
+    assert torch.equal(state(), before)
+
+
+def test_what_draws_is_run_once_each_time(draws: Draws) -> None:
+    forward = Forward(draws=True)
+
+    for _ in range(3):
+        before = state()
+        run(draws, forward)
+        assert not torch.equal(state(), before), "the next mini-batch has other numbers"
+
+    assert forward.private == [True, True, True]
+
+
+def test_training_modes_are_told_apart(draws: Draws) -> None:
+    run(draws, Forward(draws=False), EVAL)
+    forward = Forward(draws=True)
+
+    run(draws, forward, TRAIN)
+    run(draws, forward, TRAIN)
+
+    assert forward.private == [True, True]
+
+
+def test_what_draws_later_for_the_first_time_is_run_again(draws: Draws) -> None:
+    forward = Forward(draws=False)
+    run(draws, forward)
+    forward.draws = True
+
+    run(draws, forward)
+    run(draws, forward)
+
+    assert forward.private == [True, False, True, True]
+
+
+class Moves(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(size))
+
+
+def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
+    module = Moves(1)
+    forward = Forward(draws=False)
+    run(draws, forward)
+    seen: list[float] = []
+
+    def late(shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+        seen.append(module.calls.item())
+        module.calls.add_(1)
+        return Forward(draws=True)(shared)
+
+    draws.run(
+        TRAIN, late, buffers=lambda: [Buffers([module], copied=lambda slot: True)], modes=False
+    )
+
+    assert seen == [0, 0]
+
+
+def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
+    module = Moves(2**19)
+    run(draws, Forward(draws=False))
+
+    def late(shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+        module.calls.add_(1)
+        return Forward(draws=True)(shared)
+
+    with pytest.raises(RuntimeError, match="Moves must edit its buffer 'calls'"):
+        draws.run(
+            TRAIN, late, buffers=lambda: [Buffers([module], copied=lambda slot: False)], modes=False
+        )
+
+
+def test_what_will_not_be_recomputed_is_not_run_again(draws: Draws) -> None:
+    forward = Forward(draws=False)
+    draws.run(TRAIN, forward, buffers=None, modes=False)
+    forward.draws = True
+
+    for _ in range(2):
+        draws.run(TRAIN, forward, buffers=None, modes=False)
+
+    assert forward.private == [True, False, True]
+
+
+def test_lone_worker_has_its_generators_to_itself() -> None:
+    forward = Forward(draws=True)
+
+    Draws([CPU]).run(TRAIN, forward, buffers=buffers, modes=False)
+
+    assert forward.private == [False]
+
+
+def test_under_modes_of_the_caller_nothing_is_run_twice(draws: Draws) -> None:
+    forward = Forward(draws=False)
+    run(draws, forward)
+    forward.draws = True
+
+    draws.run(TRAIN, forward, buffers=buffers, modes=True)
+
+    assert forward.private == [True, True]
+
+
+def test_what_was_learnt_can_be_forgotten(draws: Draws) -> None:
+    with draws.unchanged():
+        run(draws, Forward(draws=False))
+    forward = Forward(draws=True)
+
+    run(draws, forward)
+
+    assert forward.private == [True]
+
+
+def test_what_is_known_is_bounded(draws: Draws) -> None:
+    for k in range(300):
+        run(draws, Forward(draws=False), tuple(map(bool, map(int, f"{k:09b}"))))
+
+    assert len(draws._known) < 100

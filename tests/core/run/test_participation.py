@@ -1,0 +1,45 @@
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.shadow import Shadows
+from lightning_gpipe.core.run.participation import Participation
+
+
+def run(layer: nn.Module, *used: nn.Module) -> list[str]:
+    """The names of the parameters of ``layer`` that took part when only ``used`` ran."""
+    shadows = Shadows(layer.modules(), grad=True, device=torch.device("cpu"))
+    participation = Participation([shadows])
+    with shadows.swapped_in(Journal()):
+        outputs: list[Tensor] = [module(torch.ones(1, 2)) for module in used]
+    participation.record([*outputs, "not a tensor", torch.ones(1)])
+    found = {id(parameter) for parameter in participation.parameters()}
+    return [name for name, parameter in layer.named_parameters() if id(parameter) in found]
+
+
+def two() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def test_all_parameters_where_nobody_has_a_hook() -> None:
+    layers = two()
+
+    assert run(layers, layers[0]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_only_those_in_a_graph_where_somebody_has_a_hook() -> None:
+    layers = two()
+    layers.get_parameter("1.weight").register_post_accumulate_grad_hook(lambda parameter: None)
+
+    assert run(layers, layers[0]) == ["0.weight", "0.bias"]
+    assert run(layers, layers[0], layers[1]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_shared_parameter_is_there_once() -> None:
+    layers = two()
+    layers[1].weight = layers[0].weight
+    one, other = (
+        Shadows(layer.modules(), grad=True, device=torch.device("cpu")) for layer in layers
+    )
+
+    assert len(Participation([one, other]).parameters()) == 3
