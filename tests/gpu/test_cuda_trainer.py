@@ -63,7 +63,7 @@ def test_tied_weights_are_one_tensor_in_the_checkpoint() -> None:
 
 
 def test_stages_that_share_the_gpu_warn(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="All 2 stages.*share one device.*write devices=2"):
+    with pytest.warns(UserWarning, match="All 2 stages.*share one device.*Write Trainer.devices=2"):
         run(tmp_path, stages(), max_steps=1)
 
 

@@ -31,7 +31,7 @@ class Job(Task):
     @property
     @override
     def row(self) -> Sequence[Action]:
-        return [None]  # type: ignore[list-item]  # performed once
+        return []
 
     @property
     @override
@@ -43,11 +43,7 @@ class Job(Task):
         return nullcontext()
 
     @override
-    def turn(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    @override
-    def perform(self, action: Action) -> None:
+    def perform(self, actions: Sequence[Action]) -> None:
         self._function()
 
 
@@ -103,8 +99,8 @@ class MockTransport(Transport):
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         for action in self.phases[-1].interleaved:
             task = tasks[self.phases[-1].placement[action.j]]
-            with task.turn(), task.session():
-                task.perform(action)
+            with task.session():
+                task.perform([action])
             self.performed.append(action)
 
     @override

@@ -46,12 +46,13 @@ class MutationGuard:
     def __init__(self, behavior: Behavior, leaves: list[Any], *, grad: bool) -> None:
         self._behavior = behavior
         self._given = leaves
-        self._guarded = guarded = tuple(
+        guarded = [
             k
             for k, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
-        )
-        self._expected = behavior.edited_inputs.get(guarded)
+        ]
+        self._guarded = tuple(guarded)
+        self._expected = behavior.edited_inputs.get(self._guarded)
         self._editors: dict[int, str] = {}
         self.leaves, self._versions = leaves, _versions(leaves, guarded)
         copied = guarded if self._expected is None else self._expected

@@ -74,8 +74,7 @@ class Schedule:
 
     def recomputed(self, j: int) -> frozenset[int]:
         """The micro-batches that stage ``j`` recomputes."""
-        row = self.rows[self.placement[j]]
-        return frozenset(a.i for a in row if a.kind is Kind.RECOMPUTE and a.j == j)
+        return self._recomputed[j]
 
     def needs(self, action: Action) -> Iterator[Action]:
         """Yield the actions that must have ended before ``action`` starts.
@@ -127,6 +126,11 @@ class Schedule:
     @cached_property
     def _phases(self) -> tuple[Schedule, ...]:
         return tuple(replace(self, phases=(rows,)) for rows in self.phases)
+
+    @cached_property
+    def _recomputed(self) -> list[frozenset[int]]:
+        again = [action for row in self.rows for action in row if action.kind is Kind.RECOMPUTE]
+        return [frozenset(a.i for a in again if a.j == j) for j in range(self.n)]
 
     @cached_property
     def _phase_of(self) -> dict[Action, int]:

@@ -91,6 +91,8 @@ class WorkerTask(Task):
         timeline: Timeline,
     ) -> None:
         self._worker = worker
+        self._passes = worker.passes
+        self._clock = worker.clock
         self._row = phase.rows[worker.index]
         self._m = phase.m
         self._exchange = exchange
@@ -113,58 +115,58 @@ class WorkerTask(Task):
         # strikes the caller's. Backward reaches the shadows through the graphs.
         found: list[Manager] = [self._context.entered(), using_table({})]
         if any(action.kind is Kind.FORWARD for action in self._row):
-            passes = self._worker.passes.values()
             found += [
                 each.shadows.swapped_in(each.stage.journal)
-                for each in passes
+                for each in self._passes.values()
                 if not each.shadows.in_place
             ]
         return together(found)
 
     @override
-    def turn(self) -> Manager:
-        if not self._worker.on_stream:
-            return NOTHING
-        # On a device of its own the context may lack what it does not lack on the caller's.
-        return together([self._worker.streaming(), self._context.entered()])
+    def perform(self, actions: Sequence[Action]) -> None:
+        if self._worker.on_stream:
+            # On a device of its own the context may lack what it does not lack on the caller's.
+            with self._worker.streaming(), self._context.entered():
+                self._perform(actions)
+        else:
+            self._perform(actions)
 
-    @override
-    def perform(self, action: Action) -> None:
-        self._exchange.check()
-        try:
-            _VERBS[action.kind](self, action)
-        except Cancelled:
-            raise
-        except BaseException as error:
-            error.add_note(f"raised in {self._describe(action)}")
-            raise
+    def _perform(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            self._exchange.check()
+            try:
+                _VERBS[action.kind](self, action)
+            except Cancelled:
+                raise
+            except BaseException as error:
+                error.add_note(f"raised in {self._describe(action)}")
+                raise
 
     def _pass_on(self, action: Action) -> None:
         """Take what the action needs, do it, and send what it made to where it is needed."""
-        exchange, kind = self._exchange, action.kind
-        stage_pass = self._worker.passes[action.j]
+        exchange = self._exchange
+        stage_pass = self._passes[action.j]
         stage = stage_pass.stage
-        arriving, leaving = stage.arriving, stage.leaving
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
-        if kind is Kind.BACKWARD:
-            arriving, leaving = leaving, arriving
-            run = stage_pass.backward
+        arriving, leaving = stage.arriving, stage.leaving
+        if action.kind is Kind.BACKWARD:
+            run, arriving, leaving = stage_pass.backward, leaving, arriving
 
         value = exchange.receive(action)
         if arriving:
             skips = [exchange.receive(action, route).leaves[0] for route in arriving]
             value = FlatTree([*value.leaves, *skips], value.spec)
-        start = self._worker.clock.now()
+        start = self._clock.now()
         result = run(action.i, value)
-        self._timeline.add(self._worker.index, action, start, self._worker.clock.now())
+        self._timeline.add(self._worker.index, action, start, self._clock.now())
         if leaving:
             result = self._send_skips(action, result, leaving)
         exchange.send(successor(action), result)
 
     def _recompute(self, action: Action) -> None:
-        start = self._worker.clock.now()
-        self._worker.passes[action.j].recompute(action.i)
-        self._timeline.add(self._worker.index, action, start, self._worker.clock.now())
+        start = self._clock.now()
+        self._passes[action.j].recompute(action.i)
+        self._timeline.add(self._worker.index, action, start, self._clock.now())
 
     def _send_skips(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
         """Send the skip tensors at the end of what ``by`` made, and return the rest."""
@@ -177,7 +179,7 @@ class WorkerTask(Task):
 
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._m}"
-        return f"{action.kind.verb} of {microbatch} on {self._worker.passes[action.j].stage}"
+        return f"{action.kind.verb} of {microbatch} on {self._passes[action.j].stage}"
 
 
 _VERBS: dict[Kind, Callable[[WorkerTask, Action], None]] = {

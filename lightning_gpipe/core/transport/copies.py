@@ -22,16 +22,9 @@ class _SideStreams(NamedTuple):
     arriving: torch.cuda.Stream
 
 
-class Parcel(NamedTuple):
-    """A value on its way.
-
-    Attributes:
-        value: The value, on the device where it is needed.
-        ready: After what the tensors there may be read, or None if they may be at once.
-    """
-
-    value: FlatTree
-    ready: torch.cuda.Event | None = None
+# A value on the device where it is needed, and the event after which its tensors may be read, or
+# None if they may be at once.
+Parcel = tuple[FlatTree, torch.cuda.Event | None]
 
 
 class Copies:
@@ -57,15 +50,16 @@ class Copies:
         CPU, stays there; of what the caller sends, all is moved.
         """
         if self._one_device and to.j != 0:
-            return Parcel(value)
+            return value, None
         leaves, ready = self.send(value.leaves, self._sender_of(to, skip), self.device_at(to.j))
-        return Parcel(FlatTree(leaves, value.spec), ready)
+        return FlatTree(leaves, value.spec), ready
 
     def unpack(self, at: Action, parcel: Parcel) -> FlatTree:
         """Let the current stream of the device of ``at`` read the value once it has arrived."""
-        if parcel.ready is not None:
-            self.accept(parcel.value.leaves, parcel.ready, self.device_at(at.j))
-        return parcel.value
+        value, ready = parcel
+        if ready is not None:
+            self.accept(value.leaves, ready, self.device_at(at.j))
+        return value
 
     def device_at(self, j: int) -> torch.device:
         """Where stage ``j`` is; the caller takes things where they were made."""

@@ -72,10 +72,7 @@ class InlineTransport(Transport):
             for task in tasks:
                 sessions.enter_context(task.session())
             for worker, row in exchange.phase.turns:
-                task = tasks[worker]
-                with task.turn():
-                    for action in row:
-                        task.perform(action)
+                tasks[worker].perform(row)
 
     @override
     def inline(self) -> InlineTransport:

@@ -65,12 +65,8 @@ class Task(ABC):
         """What to enter around all actions, on the thread that performs them."""
 
     @abstractmethod
-    def turn(self) -> AbstractContextManager[Any]:
-        """What to enter around actions that the thread performs one right after another."""
-
-    @abstractmethod
-    def perform(self, action: Action) -> None:
-        """Perform one action of the row."""
+    def perform(self, actions: Sequence[Action]) -> None:
+        """Perform some actions of the row, one right after another."""
 
 
 class Transport(ABC):

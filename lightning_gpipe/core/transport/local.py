@@ -204,9 +204,8 @@ class _Crew:
 
 
 def _perform(task: Task) -> None:
-    with task.turn(), task.session():
-        for action in task.row:
-            task.perform(action)
+    with task.session():
+        task.perform(task.row)
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:

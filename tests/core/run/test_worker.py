@@ -38,9 +38,8 @@ def task_of(
 
 
 def perform(task: WorkerTask, *actions: Action) -> None:
-    with task.turn(), task.session():
-        for action in actions:
-            task.perform(action)
+    with task.session():
+        task.perform(actions)
 
 
 def test_forward_sends_the_output_to_the_next_stage() -> None:

@@ -172,7 +172,7 @@ def _copied_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
                 return leaf
             return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
-        return Parcel(FlatTree(list(map(copied, value.leaves)), value.spec))
+        return FlatTree(list(map(copied, value.leaves)), value.spec), None
 
     monkeypatch.setattr(Copies, "pack", pack)
 
