@@ -250,3 +250,50 @@ def test_profiler_that_records_all_threads(pipe: Pipe) -> None:
 
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["aten::addmm"] == counts["AddmmBackward0"] == M * 3
+
+
+# Compilation.
+
+
+def can_compile() -> bool:
+    """Whether torch.compile works here, also in a dispatch mode that asks to be ignored."""
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        return False
+    try:
+        torch._dynamo.eval_frame.check_if_dynamo_supported()
+    except RuntimeError:
+        return False
+    return True
+
+
+def compiled(layer: nn.Module, graphs: list[int]) -> nn.Module:
+    """The layer, compiled by a compiler that runs what it is given and counts."""
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(layer, backend=backend)  # type: ignore[return-value]  # it is a module
+
+
+@pytest.mark.skipif(not can_compile(), reason="needs torch.compile, and modes that it may ignore")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
+@pytest.mark.parametrize("rate", [0.0, 0.5], ids=["without dropout", "with dropout"])
+def test_compiled_layer_stays_compiled_and_draws_the_same_again(pipe: Pipe, rate: float) -> None:
+    """Whether layers draw is found out in a dispatch mode, and in one nothing is compiled."""
+    graphs: list[int] = []
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate), nn.Tanh()).double()
+    module = nn.Sequential(compiled(inner, graphs), nn.Linear(4, 4).double(), nn.Tanh())
+    found = []
+    for mode in ("always", "never"):
+        pipeline = pipe(module, [1, 2], mode=mode, chunks=3, copy=False)
+        torch.manual_seed(1)
+        for _ in range(2):
+            pipeline.zero_grad()
+            step(pipeline, rows(6, 4))
+        found.append(gradients(pipeline))
+
+    assert graphs
+    torch.testing.assert_close(found[0], found[1])
