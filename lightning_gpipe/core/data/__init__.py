@@ -1,14 +1,14 @@
-"""What travels through a pipeline: nested values, their tensors, and how a batch is cut and merged.
+"""What passes through a pipeline: pytrees, their tensors, and how a batch is split and merged.
 
-Nothing here knows of stages or devices.
+Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
 from lightning_gpipe.core.data.marks import (
     copy_marks,
-    is_elsewhere,
+    is_aliased,
     is_whole,
-    mark_elsewhere,
+    mark_aliased,
     whole,
 )
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
@@ -29,10 +29,10 @@ __all__ = [
     "Rows",
     "copy_marks",
     "identity",
-    "is_elsewhere",
+    "is_aliased",
     "is_whole",
     "map_tensors",
-    "mark_elsewhere",
+    "mark_aliased",
     "memory",
     "named_leaves",
     "overlap",

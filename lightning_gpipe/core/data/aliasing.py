@@ -1,7 +1,7 @@
-"""Which tensors are the same memory.
+"""Which tensors share memory.
 
-What is one tensor in two places must stay one: a layer may edit it in place, and a checkpoint must
-not save it twice.
+A tensor that appears twice in a value must stay one tensor when it is copied: a layer may edit it
+in place, and a checkpoint must not save it twice.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """The same for two tensors that are the same elements of the same memory."""
+    """A key that two tensors share if they are the same elements of the same memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor)
-    place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
-    return *place, tensor.dtype, tensor.requires_grad
+    elements = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *elements, tensor.dtype, tensor.requires_grad
 
 
 def memory(value: object) -> int | None:
-    """Where a tensor's memory is, or None if there is none to share."""
+    """The address of a tensor's storage, or None if it has no storage to share."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return None
     return value.untyped_storage().data_ptr() or None
@@ -37,6 +37,6 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one.element_size() != other.element_size():
         return True
     number = storage.nbytes() // one.element_size()
-    marks = torch.zeros(number, dtype=torch.bool, device=one.device)
-    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    used = torch.zeros(number, dtype=torch.bool, device=one.device)
+    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())

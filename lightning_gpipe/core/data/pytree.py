@@ -1,11 +1,10 @@
-"""Nested inputs and outputs as flat lists of leaves, and back.
+"""Flattens nested inputs and outputs into lists of leaves, and unflattens them.
 
-A thin door to ``torch.utils._pytree``: what the rest of the package knows of it stands here.
+This is the only module that uses ``torch.utils._pytree``.
 
-PyTorch's trees are tuples, lists, dicts and what was registered. Anything else is a leaf to it, the
-tensors within included, and those would go their own way: uncut to every micro-batch, and with
-their graph from one stage into another. So dataclasses are taken apart here too, and any other
-object that holds tensors is refused.
+PyTorch's pytree nodes are tuples, lists, dicts and registered classes. Any other object is a leaf,
+and tensors inside a leaf would neither be split into micro-batches nor detached between stages. So
+dataclasses are flattened here too, and any other object that holds tensors is refused.
 """
 
 from __future__ import annotations
@@ -23,40 +22,40 @@ from torch.utils import _pytree
 
 from lightning_gpipe.core.data.marks import copy_marks
 
-LONE = _pytree.tree_flatten(None)[1]  # of a tree that is a leaf, as most are: a tensor
+LEAF_SPEC = _pytree.tree_flatten(None)[1]  # of a tree that is one leaf, most often a tensor
 
 
 class FlatTree(NamedTuple):
-    """A tree taken apart: its leaves in order, and the structure that held them.
+    """A flattened tree: its leaves in order, and its structure.
 
-    Where only the leaves matter, as with gradients, there is no structure.
+    The structure is None where only the leaves matter, as for gradients.
     """
 
     leaves: list[Any]
     spec: _pytree.TreeSpec | None = None
 
     def detached(self) -> FlatTree:
-        """The same with tensors that belong to no graph and require a gradient as these do.
+        """The same tree with its tensors detached from their graph, with the same requires_grad.
 
-        A tensor that is there twice stays one tensor.
+        A tensor that appears twice stays one tensor.
         """
         if len(self.leaves) == 1:
             return FlatTree([_detached(self.leaves[0])], self.spec)
-        made = {id(leaf): _detached(leaf) for leaf in self.leaves}
-        return FlatTree([made[id(leaf)] for leaf in self.leaves], self.spec)
+        detached = {id(leaf): _detached(leaf) for leaf in self.leaves}
+        return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
 
 
 def tree_flatten(tree: Any) -> FlatTree:
-    """Take ``tree`` apart.
+    """Flatten ``tree``.
 
     Raises:
-        TypeError: If it holds tensors where they cannot be found.
+        TypeError: If a leaf is an object that holds tensors.
     """
     if type(tree) is Tensor:
-        return FlatTree([tree], LONE)
-    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_closed)
-    if any(map(_is_closed, leaves)):
-        leaves, spec = _pytree.tree_flatten(_opened(tree), is_leaf=_is_closed)
+        return FlatTree([tree], LEAF_SPEC)
+    leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
+    if any(map(_is_opaque, leaves)):
+        leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
         if not isinstance(leaf, _PLAIN):
             _refuse_hidden_tensors(leaf)
@@ -64,27 +63,27 @@ def tree_flatten(tree: Any) -> FlatTree:
 
 
 def tree_unflatten(flat: FlatTree) -> Any:
-    """Put a tree together again."""
-    if flat.spec is LONE:
+    """Unflatten a tree."""
+    if flat.spec is LEAF_SPEC:
         return flat.leaves[0]
-    assert flat.spec is not None, "bare leaves make no tree"
+    assert flat.spec is not None, "leaves without a structure cannot be unflattened"
     return _pytree.tree_unflatten(flat.leaves, flat.spec)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The tree with ``function(tensor)`` in the place of each tensor."""
-    return _pytree.tree_map_only(Tensor, function, _opened(tree))
+    """Replace each tensor of the tree by ``function(tensor)``."""
+    return _pytree.tree_map_only(Tensor, function, _with_records(tree))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf with the path that leads to it, such as ``['mask'][0]``; "" for a lone leaf."""
-    leaves, _ = _pytree.tree_flatten_with_path(_opened(tree))
+    """Every leaf with its path, such as ``['mask'][0]``; "" where the tree is a leaf."""
+    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
 def entries(tree: Any) -> list[str | int | None]:
-    """For every leaf, the key, index or attribute of ``tree`` that leads to it; None if alone."""
-    leaves, _ = _pytree.tree_flatten_with_path(_opened(tree))
+    """For every leaf, its key, index or attribute in ``tree``; None where the tree is a leaf."""
+    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
     return [_name_of(path[0]) if path else None for path, _ in leaves]
 
 
@@ -108,7 +107,7 @@ def _name_of(key: Any) -> Any:
 
 
 class _Record:
-    """Stands in for a dataclass instance, as a node whose children are the attributes."""
+    """Replaces a dataclass instance by a pytree node whose children are its attributes."""
 
     def __init__(self, cls: type, names: tuple[str, ...], values: list[Any]) -> None:
         self.cls = cls
@@ -116,34 +115,34 @@ class _Record:
         self.values = values
 
 
-def _is_closed(tree: Any) -> bool:
-    """Whether this is a node to PyTorch by accident, or an instance of an unknown dataclass."""
+def _is_opaque(tree: Any) -> bool:
+    """Whether PyTorch must not flatten this: a PackedSequence, or an unregistered dataclass."""
     if isinstance(tree, PackedSequence):
         return True
-    known = type(tree) in _pytree.SUPPORTED_NODES or isinstance(tree, type)
-    return is_dataclass(tree) and not known
+    registered = type(tree) in _pytree.SUPPORTED_NODES or isinstance(tree, type)
+    return is_dataclass(tree) and not registered
 
 
-def _opened(tree: Any) -> Any:
-    """The tree with a record in the place of each dataclass instance that may hold tensors."""
+def _with_records(tree: Any) -> Any:
+    """Replace each dataclass instance of the tree that holds tensors by a record."""
 
-    def opened(leaf: Any) -> Any:
-        if not is_dataclass(leaf) or not _is_closed(leaf):
+    def record_of(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or not _is_opaque(leaf):
             return leaf
         attributes = dict(_attributes(leaf))
         if not any(map(_holds_tensor, attributes.values())):
             return leaf
-        values = [_opened(value) for value in attributes.values()]
+        values = [_with_records(value) for value in attributes.values()]
         return _Record(type(leaf), tuple(attributes), values)
 
-    return _pytree.tree_map(opened, tree, is_leaf=_is_closed)
+    return _pytree.tree_map(record_of, tree, is_leaf=_is_opaque)
 
 
 def _from_record(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
     cls, names = context
-    instance: Any = object.__new__(cls)  # what the constructor did to the fields is done
+    instance: Any = object.__new__(cls)  # __init__ has already processed these values
     for name, value in zip(names, values, strict=True):
-        object.__setattr__(instance, name, value)  # of frozen ones too
+        object.__setattr__(instance, name, value)  # works for frozen dataclasses too
     return instance
 
 
@@ -158,7 +157,7 @@ _pytree.register_pytree_node(
 )
 
 
-# What cannot be taken apart.
+# Objects that cannot be flattened.
 
 _PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
 
@@ -172,22 +171,22 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
         )
     if isinstance(leaf, Collection) and _holds_tensor(leaf):
         raise TypeError(
-            "tensors on their way through a pipeline must be in plain tuples, lists, dicts or "
-            f"dataclasses: got a {kind} that holds one. Pass dict(...), list(...) or tuple(...) "
-            "of it, or register the class with torch.utils._pytree.register_pytree_node."
+            "tensors that pass through a pipeline must be in plain tuples, lists, dicts or "
+            f"dataclasses: got a {kind} that holds one. Convert it with dict(...), list(...) or "
+            "tuple(...), or register the class with torch.utils._pytree.register_pytree_node."
         )
     found = next((name for name, value in _attributes(leaf) if _holds_tensor(value)), None)
     if found is not None:
         raise TypeError(
-            "tensors on their way through a pipeline must be in tuples, lists, dicts or "
+            "tensors that pass through a pipeline must be in tuples, lists, dicts or "
             f"dataclasses: got a {kind} with one in its attribute {found!r}. Pass the tensors "
-            f"themselves and make the {kind} where it is used, or register the class with "
+            f"themselves and construct the {kind} where it is used, or register the class with "
             "torch.utils._pytree.register_pytree_node."
         )
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has in its ``__dict__`` and its slots."""
+    """The attributes in an object's ``__dict__`` and ``__slots__``."""
     if isinstance(value, type | ModuleType | FunctionType | nn.Module):
         return
     yield from getattr(value, "__dict__", {}).items()
@@ -199,7 +198,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_tensor(value: Any, depth: int = 4) -> bool:
-    """Whether a tensor can be reached from ``value`` in so many steps."""
+    """Whether a tensor can be reached from ``value`` in at most ``depth`` steps."""
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, _PLAIN):

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import copy_marks, identity, is_elsewhere, is_whole, overlap
+from lightning_gpipe.core.data import copy_marks, identity, is_aliased, is_whole, overlap
 from lightning_gpipe.core.faithful.behavior import Behavior
 
 
@@ -49,7 +49,7 @@ class MutationGuard:
         guarded = [
             k
             for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_elsewhere(leaf))
+            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_aliased(leaf))
         ]
         self._guarded = tuple(guarded)
         self._expected = behavior.edited_inputs.get(self._guarded)
@@ -88,7 +88,7 @@ class MutationGuard:
     def _check_overlaps(self) -> None:
         for k, editor in self._editors.items():
             edited = self._given[k]
-            if is_elsewhere(edited):
+            if is_aliased(edited):
                 raise RuntimeError(
                     f"{editor} must not edit a tensor that a skip connection takes to another "
                     f"stage: it edited input {k} of its stage. Use the out-of-place form, such as "

@@ -27,8 +27,8 @@ from lightning_gpipe.core.plan.sharing import (
     Slot,
     check_outside,
     check_sharing,
+    followed_slots,
     shared_with_outside,
-    slots_away,
 )
 
 __all__ = [
@@ -53,12 +53,12 @@ __all__ = [
     "count_recomputed",
     "cut",
     "fill_drain",
+    "followed_slots",
     "is_plain",
     "lay_out",
     "looped",
     "one_each",
     "parameter_costs",
     "shared_with_outside",
-    "slots_away",
     "successor",
 ]

@@ -1,7 +1,7 @@
-"""One unit of a worker's work, and the kinds that there are.
+"""One unit of a worker's work, and the kinds of it.
 
-What a kind is called, which way its result goes and what it comes after are data of the kind: a
-schedule, the simulator, the drawing, the worker and the transport all read them here.
+The name of a kind, the stage that needs its result and the kinds that come before it are data of
+the kind: the schedule, the simulator, the drawing, the worker and the transport all read them here.
 
 Throughout, i is one of m micro-batches and j one of n stages.
 """
@@ -17,12 +17,12 @@ class Kind(Enum):
     """What an action does with its micro-batch.
 
     Attributes:
-        letter: What stands for it in a table.
-        verb: What it does, in the words of a message.
-        direction: How many stages further its result is needed: 1 by the next, -1 by the one
-            before, 0 by an action of the same stage.
-        after: The letters of the kinds that, on the same stage for the same micro-batch, come
-            before it.
+        letter: Its abbreviation in a table.
+        verb: Its name in an error message.
+        direction: The stage that needs its result, relative to its own: 1 is the next, -1 the
+            previous, 0 the same.
+        after: The letters of the kinds that come before it, for the same micro-batch on the same
+            stage.
     """
 
     FORWARD = "F", "forward", 1, ""
@@ -35,7 +35,7 @@ class Kind(Enum):
         self.direction = direction
         self.after = after
 
-    __hash__ = object.__hash__  # as fast as can be: actions are keys on the hot path
+    __hash__ = object.__hash__  # the fastest: actions are dictionary keys on the hot path
 
 
 class Action(NamedTuple):
@@ -54,8 +54,8 @@ Row = tuple[Action, ...]
 
 @lru_cache(maxsize=2**16)
 def successor(action: Action) -> Action:
-    """The action that needs what ``action`` makes, on the stage beside.
+    """The action on the neighbouring stage that needs the result of ``action``.
 
-    Past the last stage and before the first it stands for the caller.
+    A stage before the first or after the last stands for the caller.
     """
     return Action(action.kind, action.i, action.j + action.kind.direction)

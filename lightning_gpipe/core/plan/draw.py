@@ -17,17 +17,17 @@ def table(start: Mapping[Action, float], makespan: float, placement: Sequence[in
     Args:
         start: The clock cycle in which each action starts.
         makespan: The number of clock cycles.
-        placement: The worker of each stage; they are named where a worker has several.
+        placement: The worker of each stage; shown if a worker has several stages.
     """
     width = max((len(str(action)) for action in start), default=1)
-    named = len(set(placement)) < len(placement)
+    several = len(set(placement)) < len(placement)
     lines = []
     for j, worker in enumerate(placement):
         cells = ["."] * round(makespan)
         for action, cycle in start.items():
             if action.j == j:
                 cells[round(cycle)] = str(action)
-        owner = f" (worker {worker})" if named else ""
+        owner = f" (worker {worker})" if several else ""
         row = " ".join(cell.ljust(width) for cell in cells)
         lines.append(f"stage {j}{owner} | {row}".rstrip())
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
-"""What runs where: the partitions, the worker and the device of each, and what goes between them.
+"""What runs where: the partitions, the worker and the device of each, and their skip connections.
 
-Which worker runs which stage, and where parameters live that several stages share, are data, not
+The worker of each stage, and the device of each parameter that several stages share, are data, not
 arithmetic repeated wherever it is needed. A layout is decided before anything is moved, and prints.
 """
 
@@ -37,8 +37,8 @@ def check_even(stages: int, devices: int, way_out: str) -> None:
     """
     if not devices or stages % devices:
         raise ValueError(
-            "the number of stages must be a multiple of the number of devices, so that each has as "
-            f"many: got {stages} stages for {devices} devices. {way_out}"
+            "the number of stages must be a multiple of the number of devices, so that each device "
+            f"has equally many: got {stages} stages for {devices} devices. {way_out}"
         )
 
 
@@ -51,7 +51,8 @@ class Layout:
         devices: The device of each worker.
         placement: The worker of each stage.
         routes: The skip connections that leave their stage.
-        homes: Where each parameter lives. A stage elsewhere that has it follows it with copies.
+        homes: The home of each parameter: the device that it is on. A stage that has the parameter
+            on another device follows it: it makes a new copy for each mini-batch.
     """
 
     partitions: tuple[Partition, ...]
@@ -82,7 +83,7 @@ class Layout:
         return tuple(route for route in self.routes if route.source == j)
 
     def with_homes(self, homes: Mapping[nn.Parameter, torch.device]) -> Layout:
-        """The same layout, with some parameters living elsewhere."""
+        """The same layout, with other homes for some parameters."""
         return replace(self, homes={**self.homes, **homes})
 
     def __str__(self) -> str:
@@ -114,5 +115,5 @@ def lay_out(
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
         for parameter in partition.parameters:
-            homes.setdefault(parameter, devices[worker])  # that of the first stage that has it
+            homes.setdefault(parameter, devices[worker])  # the first stage that has it is its home
     return Layout(tuple(partitions), tuple(devices), placement, tuple(routes), homes)

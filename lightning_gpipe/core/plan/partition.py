@@ -1,12 +1,12 @@
 """Cuts an nn.Sequential into partitions by a balance, and checks that it can be cut.
 
-A partition is a run of consecutive layers. Cutting is sound only while the plain module is nothing
-but its layers in order: whatever a subclass adds in ``forward`` would be lost without a word, and a
-layer that appears twice would lie on two stages at once. So everything that cannot be cut is
-refused here, before any device is touched, together with every balance that does not fit.
+A partition is a run of consecutive layers. Cutting is sound only if the plain module runs its
+layers in order and does nothing else: what a subclass adds in ``forward`` would be lost silently,
+and a layer that appears twice would be on two stages. So a module that cannot be cut is refused
+here, before anything is moved, and so is a balance that does not fit.
 
-The layers are taken as they are: nothing is copied, moved, wrapped or renamed, which is why the
-keys of the state dict do not depend on the balance::
+The layers are not copied, moved, wrapped or renamed, which is why the keys of the state dict do not
+depend on the balance::
 
     module    Embedding  Block  Block  Block  Block  Norm  Linear
     balance   [       3              |    2        |      2     ]
@@ -54,15 +54,15 @@ class Partition:
 
 
 def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> list[Partition]:
-    """Cut the module into one partition for each number of layers in the balance.
+    """Cut the module into partitions by a balance.
 
     Args:
         module: The layers to cut.
-        balance: How many layers each partition gets, first to last.
-        name: What the user calls the module, for the messages.
+        balance: The number of layers of each partition, first to last.
+        name: The user's name for the module, for error messages.
 
     Raises:
-        TypeError, ValueError: If the module cannot be cut, or not by this balance.
+        TypeError, ValueError: If the module cannot be cut, or the balance does not fit it.
     """
     check_sequential(module, name)
     check_balance(balance, len(module), name)
@@ -72,12 +72,12 @@ def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> 
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether running the module is nothing but running its layers in order."""
+    """Whether the module is an nn.Sequential that only runs its layers in order."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def check_sequential(module: nn.Module, name: str = "module") -> None:
-    """Refuse a module that is more, or less, than distinct layers run in order."""
+    """Refuse a module that is not a plain nn.Sequential of distinct, initialised layers."""
     kind = type(module).__qualname__
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -95,24 +95,24 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
         raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
     if lazy := [k for k, p in _parameters(module) if is_lazy(p)]:
         raise ValueError(
-            f"the layers of {name} must know the sizes of their parameters: got lazy ones in "
-            f"layers {sorted(set(lazy))}. Run the module once on a small batch before."
+            f"the parameters of {name} must be initialised: got lazy parameters in layers "
+            f"{sorted(set(lazy))}. Run the module once on a small batch first."
         )
     if repeated := _repeated(module):
         raise ValueError(
-            f"{name} must have a layer object in one place only, because a layer lies on one "
-            f"stage: got {'; '.join(repeated)}. Make one object for each place; to share weights, "
-            f"assign the same nn.Parameter to both."
+            f"{name} must have each layer object only once, because a layer is on one stage: got "
+            f"{'; '.join(repeated)}. Make an object for each layer; to share weights, assign the "
+            f"same nn.Parameter to both."
         )
 
 
 def check_balance(balance: Sequence[int], layers: int | None = None, name: str = "module") -> None:
-    """Refuse a balance that does not hand out exactly ``layers`` layers, one or more to each stage.
+    """Refuse a balance that does not add up to ``layers`` with at least one layer for each stage.
 
     Args:
-        balance: How many layers each stage gets, first to last.
-        layers: How many layers there are, or None while that is not known.
-        name: What the user calls the module, for the messages.
+        balance: The number of layers of each stage, first to last.
+        layers: The number of all layers, or None if it is not known yet.
+        name: The user's name for the module, for error messages.
     """
     if not isinstance(balance, Sequence) or isinstance(balance, str):
         raise TypeError(
@@ -142,12 +142,12 @@ def check_balance(balance: Sequence[int], layers: int | None = None, name: str =
 
 
 def check_enough_layers(layers: int, stages: int, name: str = "module") -> None:
-    """Refuse to make more stages than there are layers, or none."""
+    """Refuse a number of stages that is less than 1, or greater than the number of layers."""
     if not 1 <= stages <= layers:
         raise ValueError(
             "there must be at least one stage, and at least one layer for each: got "
-            f"{stages} stages for the {layers} layers of {name}. Use fewer stages (that is fewer "
-            "devices, where each is to have one), or cut the layers smaller."
+            f"{stages} stages for the {layers} layers of {name}. Use fewer stages (fewer devices, "
+            "if there is one stage per device), or split the layers into smaller ones."
         )
 
 
@@ -158,13 +158,13 @@ def _parameters(module: nn.Sequential) -> Iterator[tuple[int, nn.Parameter]]:
 
 
 def _repeated(module: nn.Sequential) -> list[str]:
-    """Name the places of each layer object that has more than one: ``ReLU at 1 and 3``."""
-    places: dict[nn.Module, list[str]] = {}
+    """Name the indices of each layer object that has several: ``ReLU at 1 and 3``."""
+    indices_of: dict[nn.Module, list[str]] = {}
     for k, layer in enumerate(module):
-        places.setdefault(layer, []).append(str(k))
+        indices_of.setdefault(layer, []).append(str(k))
     return [
         f"{type(layer).__qualname__} at {' and '.join(indices)}"
-        for layer, indices in places.items()
+        for layer, indices in indices_of.items()
         if len(indices) > 1
     ]
 

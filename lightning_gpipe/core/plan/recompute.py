@@ -1,13 +1,14 @@
 """Which micro-batches drop their activations in forward and run it again before backward.
 
-Activation checkpointing (recomputation) trades a second forward for memory: of a micro-batch that
-is recomputed, a stage keeps nothing but its inputs, so that however many micro-batches there are,
-the activations of only one of them are alive. The *last* micro-batch is the first in backward, its
-activations live shortest, and keeping them costs little: hence the default, ``"except_last"``.
+Activation checkpointing (recomputation) trades a second forward for memory: a stage keeps only the
+inputs of a micro-batch that is recomputed, so the activations of only one such micro-batch are
+alive at a time, for any number of micro-batches. The *last* micro-batch is the first in backward,
+so its activations live shortest, and keeping them costs little: hence the default,
+``"except_last"``.
 
-The activations are dropped by letting go of the graph after the forward, not by running it without
-gradients. Both forwards then take the same kernels and give the same numbers, it is known which
-outputs need a gradient, and the peak is what the recomputation needs anyway.
+The activations are dropped by freeing the graph after forward, not by running forward without
+gradients. So both forwards use the same kernels and compute the same numbers, it is known which
+outputs require a gradient, and the peak memory is no more than the recomputation needs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def check_activation_checkpointing(value: ActivationCheckpointing) -> None:
 
 
 def count_recomputed(value: ActivationCheckpointing, m: int) -> int:
-    """How many of ``m`` micro-batches are recomputed; they are the first ones."""
+    """The number of micro-batches, out of ``m``, that are recomputed; they are the first."""
     match value:
         case "always":
             return m

@@ -1,4 +1,4 @@
-"""Which stage sends a skip tensor to which other one."""
+"""The stage that sends a skip tensor, and the stage that it is sent to."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Which action each worker runs, in what order.
+"""The actions that each worker runs, in order.
 
-A pipeline is usually a tangle of loops in which order, transfer and computation cannot be told
-apart, so nobody can print what will run or prove that it ends. Here the order is a value: a
-:class:`Schedule` has one row of actions for each worker, it prints as a table, and the object that
-is printed, simulated and tested is the one that runs.
+A pipeline is usually written as loops that mix order, transfers and computation, so its order can
+be neither printed nor proved free of deadlock. Here the order is a value: a :class:`Schedule` has
+one row of actions for each worker, it prints as a table, and the object that is printed, simulated
+and tested is the one that runs.
 
 An action is forward (F), recompute (R) or backward (B) of micro-batch i on stage j. Transfers are
 not actions: what an action needs follows from the action alone, so a table stays short enough to
@@ -12,8 +12,8 @@ check by eye::
     stage 0 | F0 F1 F2 .  .  B2 B1 B0
     stage 1 | .  F0 F1 F2 B2 B1 B0 .
 
-A schedule is cut into phases, between which the caller has its turn. GPipe's has two: the user's
-code computes the loss on the whole mini-batch, so no backward starts before the last forward ended.
+A schedule has phases, between which the caller's code runs. GPipe's has two: the user's code
+computes the loss on the whole mini-batch, so no backward starts before the last forward has ended.
 Where each micro-batch has a loss of its own, forwards and backwards may alternate in one phase.
 """
 
@@ -31,7 +31,7 @@ from lightning_gpipe.core.plan.simulate import Simulation, one, simulate
 
 
 class Loss(Enum):
-    """What the loss is computed on, so what the backwards of the last stage wait for."""
+    """What the loss is computed on, and so what the backwards of the last stage wait for."""
 
     OF_MINI_BATCH = "mini-batch"
     OF_MICRO_BATCH = "micro-batch"
@@ -45,7 +45,7 @@ class Schedule:
         m: The number of micro-batches.
         placement: The worker of each stage.
         phases: For each phase, one row of actions per worker. A phase starts when the caller has
-            everything that the phase before makes for it.
+            all results of the previous phase.
         loss: What the loss is computed on.
     """
 
@@ -79,8 +79,9 @@ class Schedule:
     def needs(self, action: Action) -> Iterator[Action]:
         """Yield the actions that must have ended before ``action`` starts.
 
-        They are those of other kinds before it on its stage, its own kind on the stage beside, the
-        loss where there is none, and the end of the phase before. Some may be in no row.
+        They are the earlier kinds on its own stage; its own kind on the neighbouring stage or, for
+        the first backward, the forwards that the loss needs; and the results of the previous phase.
+        Some may be in no row.
         """
         kind, i, j = action
         for other in Kind:
@@ -95,17 +96,17 @@ class Schedule:
         yield from self._results_before.get(action, ())
 
     def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
-        """Play the schedule; see :func:`~lightning_gpipe.core.plan.simulate.simulate`."""
+        """Simulate the schedule; see :func:`~lightning_gpipe.core.plan.simulate.simulate`."""
         return simulate(self.rows, self.needs, cost)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The schedule played with actions of equal cost."""
+        """The simulation with actions of equal cost."""
         return self.simulate()
 
     @property
     def bubble(self) -> float:
-        """The share of time in which a worker is idle, were all actions equally long."""
+        """The share of time in which a worker is idle, if all actions take equally long."""
         return self.simulation.bubble
 
     @cached_property
@@ -116,7 +117,7 @@ class Schedule:
 
     @cached_property
     def turns(self) -> tuple[tuple[int, Row], ...]:
-        """The same sequence as the workers take turns in it: a worker, and what it runs."""
+        """The same sequence, grouped by worker: for each turn, the worker and its actions."""
         groups = groupby(self.interleaved, lambda action: self.placement[action.j])
         return tuple((worker, tuple(row)) for worker, row in groups)
 
@@ -139,7 +140,7 @@ class Schedule:
 
     @cached_property
     def _results_before(self) -> dict[Action, tuple[Action, ...]]:
-        """For each action, what the phase before its own makes for the caller."""
+        """For each action, the actions of the previous phase whose results the caller needs."""
         found: dict[Action, tuple[Action, ...]] = {}
         results: tuple[Action, ...] = ()
         for rows in self.phases:

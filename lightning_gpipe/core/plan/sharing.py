@@ -1,9 +1,8 @@
-"""What stages may share with one another and with what is around the pipeline, and what not.
+"""What stages may share with one another, and with modules outside of the pipeline.
 
-Stages run at the same time, each on its device. A module that belonged to two of them would be run
-by two threads at once, and a buffer that layers change cannot be in two places: both are refused.
-A parameter can be shared: it lives on one device, its home, and stages elsewhere follow it with
-copies.
+Stages run at the same time, each on its device. A module on two stages would be run by two threads
+at once, and a buffer that layers change cannot be on two devices: both are refused. A parameter can
+be shared: it is on one device, its home, and stages on other devices follow it with copies.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 
 from lightning_gpipe.core.plan.layout import Layout
 
-Slot = tuple[nn.Module, str]  # where a parameter or a buffer is: the module, and its name
+Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
 
 
 def check_sharing(layout: Layout) -> None:
@@ -44,7 +43,7 @@ def check_sharing(layout: Layout) -> None:
     if faults:
         raise ValueError(
             f"stages must not share modules, nor buffers across devices: got {'; '.join(faults)}. "
-            "Choose a balance that puts these layers into one stage, or give each its own."
+            "Choose a balance that puts these layers into one stage, or do not share them."
         )
 
 
@@ -54,10 +53,10 @@ def check_outside(
     """Raise if a stage shares a buffer with a module outside of the pipeline, across devices.
 
     Args:
-        root: What the pipeline is part of.
+        root: The module that contains the pipelined one.
         inner: The pipelined module.
         layout: What runs where.
-        root_device: Where everything outside of the pipeline is.
+        root_device: The device of everything outside of the pipeline.
 
     Raises:
         ValueError: Names everything that is shared.
@@ -81,7 +80,7 @@ def check_outside(
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "
             f"{'; '.join(faults)}. What is outside of the pipeline is on the last stage's device: "
-            "choose a balance that puts these layers into the last stage, or give each its own."
+            "choose a balance that puts these layers into the last stage, or do not share them."
         )
 
 
@@ -92,12 +91,12 @@ def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]
     return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
 
 
-def slots_away(
+def followed_slots(
     modules: Iterable[nn.Module],
     device: torch.device,
     homes: Mapping[nn.Parameter, torch.device],
 ) -> frozenset[Slot]:
-    """Where ``modules``, which are on ``device``, have parameters that live elsewhere."""
+    """The slots of ``modules``, on ``device``, whose parameters have another home."""
     return frozenset(
         (module, name)
         for module in modules

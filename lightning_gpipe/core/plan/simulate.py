@@ -1,4 +1,4 @@
-"""Plays a schedule: whether it ends, how long its workers are idle, and how much is alive."""
+"""Simulates a schedule: whether it ends, its bubble, and how many activations are alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_gpipe.core.plan.action import Action, Kind, Row
 
 @dataclass(frozen=True)
 class Simulation:
-    """What became of a schedule when it was played.
+    """The result of simulating a schedule.
 
     Attributes:
         start: When each action starts, in units of cost.
@@ -35,15 +35,16 @@ def simulate(
     needs: Callable[[Action], Iterable[Action]],
     cost: Callable[[Action], float] = one,
 ) -> Simulation:
-    """Play the rows, each worker in its own order and no action before what it needs.
+    """Simulate the rows: each worker runs its actions in order, each after those that it needs.
 
     Args:
         rows: The actions of each worker, in order.
-        needs: What must have ended before an action starts; what is in no row has.
+        needs: The actions that must have ended before an action starts; those in no row are
+            ignored.
         cost: How long an action takes, in any unit.
 
     Raises:
-        RuntimeError: If the workers wait for one another for ever; names the actions they wait at.
+        RuntimeError: If the workers deadlock; names the actions that they wait at.
     """
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
@@ -80,7 +81,7 @@ def simulate(
 def _peak_live(row: Row) -> int:
     """The most micro-batches of one worker whose activations are alive at once.
 
-    A forward makes them, unless they are dropped for a recomputation to make them again.
+    A forward makes them, unless it drops them and a recomputation makes them again.
     """
     recomputed = {(a.i, a.j) for a in row if a.kind is Kind.RECOMPUTE}
     live = peak = 0

@@ -1,6 +1,6 @@
-"""What single layers do: run one by one, on a whole batch, where something is to be seen of each.
+"""Runs layers one by one on a whole batch, to observe each of them.
 
-A verification compares what they return; what they cost is measured in the same way.
+A verification compares what they return; their cost can be measured in the same way.
 """
 
 from lightning_gpipe.core.profile.walk import change_tensors, walk

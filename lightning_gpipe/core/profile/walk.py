@@ -1,7 +1,7 @@
 """Runs the layers of a pipeline one by one on a whole batch, each on its stage's device.
 
-There are no micro-batches, no workers and no recomputation: what a layer takes is what the one
-before returned. Whoever wants to know something of each layer looks at them here.
+There are no micro-batches, no workers and no recomputation: each layer takes what the previous one
+returned. The caller gives a function that runs each layer, and can observe it or change its output.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def walk(stages: Iterable[Stage], x: Any, visit: Visit) -> Any:
 
 
 def following(stage: Stage) -> Manager:
-    """Copy parameters to the stage that live on another device, for a ``with`` block."""
+    """Use copies of the parameters whose home is another device, for a ``with`` block."""
     writes: list[Write] = []
     for module, name in stage.followed:
         parameter = module._parameters[name]
-        assert parameter is not None, "a slot without a parameter follows none"
-        # The copy is in the graph of the parameter.
+        assert parameter is not None, "a followed slot has a parameter"
+        # Not a Parameter, but a tensor in the parameter's graph.
         writes.append((module._parameters, name, parameter.to(stage.device)))
     return stage.journal.changed(writes)
 
 
 def change_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The tree with ``function(tensor)`` in the place of each tensor, marked as that is."""
+    """Replace each tensor of the tree by ``function(tensor)``, with the same marks."""
     return map_tensors(lambda leaf: copy_marks(leaf, function(leaf)), tree)
 
 
 def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:
-    """As between stages: what a layer put on yet another device stays there."""
+    """Move tensors as between stages: one that a layer put on yet another device stays there."""
     return change_tensors(
         x, lambda leaf: leaf.to(target) if source in (None, leaf.device) else leaf
     )

@@ -23,7 +23,7 @@ from lightning_gpipe.core.faithful import (
     StageBuffers,
     TrainingFlags,
 )
-from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, slots_away
+from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, followed_slots
 from lightning_gpipe.core.skip import declared_in
 
 
@@ -64,7 +64,7 @@ class Stage:
 
     def follow(self, layout: Layout) -> None:
         """Take the homes of the parameters from ``layout``."""
-        self.followed = slots_away(self.modules, self.device, layout.homes)
+        self.followed = followed_slots(self.modules, self.device, layout.homes)
 
     def refresh(self) -> None:
         """Take the layers as they are now: modules within them may come and go between steps.

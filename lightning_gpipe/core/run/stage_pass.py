@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import (
     FlatTree,
-    mark_elsewhere,
+    mark_aliased,
     memory,
     tree_flatten,
     tree_unflatten,
@@ -215,7 +215,7 @@ class StagePass:
             where.setdefault(memory(leaf), set()).add(target)
         for leaf in sent:
             if memory(leaf) is not None and len(where[memory(leaf)]) > 1:
-                mark_elsewhere(leaf)
+                mark_aliased(leaf)
         return FlatTree(sent, outputs.spec)
 
     def _repeat(self, i: int) -> None:

@@ -1,6 +1,6 @@
-"""Tables for people: which layers are on which device, and where skip connections go.
+"""Tables: which layers are on which device, and where skip connections go.
 
-This is the only room that knows how something is drawn on a terminal.
+This is the only room that draws on a terminal.
 """
 
 from rich.table import Table

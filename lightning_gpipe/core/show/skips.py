@@ -1,4 +1,4 @@
-"""The skip layout as a table for people: what goes where, and across which boundaries."""
+"""The skip layout as a table: the layers and stages of each skip, and its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def skip_table(
     Args:
         skips: The skip connections.
         partitions: The partitions of the module, first to last.
-        sizes: The bytes of those that were sent, as far as they are known.
+        sizes: The bytes of each skip tensor that was sent, if any was.
     """
     stage_of = stages_of(partitions)
     table = Table()

@@ -1,8 +1,7 @@
-"""The balance as a table for people: what lies on which device.
+"""The balance as a table: which layers are on which device.
 
-A list of ints says little to someone who wonders why a device runs out of memory. The table names
-for each stage its device, its layers by kind, and its share of all parameters, which also shows at
-a glance when a balance is lopsided.
+A list of ints does not tell a user why a device runs out of memory. The table has the device of
+each stage, its layers by kind and its share of all parameters, which also shows an uneven balance.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def stage_table(layout: Layout, skip_bytes: Mapping[SkipName, int]) -> Table:
 
     Args:
         layout: What runs where.
-        skip_bytes: The bytes of the skip tensors that were sent, as far as they are known.
+        skip_bytes: The bytes of each skip tensor that was sent, if any was.
     """
     partitions = layout.partitions
     costs = parameter_costs(layer for partition in partitions for layer in partition.layers)
@@ -57,7 +56,7 @@ def stage_table(layout: Layout, skip_bytes: Mapping[SkipName, int]) -> Table:
 
 
 def _leaving(layout: Layout, j: int, skip_bytes: Mapping[SkipName, int]) -> Iterator[str]:
-    """The skip tensors that leave a stage, with their sizes where one has run."""
+    """The skip tensors that leave a stage, with their sizes once a micro-batch has run."""
     for route in layout.leaving(j):
         size = skip_bytes.get(route.name)
         yield f"{route.target}: {route.name}" + ("" if size is None else f" ({size:,} B)")

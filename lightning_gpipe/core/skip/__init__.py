@@ -1,7 +1,7 @@
-"""Skip connections: tensors that go straight from the layer that makes them to one that uses them.
+"""Skip connections: tensors sent directly from the layer that makes them to a later layer.
 
-``declare`` is what a user writes, ``flight`` where tensors are between the two layers, ``layout``
-the check of all declarations of a model and the routes between stages that follow from them.
+``declare`` has what a user writes, ``flight`` holds the tensors between the two layers, ``layout``
+checks all declarations of a model and derives the routes between stages from them.
 """
 
 from lightning_gpipe.core.skip.declare import (

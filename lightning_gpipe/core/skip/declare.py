@@ -1,13 +1,13 @@
-"""What a user writes: layers that make a tensor for a later layer, or use one.
+"""What a user writes: layers that stash a tensor for a later layer, or pop one.
 
-An nn.Sequential hands one value from layer to layer. A skip connection is a tensor that some later
-layer needs as well. To let it travel along would make every layer between know of it, and send it
-from stage to stage. So one layer *stashes* it under a name and another *pops* it; the layers
-between see nothing of it.
+An nn.Sequential passes one value from layer to layer. A skip connection is a tensor that some later
+layer needs as well. To pass it along, every layer between would have to handle it, and it would be
+sent from stage to stage. So one layer *stashes* it under a name and another *pops* it; the layers
+between are not involved.
 
-The way to write this is torchgpipe's, so its models run here: ``forward`` is a generator that
-yields what it stashes and pops. :func:`with_skips` makes such a generator of a forward that takes
-its pops as arguments and returns its stashes.
+The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields what it
+stashes and pops. :func:`with_skips` makes such a generator of a forward that takes its pops as
+arguments and returns its stashes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Namespace:
             ns = Namespace()
             layers += [Stash().isolate(ns), nn.Tanh(), Pop().isolate(ns)]
 
-    Copies of a namespace, as in a copied model, are the same namespace.
+    Copies of a namespace, as in a copied model, are equal to it.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class stash(NamedTuple):  # reads as a verb: `yield stash("x", t)`
 
 
 class pop(NamedTuple):
-    """Yielded by a forward to get what an earlier layer stashed, and take it away."""
+    """Yielded by a forward to get, and remove, what an earlier layer stashed."""
 
     name: str
 
@@ -88,7 +88,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
                 residual = yield pop("residual")
                 return x + residual
 
-    The class stays the class, with one method more: ``isolate(namespace, only=None)`` moves its
+    The same class is returned, with a method added: ``isolate(namespace, only=None)`` moves its
     names, or those in ``only``, into a :class:`Namespace` and returns the layer.
 
     Args:
@@ -96,7 +96,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         pop: The names that each forward pops, all of them.
 
     Raises:
-        TypeError: If a string is given in the place of a list of names, or a name is no string.
+        TypeError: If a string is given instead of a list of names, or a name is not a string.
     """
     declared = Declared(_names(stash, "stash"), _names(pop, "pop"))
 
@@ -107,13 +107,13 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = run(self, *args, **kwargs)
             if isinstance(result, Generator):
-                return _drive(self, result)
-            _check_all_done(self, _wishes(declared))
+                return _run_generator(self, result)
+            _check_all_done(self, _requests(declared))
             return result
 
         layer.forward = forward
         setattr(layer, _DECLARED, declared)
-        layer.isolate = _isolate  # type: ignore[attr-defined]  # that is how it gets it
+        layer.isolate = _isolate  # type: ignore[attr-defined]  # this adds it
         return layer
 
     return decorate
@@ -169,14 +169,14 @@ def declared_in(module: nn.Module) -> Declared | None:
 
 
 def full_name(module: nn.Module, name: str) -> SkipName:
-    """The name in the namespace that the module was isolated into."""
+    """The name of a skip tensor together with the namespace that the module was isolated into."""
     namespaces: dict[str, Namespace] = module.__dict__.get("_namespaces", {})
     namespace = namespaces.get(name)
     return SkipName(None if namespace is None else namespace.id, name)
 
 
 def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
-    """Move the names of a skippable layer into a namespace; the method of the same name, typed.
+    """Move the names of a skippable layer into a namespace, as its method does, but typed.
 
     Args:
         layer: A skippable layer.
@@ -187,8 +187,8 @@ def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None
         The layer.
 
     Raises:
-        TypeError: If the layer is not skippable, or the namespace none.
-        ValueError: If ``only`` names what the layer does not declare.
+        TypeError: If the layer is not skippable, or ``namespace`` is not a Namespace.
+        ValueError: If ``only`` has a name that the layer does not declare.
     """
     return _isolate(layer, namespace, only=only)
 
@@ -212,20 +212,20 @@ def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None
     return self
 
 
-def _drive(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any:
-    """Run a forward to its end, doing what it yields."""
+def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any:
+    """Run the generator of a forward to its end, and stash and pop what it yields."""
     declared = declared_in(layer)
     assert declared is not None
-    skips, missing = in_flight(), _wishes(declared)
+    skips, missing = in_flight(), _requests(declared)
     answer: Tensor | None = None
     while True:
         try:
-            wish = forward.send(answer)
+            request = forward.send(answer)
         except StopIteration as end:
             _check_all_done(layer, missing)
             return end.value
         answer = None
-        match wish:
+        match request:
             case stash(name, tensor):
                 _check_declared(layer, "stash", name, declared.stash)
                 _check_tensor(layer, name, tensor)
@@ -238,15 +238,16 @@ def _drive(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any
             case _:
                 raise TypeError(
                     f"the forward of {type(layer).__name__} must yield stash(name, tensor) or "
-                    f"pop(name): got {type(wish).__name__}. Return the output."
+                    f"pop(name): got {type(request).__name__}. Return the output."
                 )
 
 
 def _check_declared(layer: nn.Module, verb: str, name: str, declared: tuple[str, ...]) -> None:
     if name not in declared:
         raise RuntimeError(
-            f"{type(layer).__name__} must declare what it does: got {verb}({name!r}) in its "
-            f"forward, and {verb}={list(declared)} on the class. Add it to @skippable({verb}=...)."
+            f"{type(layer).__name__} must declare all that it stashes and pops: got "
+            f"{verb}({name!r}) in its forward, and {verb}={list(declared)} on the class. "
+            f"Add it to @skippable({verb}=...)."
         )
 
 
@@ -258,7 +259,7 @@ def _check_tensor(layer: nn.Module, name: str, tensor: Any) -> None:
         )
 
 
-def _wishes(declared: Declared) -> set[tuple[str, str]]:
+def _requests(declared: Declared) -> set[tuple[str, str]]:
     return {("stash", n) for n in declared.stash} | {("pop", n) for n in declared.pop}
 
 
@@ -273,10 +274,10 @@ def _take(layer: nn.Module, skips: Table, name: SkipName) -> Tensor | None:
 
 def _check_all_done(layer: nn.Module, missing: set[tuple[str, str]]) -> None:
     if missing:
-        wishes = ", ".join(f"{verb}({name!r})" for verb, name in sorted(missing))
+        requests = ", ".join(f"{verb}({name!r})" for verb, name in sorted(missing))
         raise RuntimeError(
-            f"{type(layer).__name__} must do all that it declares: its forward ended without "
-            f"{wishes}. To pass nothing on, stash None."
+            f"{type(layer).__name__} must stash and pop all that it declares: its forward ended "
+            f"without {requests}. To pass nothing on, stash None."
         )
 
 

@@ -1,8 +1,8 @@
-"""Where skip tensors are between the layer that stashes them and the one that pops them.
+"""Holds skip tensors between the layer that stashes them and the one that pops them.
 
-Layers run one after another on one thread, so what is in flight belongs to the thread. In a plain
-nn.Sequential it stays there from stash to pop. A pipeline gives each micro-batch on each stage a
-table of its own, and sends what is left on it to the stage that needs it.
+Layers run one after another on one thread, so the table of skip tensors is thread-local. In a plain
+nn.Sequential a tensor stays in it from stash to pop. A pipeline uses a table for each micro-batch
+on each stage, and sends the tensors that remain in it to the stages that pop them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_flight() -> Table:
 class using_table:
     """Lets layers stash to and pop from ``table`` for the duration of a ``with`` block."""
 
-    # A class: it is entered for every action, and costs half of what a generator does.
+    # A class, not a generator: it is entered for every action, and takes half the time.
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -1,11 +1,11 @@
 """The skip layout: which layer stashes each skip tensor, which pops it, and what is wrong.
 
-Every skippable layer declares its names, so before anything runs it is known which tensors go
-where. All faults are found at construction and named together: a name that is stashed and never
-popped would keep a tensor for ever, one that is popped first would fail in the middle of a step.
+Every skippable layer declares its names, so all routes are known before anything runs. All faults
+are found at construction and reported together: a tensor that is stashed and never popped would
+never be freed, and one that is popped first would fail in the middle of a step.
 
-Layers count by their place in the nn.Sequential. Within one layer modules may call one another in
-any order, so of stashes and pops in the same layer only the names are checked.
+The order of stash and pop is that of their layers in the nn.Sequential. Modules within one layer
+may run in any order, so a stash and a pop in the same layer are only matched by name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) 
 
     Args:
         layers: All layers.
-        partitions: How they are cut, if it is known, to name the stages as well.
+        partitions: The partitions, if they are known, so that errors name the stages as well.
 
     Raises:
         TypeError: Names every fault.
@@ -82,26 +82,25 @@ def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Ro
 
 
 def table_of(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
-    """The table that layers pop from, with the tensors that have arrived for them."""
+    """A table with the skip tensors that arrived for a stage."""
     return {route.name: tensor for route, tensor in zip(arriving, tensors, strict=True)}
 
 
 def tensors_leaving(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
-    """The tensors that go to other stages, once the layers of this one have run.
+    """The skip tensors for other stages, after the layers of this stage have run.
 
     Raises:
-        RuntimeError: If a tensor was not stashed, or is left that was not popped: a skippable
-            module within a layer did not run.
+        RuntimeError: If a tensor was not stashed, or not popped, because a skippable module within
+            a layer did not run.
     """
     missing = [route.name for route in leaving if route.name not in table]
     left = table.keys() - {route.name for route in leaving}
     if missing or left:
+        faults = [f"no module stashed {name}" for name in missing]
+        faults += [f"no module popped {name}" for name in left]
         raise RuntimeError(
-            "every skippable module within a layer must run in each forward: got none that "
-            + ", none that ".join(
-                [f"stashed {name}" for name in missing] + [f"popped {name}" for name in left]
-            )
-            + ". To pass nothing on, stash None."
+            "every skippable module within a layer must run in each forward: "
+            f"{', '.join(faults)}. To pass nothing on, stash None."
         )
     return [table[route.name] for route in leaving]
 
@@ -122,8 +121,8 @@ def _uses(
             if declared is None:
                 continue
             stage = f", stage {stage_of[k]}" if k in stage_of else ""
-            place = f"layer {k}{'.' + path if path else ''}"
-            use = _Use(k, f"{place} ({type(module).__name__}{stage})")
+            full_path = f"layer {k}{'.' + path if path else ''}"
+            use = _Use(k, f"{full_path} ({type(module).__name__}{stage})")
             for name in declared.stash:
                 stashes.setdefault(full_name(module, name), []).append(use)
             for name in declared.pop:
@@ -132,6 +131,6 @@ def _uses(
 
 
 def _repeated(uses: dict[SkipName, list[_Use]], verb: str) -> Iterator[str]:
-    for name, places in uses.items():
-        if len(places) > 1:
-            yield f"{name} is {verb} by {' and by '.join(use.path for use in places)}"
+    for name, each in uses.items():
+        if len(each) > 1:
+            yield f"{name} is {verb} by {' and by '.join(use.path for use in each)}"

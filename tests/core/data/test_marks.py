@@ -42,7 +42,7 @@ def test_marked_tensor_is_the_same_tensor() -> None:
 
 
 def test_only_tensors_are_marked() -> None:
-    with pytest.raises(TypeError, match="marks a tensor: got list"):
+    with pytest.raises(TypeError, match="takes a tensor: got list"):
         whole([1, 2])  # type: ignore[arg-type]  # what is tested
 
 

@@ -45,7 +45,7 @@ def test_tree_is_taken_apart_and_put_together(tree: Any, leaves: list[Any]) -> N
 
 
 def test_leaves_without_a_structure_make_no_tree() -> None:
-    with pytest.raises(AssertionError, match="bare leaves"):
+    with pytest.raises(AssertionError, match="leaves without a structure"):
         tree_unflatten(FlatTree([1, 2]))
 
 
@@ -160,7 +160,7 @@ class Bunch(dict[str, Any]):
     [
         (Slots(X), "got a Slots with one in its attribute 'held'"),
         (SimpleNamespace(a={"k": [X]}), "got a SimpleNamespace with one in its attribute 'a'"),
-        (Bunch(x=X), "got a Bunch that holds one. Pass dict"),
+        (Bunch(x=X), "got a Bunch that holds one. Convert it with dict"),
         ({"x": [Bunch(y={"z": X})]}, "got a Bunch that holds one"),
         ({X}, "got a set that holds one"),
         (Sample(1, Holder([X])), "got a Holder with one"),

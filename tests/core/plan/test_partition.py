@@ -165,5 +165,5 @@ def test_balance_that_is_not_a_list(balance: list[int]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
 def test_lazy_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"got lazy ones in layers \[1\]"):
+    with pytest.raises(ValueError, match=r"got lazy parameters in layers \[1\]"):
         check_sequential(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))

@@ -7,8 +7,8 @@ from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.plan.sharing import (
     check_outside,
     check_sharing,
+    followed_slots,
     shared_with_outside,
-    slots_away,
 )
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -50,9 +50,9 @@ def test_slots_of_parameters_that_live_elsewhere() -> None:
     module = tied()
     found = lay_out(cut(module, [2, 1]), [CPU, META]).homes
 
-    assert slots_away([module[2]], META, found) == {(module[2], "weight")}
-    assert slots_away([module[0]], CPU, found) == set()
-    assert slots_away([nn.Linear(2, 2)], CPU, found) == set()  # unknown: not away
+    assert followed_slots([module[2]], META, found) == {(module[2], "weight")}
+    assert followed_slots([module[0]], CPU, found) == set()
+    assert followed_slots([nn.Linear(2, 2)], CPU, found) == set()  # unknown: not away
 
 
 def test_buffer_shared_across_devices() -> None:

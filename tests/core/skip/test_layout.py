@@ -228,17 +228,17 @@ def test_table_with_other_tensors_than_leave() -> None:
         tensors_leaving({c.name: None}, [a, b])
 
     assert str(error.value) == (
-        "every skippable module within a layer must run in each forward: got none that stashed "
-        "'a', none that stashed 'b', none that popped 'c'. To pass nothing on, stash None."
+        "every skippable module within a layer must run in each forward: no module stashed "
+        "'a', no module stashed 'b', no module popped 'c'. To pass nothing on, stash None."
     )
 
 
 def test_table_with_too_few_or_too_many_tensors() -> None:
     a = Route(SkipName(None, "a"), 0, 1)
 
-    with pytest.raises(RuntimeError, match="got none that stashed 'a'. To"):
+    with pytest.raises(RuntimeError, match="no module stashed 'a'. To"):
         tensors_leaving({}, [a])
-    with pytest.raises(RuntimeError, match="got none that popped 'a'. To"):
+    with pytest.raises(RuntimeError, match="no module popped 'a'. To"):
         tensors_leaving({a.name: None}, [])
 
 
@@ -265,7 +265,7 @@ def test_skippable_module_that_does_not_run(skipped: int, balance: list[int], pi
     layer = pipeline[skipped]
     assert isinstance(layer, Sometimes)
     layer.runs = False
-    with pytest.raises(RuntimeError, match="none that (stashed|popped) 'skip'|must be stashed"):
+    with pytest.raises(RuntimeError, match="no module (stashed|popped) 'skip'|must be stashed"):
         pipeline(x)
     layer.runs = True
 

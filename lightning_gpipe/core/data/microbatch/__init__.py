@@ -1,8 +1,8 @@
-"""How a mini-batch becomes micro-batches, and their outputs one output again.
+"""How a mini-batch is split into micro-batches, and their outputs are merged.
 
-For most batches the answer is the rows of their tensors (``rows``); where the cost of a row varies
-it may be worth to choose which rows go together (``padded``), and a user can do that in a way of
-their own (``interface``).
+Most batches are split by the rows of their tensors (``rows``). Where the cost of a row varies, rows
+of similar cost can be put into one micro-batch (``padded``), and a user can write another way to
+split and merge (``interface``).
 """
 
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching

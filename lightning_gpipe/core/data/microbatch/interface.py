@@ -1,9 +1,9 @@
-"""How a mini-batch becomes micro-batches, and their outputs one output again.
+"""How a mini-batch is split into micro-batches, and their outputs are merged.
 
-A pipeline needs several micro-batches to be busy, while the user has one mini-batch and wants one
-output for it. For most batches the answer is the rows of their tensors (:class:`Rows`). Where the
-cost of a row varies it may be worth to choose which rows go together and how much of them
-(:class:`PaddedSequences`), and a user can do that in a way of their own.
+A pipeline needs several micro-batches to keep its stages busy, while the user has one mini-batch
+and expects one output. Most batches are split by the rows of their tensors (:class:`Rows`). Where
+the cost of a row varies, rows of similar cost can be put into one micro-batch
+(:class:`PaddedSequences`), and a user can write a subclass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class MicroBatching(ABC):
     """A way to split a mini-batch and to merge the outputs of its micro-batches.
 
     Both methods are ordinary differentiable PyTorch and run in the caller's graph, outside of the
-    pipeline: the gradient of the input is put together by autograd itself. Micro-batches may differ
-    in shape from each other and from step to step.
+    pipeline, so autograd computes the gradient of the mini-batch from those of the micro-batches.
+    Micro-batches may differ in shape from each other and from step to step.
 
     Example::
 
@@ -35,18 +35,18 @@ class MicroBatching(ABC):
 
     @abstractmethod
     def split(self, batch: Any, chunks: int) -> Sequence[Any]:
-        """Cut ``batch`` into micro-batches: at least one, and of any number.
+        """Split ``batch`` into micro-batches: any number, but at least one.
 
         Args:
             batch: What the pipeline was called with.
-            chunks: The number of micro-batches that the user wants.
+            chunks: The number of micro-batches that the user asked for.
         """
 
     @abstractmethod
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
-        """Make one output of those of all micro-batches, given in order.
+        """Merge the outputs of all micro-batches into one.
 
         Args:
-            outputs: What the last layer returned for each micro-batch.
+            outputs: What the last layer returned for each micro-batch, in order.
             batch: The mini-batch that was split.
         """

@@ -1,12 +1,12 @@
-"""Padded sequences, each micro-batch trimmed to its own longest.
+"""Padded sequences, with each micro-batch trimmed to its longest sequence.
 
-A batch of sequences is padded to its longest, so most of a micro-batch may be padding that every
-stage computes for nothing. When the sequences are put in order of their length before they are cut,
-those of a micro-batch are nearly as long as one another. Cut into equal numbers of rows, the first
-micro-batch would then have most of the work, and the other stages would wait for it; so they are
-cut where each has about as much, padding included::
+A batch is padded to its longest sequence, so most of a micro-batch may be padding, which every
+stage computes for nothing. Sorting the rows by length before they are split gives the sequences of
+a micro-batch similar lengths. With equal numbers of rows, the first micro-batch would then have
+most of the work, and the other stages would wait for it; so micro-batches get about equal numbers
+of tokens instead, padding included::
 
-    the batch, padded    in order       micro-batches, trimmed
+    the batch, padded    sorted         micro-batches, trimmed
 
     ####----             ########       ########    #####   ###
     ########             #####---                   ####-   ###
@@ -34,20 +34,20 @@ from lightning_gpipe.core.data.microbatch.interface import MicroBatching
 from lightning_gpipe.core.data.microbatch.rows import (
     Rows,
     count_rows,
-    cut_rows,
     even_sizes,
     has_rows,
+    split_rows,
 )
 from lightning_gpipe.core.data.pytree import FlatTree, entries, tree_flatten, tree_unflatten
 
 
 class PaddedSequences(MicroBatching):
-    """Trims the sequences of each micro-batch to its longest, and pads the outputs back.
+    """Trims each micro-batch to its longest sequence, and pads the outputs back.
 
-    The layers must give padding no influence on the rest, by masks or by lengths: what is trimmed
-    is not there any more. A layer that needs a mask makes it of the lengths and its input's shape.
-    The caller sees neither the trimming nor the order: outputs come back with the batch's rows in
-    their places, and padded to its length.
+    Padding must not affect the layers' other results, because it may be trimmed; use masks or
+    lengths in the layers. A layer that needs a mask computes it from the lengths and the shape of
+    its input. Outputs have the batch's order of rows and its padded length, so the caller sees
+    neither the sorting nor the trimming.
 
     Example::
 
@@ -65,12 +65,12 @@ class PaddedSequences(MicroBatching):
         pad_outputs: Which entries of the output have that shape and are to be padded back in dim 1:
             a list of them, True for all of the output, False for none.
         padding_value: What to pad outputs with.
-        sort: Whether to put the rows in order of their length, the longest first, and to cut them
-            where all micro-batches have about as many tokens. False cuts equal numbers of rows, in
-            the order of the batch.
+        sort: Whether to sort the rows by length, the longest first, and to split them into
+            micro-batches with about equal numbers of tokens. False splits them into equal numbers
+            of rows, in the order of the batch.
 
     Raises:
-        TypeError: If ``trim`` is no list of entries, or ``pad_outputs`` neither that nor a bool.
+        TypeError: If ``trim`` is not a list of entries, or ``pad_outputs`` neither that nor a bool.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class PaddedSequences(MicroBatching):
         if not isinstance(trim, list) or not trim:
             raise TypeError(
                 f"trim must list the entries of the batch to trim: got {trim!r}. Write "
-                'trim=["tokens"], say.'
+                'trim=["tokens"], for example.'
             )
         if not isinstance(pad_outputs, bool | list):
             raise TypeError(
@@ -108,18 +108,18 @@ class PaddedSequences(MicroBatching):
 
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
-        """Cut ``batch`` along dim 0, and trim.
+        """Split ``batch`` along dim 0, and trim.
 
-        Reads the lengths, which waits for their device.
+        Reads the lengths, which synchronises with their device.
 
         Raises:
             ValueError: If an entry is missing, or the lengths do not fit the batch.
         """
-        count_rows(batch)  # to reorder tensors of other numbers of rows would drop some
+        count_rows(batch)  # refuse tensors that disagree: reordering them would drop rows
         order = self._order(batch)
         sizes = (_even_tokens if self._sort else _even_rows)(order.lengths, chunks)
         firsts = accumulate(sizes, initial=0)
-        microbatches = cut_rows(_changed(batch, order.arrange), sizes)
+        microbatches = split_rows(_changed(batch, order.arrange), sizes)
         return [
             _changed(each, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
             for each, first, size in zip(microbatches, firsts, sizes, strict=False)
@@ -130,8 +130,8 @@ class PaddedSequences(MicroBatching):
         """Pad the outputs to the length of ``batch``, and put their rows back in its order.
 
         Raises:
-            ValueError: If an entry is missing, or an output has other rows than the batch or
-                another size per micro-batch.
+            ValueError: If an entry is missing, an output does not have the rows of the batch, or
+                the micro-batches of an output differ in more than their rows.
         """
         order = self._order(batch)
         pad = partial(_padded, longest=order.longest, value=self._padding_value)
@@ -142,7 +142,7 @@ class PaddedSequences(MicroBatching):
             ]
         _check_widths(outputs)
         leaves, spec = tree_flatten(Rows().merge(outputs, batch))
-        per_row = map(has_rows, tree_flatten(outputs[0]).leaves)  # the others were stacked
+        per_row = map(has_rows, tree_flatten(outputs[0]).leaves)  # 0-dim tensors were stacked
         restored = [
             order.restore(leaf) if rows else leaf
             for leaf, rows in zip(leaves, per_row, strict=True)
@@ -150,12 +150,13 @@ class PaddedSequences(MicroBatching):
         return tree_unflatten(FlatTree(restored, spec))
 
     def _order(self, batch: Any) -> _Order:
-        """The order of the rows of ``batch``; its lengths are read once, not for merge again."""
+        """The order of the rows of ``batch``, cached so that merge does not read lengths again."""
         lengths, longest = self._lengths_in(batch), self._padded_length_in(batch)
         version = 0 if lengths.is_inference() else lengths._version
         if self._latest is not None and not lengths.is_inference():
-            known, at, order = self._latest
-            if known() is lengths and at == version and order.longest == longest:
+            reference, known_version, order = self._latest
+            known = reference() is lengths and known_version == version
+            if known and order.longest == longest:
                 return order
         order = _Order.of(lengths.tolist(), longest, sort=self._sort)
         if order.lengths and not 0 <= min(order.lengths) <= max(order.lengths) <= order.longest:
@@ -169,7 +170,7 @@ class PaddedSequences(MicroBatching):
 
     def _lengths_in(self, batch: Any) -> Tensor:
         found = _at(batch, self._lengths)
-        if len(found) != 1 or found[0].dim() != 1 or not _counts(found[0]):
+        if len(found) != 1 or found[0].dim() != 1 or not _is_integer(found[0]):
             raise ValueError(
                 f"the entry {self._lengths!r} of the batch must be one tensor of integers of shape "
                 f"(rows,), the lengths: got {_described(found)}. The entries are {_names(batch)}."
@@ -193,46 +194,46 @@ class PaddedSequences(MicroBatching):
 
 @dataclass(frozen=True)
 class _Order:
-    """The rows of a batch in the order in which they are cut.
+    """The rows of a batch in the order in which they are split.
 
     Attributes:
-        lengths: How long each row is, in this order.
-        longest: The length that all are padded to.
-        order: For each place the row that comes there, or None for the batch's own order.
+        lengths: The length of each row, in this order.
+        longest: The padded length.
+        permutation: The index in the batch of each row, or None for the batch's own order.
     """
 
     lengths: list[int]
     longest: int
-    order: Tensor | None
+    permutation: Tensor | None
 
     @classmethod
     def of(cls, lengths: list[int], longest: int, *, sort: bool) -> _Order:
-        """By length, the longest first; or as they are."""
+        """Rows sorted by length, the longest first, or in the order of the batch."""
         if not sort:
             return cls(lengths, longest, None)
         order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
-        index = torch.tensor(order, dtype=torch.long, device="cpu")
-        return cls([lengths[k] for k in order], longest, index)
+        permutation = torch.tensor(order, dtype=torch.long, device="cpu")
+        return cls([lengths[k] for k in order], longest, permutation)
 
     def longest_of(self, first: int, size: int) -> int:
-        """The length of the longest of some rows, at least 1 so that layers have something."""
+        """The greatest length of ``size`` rows from ``first`` on, at least 1 for the layers."""
         return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
     def arrange(self, tensor: Tensor) -> Tensor:
         """The rows of ``tensor`` in this order."""
-        return tensor if self.order is None else tensor[self.order.to(tensor.device)]
+        return tensor if self.permutation is None else tensor[self.permutation.to(tensor.device)]
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """The rows of ``tensor``, which are in this order, in that of the batch."""
-        if self.order is None:
+        """Undo :meth:`arrange`: the rows of ``tensor`` in the order of the batch."""
+        if self.permutation is None:
             return tensor
         if tensor.size(0) != len(self.lengths):
             raise ValueError(
                 f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
-                f"their places: got shape {tuple(tensor.shape)}. Write sort=False if the layers "
+                f"its order: got shape {tuple(tensor.shape)}. Write sort=False if the layers "
                 "change the number of rows."
             )
-        return tensor[self.order.argsort().to(tensor.device)]
+        return tensor[self.permutation.argsort().to(tensor.device)]
 
 
 def _even_rows(lengths: list[int], chunks: int) -> list[int]:
@@ -240,10 +241,11 @@ def _even_rows(lengths: list[int], chunks: int) -> list[int]:
 
 
 def _even_tokens(lengths: list[int], chunks: int) -> list[int]:
-    """Sizes of runs of rows whose largest takes as few tokens as possible, padding included.
+    """Numbers of rows for which the largest micro-batch has the fewest tokens, padding included.
 
-    The lengths do not increase, so a run costs its size times its first length, and to take as many
-    rows as a limit allows is best for what is left. The least limit is found by bisection.
+    The lengths do not increase, so a run of rows has its size times its first length in tokens, and
+    for a given limit the fewest runs come from adding rows to a run while they fit. The least limit
+    that needs no more runs than ``chunks`` is found by bisection.
     """
     low, high = max(lengths, default=1), max(lengths, default=1) * max(len(lengths), 1)
     while low < high:
@@ -287,11 +289,11 @@ def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
 def _changed(
     tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None = None
 ) -> Any:
-    """The tree with ``function`` applied to the tensors with rows, in these entries or all."""
+    """Apply ``function`` to the tensors of the tree that have rows, in these entries or all."""
     leaves, spec = tree_flatten(tree)
     names = entries(tree)
     if missing := [entry for entry in where or [] if entry not in names]:
-        raise ValueError(f"there must be entries {missing}: got {_names(tree)}.")
+        raise ValueError(f"the entries {missing} must exist: got {_names(tree)}.")
     changed = [
         function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf
         for leaf, name in zip(leaves, names, strict=True)
@@ -314,14 +316,14 @@ def _described(tensors: list[Tensor]) -> str:
     return ", ".join(found) or "no tensor"
 
 
-def _counts(tensor: Tensor) -> bool:
+def _is_integer(tensor: Tensor) -> bool:
     """Whether the values are integers."""
     kind = tensor.dtype
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 
 def _check_widths(outputs: Sequence[Any]) -> None:
-    """Raise if an output that is not padded has another size for each micro-batch."""
+    """Raise if the micro-batches of an output differ in more than their rows."""
     for column in zip(*(tree_flatten(output).leaves for output in outputs), strict=False):
         widths = {x.shape[1:] for x in column if has_rows(x)}
         if len(widths) > 1:

@@ -1,7 +1,7 @@
-"""Micro-batches of consecutive rows: what a pipeline does unless told otherwise.
+"""Micro-batches of consecutive rows, the default.
 
-Peers split each tensor on its own and pair up the pieces, so a tensor with fewer rows silently
-drops rows of the others. Here the rows of the batch are counted once, every tensor must have them,
+Other libraries split each tensor separately and pair up the pieces, so a tensor with fewer rows
+silently drops rows of the others. Here all tensors of a batch must have the same number of rows,
 and a mini-batch of 10 rows in 4 chunks becomes 3, 3, 2 and 2 rows.
 """
 
@@ -20,10 +20,10 @@ from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatte
 
 
 class Rows(MicroBatching):
-    """Cuts along dim 0 as evenly as possible, and concatenates.
+    """Splits along dim 0 as evenly as possible, and concatenates.
 
     Args:
-        at_least: How many rows a micro-batch has at least, where the batch has as many.
+        at_least: The smallest number of rows in a micro-batch, unless the whole batch has fewer.
     """
 
     def __init__(self, at_least: int = 1) -> None:
@@ -36,34 +36,34 @@ class Rows(MicroBatching):
 
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
-        """Cut ``batch`` into at most ``chunks`` micro-batches of the same structure.
+        """Split ``batch`` into at most ``chunks`` micro-batches of the same structure.
 
-        Tensors of shape ``(rows, ...)`` are cut along dim 0, the larger pieces first; all must have
-        the same number of rows. Everything else goes to every micro-batch: 0-dim tensors, tensors
-        marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None, numbers. A batch of
-        fewer rows than chunks makes fewer micro-batches.
+        Tensors of shape ``(rows, ...)`` are split along dim 0, the larger pieces first; all must
+        have the same number of rows. Everything else goes to every micro-batch: 0-dim tensors,
+        tensors marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None, numbers. A
+        batch of fewer rows than chunks makes fewer micro-batches.
 
         Args:
             batch: Any pytree with at least one tensor that has a batch dimension.
-            chunks: The number of micro-batches wanted, at least 1.
+            chunks: The number of micro-batches asked for, at least 1.
 
         Raises:
             ValueError: If no tensor has a batch dimension, the tensors disagree on its size, or one
-                cannot be cut because it is sparse or nested.
+                cannot be split because it is sparse or nested.
         """
         rows = count_rows(batch)
-        return cut_rows(batch, even_sizes(rows, min(chunks, rows // self._at_least)))
+        return split_rows(batch, even_sizes(rows, min(chunks, rows // self._at_least)))
 
     @override
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
-        """Put the outputs of all micro-batches together as the output of their mini-batch.
+        """Merge the outputs of all micro-batches into the output of the mini-batch.
 
         Tensors are concatenated along dim 0 in order, 0-dim tensors are stacked to shape ``(m,)``.
-        Marked tensors and values that are no tensors must be the same for all micro-batches, and
-        are given once.
+        Marked tensors and values other than tensors must be equal for all micro-batches, and are
+        returned once.
 
         Raises:
-            ValueError: If the outputs differ in structure, or in what must be the same.
+            ValueError: If the outputs differ in structure, or in a value that must be equal.
         """
         if len(outputs) == 1:
             return outputs[0]
@@ -83,7 +83,7 @@ def count_rows(batch: Any) -> int:
     """The number of rows that all tensors of ``batch`` have.
 
     Raises:
-        ValueError: If they disagree, or there are none.
+        ValueError: If they disagree, or no tensor has rows.
     """
     rows = {leaf.size(0) for leaf in tree_flatten(batch).leaves if has_rows(leaf)}
     if len(rows) != 1:
@@ -92,19 +92,19 @@ def count_rows(batch: Any) -> int:
 
 
 def even_sizes(rows: int, chunks: int) -> list[int]:
-    """How many rows each micro-batch gets, the larger ones first."""
+    """The number of rows of each micro-batch, the larger ones first."""
     m = max(1, min(chunks, rows))
     small, larger = divmod(rows, m)
     return [small + 1] * larger + [small] * (m - larger)
 
 
-def cut_rows(batch: Any, sizes: list[int]) -> list[Any]:
-    """Micro-batches of these numbers of consecutive rows."""
+def split_rows(batch: Any, sizes: list[int]) -> list[Any]:
+    """Split ``batch`` into micro-batches of consecutive rows, as many as each size says."""
     if len(sizes) == 1:
         return [batch]
     leaves, spec = tree_flatten(batch)
     pieces = [
-        leaf.split(sizes) if has_rows(leaf) else [_uncut(leaf)] * len(sizes) for leaf in leaves
+        leaf.split(sizes) if has_rows(leaf) else [_unsplit(leaf)] * len(sizes) for leaf in leaves
     ]
     return [tree_unflatten(FlatTree(list(piece), spec)) for piece in zip(*pieces, strict=True)]
 
@@ -113,21 +113,21 @@ def has_rows(leaf: Any) -> bool:
     """Whether this is a tensor with a row per sample.
 
     Raises:
-        ValueError: If its layout has no rows that could be cut.
+        ValueError: If it cannot be split because it is sparse or nested.
     """
     if not isinstance(leaf, Tensor) or is_whole(leaf):
         return False
     if leaf.layout is not torch.strided or leaf.is_nested:
         raise ValueError(
-            "tensors with a row per sample must be dense, so that they can be cut: got one of "
+            "tensors with a row per sample must be dense, so that they can be split: got one of "
             f"layout {leaf.layout}. Write whole(tensor) if every micro-batch needs all of it, or "
             "make it dense."
         )
     return leaf.dim() > 0
 
 
-def _uncut(leaf: Any) -> Any:
-    """What every micro-batch gets: if a tensor, one that is known again when it comes out."""
+def _unsplit(leaf: Any) -> Any:
+    """The leaf for every micro-batch; a tensor is marked, so that it is recognised as output."""
     return whole(leaf) if isinstance(leaf, Tensor) and not is_whole(leaf) else leaf
 
 
@@ -167,7 +167,7 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors that are equal where sparse ones are."""
+    """Dense tensors that are equal if the tensors that they represent are."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
@@ -184,5 +184,5 @@ def _no_common_rows(batch: Any) -> str:
         )
     return (
         f"all tensors of a batch must have the same size in dim 0: got {found}. Write "
-        "whole(tensor), from lightning_gpipe, for one that every micro-batch needs all of."
+        "whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole."
     )

@@ -1,10 +1,4 @@
-"""Balances that the user need not count by hand: costs of layers, and the exact solver over them.
-
-A pipeline is as fast as its slowest stage, so the balance decides its speed. Finding one is two
-questions that are kept apart: what a layer costs (``costs``), and which cut of those costs has the
-cheapest costliest stage (``solver``). What comes out is a plain list of ints, which the user can
-print, edit and write into a configuration.
-"""
+"""Finds the balance whose largest stage has as few parameters as possible."""
 
 from __future__ import annotations
 
@@ -23,18 +17,18 @@ def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
     >>> balance_by_parameters(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), stages=4)
     [2, 2, 1, 1]
 
-    Parameters say well how much memory a stage needs, and how long it runs when the layers are of
-    one kind; nothing is run, so the module may be on the ``meta`` device.
+    The number of parameters is a good measure of the memory of a stage, and of its running time if
+    the layers are of one kind. No layer is run, so the module may be on the ``meta`` device.
 
     Args:
         module: The layers to balance.
-        stages: How many stages to balance them over.
+        stages: The number of stages.
 
     Returns:
         The number of layers of each stage, first to last.
 
     Raises:
-        TypeError, ValueError: If the module cannot be cut, or not into so many stages.
+        TypeError, ValueError: If the module cannot be cut, or not into this number of stages.
     """
     check_sequential(module)
     check_enough_layers(len(module), stages)

@@ -1,8 +1,8 @@
-"""What each layer costs.
+"""The cost of each layer.
 
 A cost is a number for each layer that adds up over a stage; its unit does not matter to the solver.
-Parameters are the cost that is known before anything has run: they are counted, not measured, so
-every process of a job and every run of it finds the same balance.
+The number of parameters is known before anything has run, and is counted, not measured, so every
+process and every run of a job finds the same balance.
 """
 
 from __future__ import annotations

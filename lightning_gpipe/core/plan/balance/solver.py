@@ -13,10 +13,10 @@ p - 1 runs by the run b..e-1: for k runs of n layers that is O(k n²) candidates
     |<-- best cut into p - 1 runs -->|<- one run ->|
     0                                b             e
 
-The optimum is rarely unique, since only the costliest run decides it. So a second pass, among the
-cuts that keep to it, evens out the rest: least sum of squared costs, then least sum of squared
-numbers of layers, so that layers without cost spread too, and then the shorter runs last, where a
-pipeline also has the loss to compute.
+The optimum is rarely unique, since only the costliest run decides it. So a second pass chooses the
+most even of the optimal cuts: least sum of squared costs, then least sum of squared numbers of
+layers, so that layers without cost are spread too, and then the shorter runs last, where a pipeline
+also computes the loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Price = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """A way to cut the first layers into runs: of two, the one that compares less is better."""
+    """A cut of the first layers into runs; the lesser of two cuts is the better."""
 
     price: Price
     sizes: tuple[int, ...]  # the last run first: among equal prices, later runs are the shorter
@@ -48,13 +48,13 @@ def solve(costs: Sequence[float], parts: int) -> list[int]:
 
     Args:
         costs: What each layer costs, in order: finite and not negative.
-        parts: How many runs.
+        parts: The number of runs.
 
     Returns:
         The number of layers in each run, first to last; of all optima the most even one.
 
     Raises:
-        ValueError: If there are no such runs, or a cost is negative, infinite or NaN.
+        ValueError: If a run would be empty, or a cost is negative, infinite or NaN.
     """
     _check(costs, parts)
     sums = list(accumulate(_integers(costs), initial=0))
@@ -79,8 +79,8 @@ def _best(
 ) -> Cut:
     """The best cut of n layers into runs, where ``price(b, e)`` is that of the run b..e-1.
 
-    ``join`` gives the price of a cut from those of its runs; it must not turn a better beginning
-    into a worse whole, as neither the maximum of one number nor a sum does.
+    ``join`` combines the price of the first runs with that of the next. It must be monotonic, as
+    the maximum of single numbers and the sum are: cheaper first runs never make a cut costlier.
     """
     best = {e: Cut(price(0, e), (e,)) for e in range(1, n + 1)}
     for runs in range(2, parts + 1):

@@ -240,7 +240,7 @@ def test_batch_that_does_not_fit(change: Tree, message: str) -> None:
 @pytest.mark.parametrize(
     "padded, output, message",
     [
-        (["logits"], {"x": torch.ones(2, 1)}, "there must be entries ['logits']: got ['x']"),
+        (["logits"], {"x": torch.ones(2, 1)}, "the entries ['logits'] must exist: got ['x']"),
         (True, torch.ones(2, 9), "must have the shape (rows, up to 2, ...): got (2, 9)"),
         (True, torch.ones(2), "Name the entries that have it, or write pad_outputs=False"),
         (False, torch.ones(6, 2), "outputs must have the 2 rows of the batch"),

@@ -114,7 +114,7 @@ def test_marked_tensor_goes_to_every_micro_batch() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_sparse_rows_are_refused(chunks: int) -> None:
-    with pytest.raises(ValueError, match="must be dense, so that they can be cut"):
+    with pytest.raises(ValueError, match="must be dense, so that they can be split"):
         split((rows(2), rows(2).to_sparse()), chunks)
 
 
