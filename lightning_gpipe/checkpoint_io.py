@@ -1,8 +1,8 @@
-"""Checkpoints that know nothing of the pipeline, though the tensors in them came from it.
+"""Checkpoints that do not depend on the pipeline from which they were saved.
 
-A checkpoint is loaded before the pipeline is set up, into a module that is plain and on the CPU or
-has no memory yet, and saved from one that is spread over devices. In the file all tensors are on
-the CPU, or a machine with fewer devices could not load it.
+A checkpoint is loaded before the pipeline is set up, into a plain module on the CPU or the meta
+device, and saved from one that is spread over devices. In the file all tensors are on the CPU, so
+that a machine with fewer devices can load it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lightning_gpipe.core.frontends import on_meta
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The same checkpoint with all tensors on the CPU; those that are one tensor there too."""
+    """The same checkpoint with all tensors on the CPU; tied tensors stay tied."""
     copies: dict[Hashable, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        memory = identity(tensor)  # tied weights are there under each of their names
-        if memory not in copies:
-            copies[memory] = tensor.cpu()
-        return copies[memory]
+        key = identity(tensor)  # tied weights appear under each of their names
+        if key not in copies:
+            copies[key] = tensor.cpu()
+        return copies[key]
 
     moved: dict[str, Any] = map_tensors(copy, checkpoint)
     metadata = getattr(checkpoint.get("state_dict"), "_metadata", None)
@@ -37,9 +37,9 @@ def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Load a state dict into ``module``, also where it was built on the meta device.
+    """Load a state dict into ``module``, which may be on the meta device.
 
-    What has no memory yet cannot be copied into: it takes the loaded tensors instead, in its dtype.
+    Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype.
     """
     if not on_meta(module):
         module.load_state_dict(state, strict=strict)
@@ -50,6 +50,6 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer that was used before to where its parameters are now."""
+    """Move the state of an optimizer that was used before to the devices of its parameters."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""LightningCLI with the strategies of this package known by name."""
+"""A LightningCLI in which ``strategy: gpipe`` is registered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning.pytorch.cli import ArgsType, LightningCLI
 def main(args: ArgsType = None) -> LightningCLI:
     """Run a LightningCLI whose model and data are given by ``class_path``.
 
-    To have it here means that the package is imported, so that ``strategy: gpipe`` works in a
+    Importing this package registers the strategy, so that ``strategy: gpipe`` works in a
     configuration without any code of the user's.
 
     Args:

@@ -1,4 +1,4 @@
-"""One flat nn.Sequential of a model that has its layers in groups, under the same names."""
+"""Flattens a model whose layers are in groups into one nn.Sequential, with the same names."""
 
 from lightning_gpipe.core.frontends import flatten
 

@@ -1,7 +1,7 @@
-"""What a Trainer can be given and a pipeline cannot honour, refused by the name the user typed.
+"""Refuses Trainer arguments that a pipeline cannot honour, by the name the user typed.
 
-Nothing here is a limit of the engine. These are arguments and environments that mean something to
-Lightning, and that a pipeline in one process would have to ignore in silence.
+These are not limits of the engine. They are arguments and environments that Lightning supports, and
+that a pipeline in one process would have to ignore silently.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def refuse_several_nodes(num_nodes: int) -> None:
 
 
 def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
-    """Refuse to be one of several processes that somebody else started."""
+    """Refuse to run in one of several processes that a launcher started."""
     if environment is None or not environment.creates_processes_externally:
         return
     processes = environment.world_size()
@@ -57,14 +57,14 @@ def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
     """Refuse batch norms that are synchronised between processes."""
     if layer_sync is not None:
         raise ValueError(
-            "Trainer(sync_batchnorm=True) makes batch norms agree between processes, and a "
+            "Trainer(sync_batchnorm=True) synchronises batch norms between processes, and a "
             "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
             "their running statistics those of the whole batch."
         )
 
 
 def warn_of_one_device(stages: int, devices: int) -> None:
-    """Warn where several stages share one device."""
+    """Warn if several stages share one device."""
     if devices == 1 < stages:
         rank_zero_warn(
             f"All {stages} stages of the pipeline share one device, so nothing runs at the same "

@@ -1,10 +1,10 @@
 """GPipeStrategy: a LightningModule whose nn.Sequential runs as a pipeline, in one process.
 
 Lightning's strategies assume one device per process. Here one process drives several, and nearly
-every override below undoes that assumption: where tensors are created, where modules and optimizer
-states are put, what is saved. The *root device*, where the batch, the loss, the metrics and all
-modules outside the pipeline live, is the last stage's, so that an unchanged ``training_step``
-meets the output where its targets are; the pipeline moves its own input to the first stage.
+every override below removes that assumption: where tensors are created, where modules and optimizer
+states are put, what is saved. The *root device*, which has the batch, the loss, the metrics and all
+modules outside of the pipeline, is the last stage's, so that an unchanged ``training_step`` gets
+the output on the device of its targets; the pipeline moves its own input to the first stage.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class GPipeStrategy(ParallelStrategy):
         balance: The number of layers in each stage, or ``"parameters"`` to give each device one
             stage so that the largest has as few parameters as possible. There may be several stages
             per device: stage j is on device j mod d.
-        chunks: The number of micro-batches that a batch is cut into; None takes 4 per stage, which
-            makes the idle time small. A batch with fewer rows makes fewer.
+        chunks: The number of micro-batches that a batch is split into; None takes 4 per stage,
+            which makes the bubble small. A batch with fewer rows makes fewer.
         module: The path of the nn.Sequential in the LightningModule, such as ``"net.layers"``. None
             finds the only one, or the one with more than half of all parameters.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
@@ -68,14 +68,15 @@ class GPipeStrategy(ParallelStrategy):
             none, an integer k the first k.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
-        microbatching: Another way to cut batches than along dim 0, such as
+        microbatching: Another way to split batches than along dim 0, such as
             :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.
-        verify: Whether the first training batch also runs plain, before training goes on as if it
-            had not. If output, gradients or buffers differ, a RuntimeError names the layer; if for
-            a known reason, such as a batch norm, it is a warning. The plain run takes the memory of
-            a whole batch without recomputation, spread over the devices.
+        verify: Whether to compare the pipeline with a plain run on the first training batch; this
+            has no effect on training. If output, gradients or buffers differ, a RuntimeError names
+            the layer; a difference with a known reason, such as a batch norm, is a warning. The
+            plain run needs the memory of a whole batch without recomputation, spread over the
+            devices.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -231,7 +232,7 @@ class GPipeStrategy(ParallelStrategy):
         self._sequential = self._pipeline = None
         module = self._lightning_module
         if module is not None and (on_meta(module) or metrics_on_meta(module)):
-            self._lightning_module = None  # setup failed: this cannot be moved to the CPU
+            self._lightning_module = None  # setup failed, and meta tensors cannot be moved
         super().teardown()
         self._lightning_module = module
 
@@ -294,7 +295,7 @@ class GPipeStrategy(ParallelStrategy):
 
 
 def _report(parity: Parity) -> None:
-    """Tell the user what came of ``verify``.
+    """Report the result of ``verify`` to the user.
 
     Raises:
         RuntimeError: If there is a difference without a known reason.

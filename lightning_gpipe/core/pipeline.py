@@ -1,9 +1,9 @@
-"""GPipe, the module in the place of the user's nn.Sequential.
+"""GPipe, the module that replaces the user's nn.Sequential.
 
-This is where the parts meet. From the user's layers it makes a layout, puts them on their devices,
-and builds an engine from the layout and a transport. A forward cuts its input into micro-batches,
-lets the engine run them by a schedule, and merges their outputs. Everything that must outlive it is
-either the user's (the layers) or the engine's.
+It combines the parts of the package: it makes a layout of the user's layers, moves them to their
+devices, and builds an engine from the layout and a transport. A forward splits its input into
+micro-batches, has the engine run them by a schedule, and merges their outputs. What outlives a
+forward belongs to the user (the layers) or to the engine.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class GPipe(nn.Module):
 
     The layers stay the same objects under the same names, so the state dict is that of ``module``.
     They are moved to their devices at once, and must stay there. A parameter that layers on several
-    devices share lives on the first of them, and the others follow it with copies. The input is cut
-    into micro-batches along dim 0, and the output is whole again, on the last device: see
+    devices share is on the first of them, and the others follow it with copies. The input is split
+    into micro-batches along dim 0, and their outputs are merged on the last device: see
     :class:`~lightning_gpipe.Rows`.
 
     Args:
@@ -72,21 +72,21 @@ class GPipe(nn.Module):
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as
-            :class:`~lightning_gpipe.PaddedSequences`. None cuts along dim 0, with two rows or more
-            in each micro-batch if there are batch norms.
+            :class:`~lightning_gpipe.PaddedSequences`. None splits along dim 0, with two rows or
+            more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
-            thread in the schedule's order, for a debugger. With one device it is always so.
+            thread in the schedule's order, for a debugger, as is always done on one device.
 
     Attributes:
         balance: As given.
         devices: One ``torch.device`` per worker.
         chunks: As given.
         activation_checkpointing: As given.
-        microbatching: How a mini-batch becomes micro-batches.
-        patches: What a verification has changed in the layers while it runs.
+        microbatching: How a mini-batch is split into micro-batches.
+        patches: The changes that a running verification has made in the layers.
 
     Raises:
-        TypeError: If ``module`` is no nn.Sequential, or an argument has the wrong type.
+        TypeError: If ``module`` is not an nn.Sequential, or an argument has the wrong type.
         ValueError: If the balance does not fit the module, or the devices do not fit the balance.
     """
 
@@ -120,9 +120,9 @@ class GPipe(nn.Module):
         self._engine = Engine(
             layout, _connect(layout, threads=threads), deferred_batch_norm=deferred_batch_norm
         )
-        # The same layers under the same names; nn.Sequential has no empty places.
+        # The same layers under the same names; a child of an nn.Sequential is never None.
         self._modules = cast(dict[str, nn.Module | None], module._modules)
-        self.__dict__["_module"] = module  # past nn.Module, which would make it a child
+        self.__dict__["_module"] = module  # by assignment nn.Module would register it as a child
 
     @property
     def layout(self) -> Layout:
@@ -131,7 +131,7 @@ class GPipe(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """What runs the micro-batches."""
+        """The engine, which runs the micro-batches."""
         return self._engine
 
     @property
@@ -149,22 +149,23 @@ class GPipe(nn.Module):
         return self._engine.stages
 
     def forward(self, input: Any) -> Any:
-        """Run the layers on ``input`` in micro-batches, and return what they return for all of it.
+        """Run the layers on ``input`` in micro-batches, and return the merged output.
 
         Args:
             input: What the first layer takes; any pytree with tensors of shape ``(rows, ...)``.
 
         Raises:
-            TypeError: If ``input``, or what a layer returns, has tensors where none are looked for.
+            TypeError: If ``input``, or the output of a stage, has tensors within other objects than
+                pytrees and dataclasses.
             ValueError: If the tensors of ``input`` disagree on their number of rows.
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
-            BaseException: Whatever a layer raises, with a note of where it happened.
+            BaseException: Any error that a layer raises, with a note of where it happened.
         """
         self.patches.undo()  # those that an interrupted verification left
         return self.run(input)
 
     def run(self, input: Any) -> Any:
-        """Do what :meth:`forward` does, with :attr:`patches` in force."""
+        """Run as :meth:`forward` does, with :attr:`patches` in force."""
         refuse_function_transforms()
         refuse_cached_parametrizations()
         self._check_layers()
@@ -181,19 +182,19 @@ class GPipe(nn.Module):
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
-        The timeline goes on to record the backward, so it is complete after that. A step that runs
-        the pipeline twice is observed twice.
+        The backward is added to the timeline later. A step that runs the pipeline twice calls
+        ``observer`` twice.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` ends the calls.
         """
         return self._engine.observe(observer)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
-        """Let ``parameters`` live on ``device``, where modules around the pipeline use them too.
+        """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
 
-        Stages on other devices follow them with copies. Parameters that only stages share with one
-        another are not to be given here: they live on the device of the first.
+        Stages on other devices follow them with copies. The home of parameters that only stages
+        share is the device of the first of these stages; they need not be given here.
         """
         layout = self.layout.with_homes(dict.fromkeys(parameters, with_index(torch.device(device))))
         _move_home(layout)
@@ -206,7 +207,7 @@ class GPipe(nn.Module):
     def skip_layout(self) -> Table:
         """A table of the skip connections: between which layers, and which stages they cross.
 
-        Once a micro-batch has run, with the bytes of those that go from stage to stage.
+        Once a micro-batch has run, it has the bytes of those that are sent from stage to stage.
         """
         return skip_table(skips_of(self), self.layout.partitions, self._skip_bytes())
 
@@ -229,15 +230,15 @@ class GPipe(nn.Module):
         return iter(layer for partition in self.layout.partitions for layer in partition.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        found = list(self)[index]
-        return nn.Sequential(*found) if isinstance(found, list) else found
+        chosen = list(self)[index]
+        return nn.Sequential(*chosen) if isinstance(chosen, list) else chosen
 
     @property
     def _sequential(self) -> nn.Sequential:
         module: nn.Sequential = self.__dict__["_module"]
         return module
 
-    # A module may have names with dots in them, and know which keys are theirs.
+    # A FlatSequential has names with dots, and its own way to look them up and load their keys.
 
     @override
     def get_submodule(self, target: str) -> nn.Module:
@@ -248,7 +249,7 @@ class GPipe(nn.Module):
         self._sequential._load_from_state_dict(*args)
 
     def _schedule(self, m: int) -> Schedule:
-        """What is run for a mini-batch of ``m`` micro-batches."""
+        """The schedule of a mini-batch of ``m`` micro-batches."""
         recomputed = 0
         if torch.is_grad_enabled():
             recomputed = count_recomputed(self.activation_checkpointing, m)
@@ -262,21 +263,21 @@ class GPipe(nn.Module):
         if len(self._modules) != len(list(self)):
             raise RuntimeError(
                 f"the layers of a pipeline must stay the same: it was set up for {len(list(self))} "
-                f"and has {len(self._modules)} now. Add or remove layers before."
+                f"and has {len(self._modules)} now. Add or remove layers before setup."
             )
         for layer, (name, found) in zip(self, self._modules.items(), strict=True):
             if found is not layer:
                 raise RuntimeError(
                     f"the layers of a pipeline must stay the same objects: layer {name!r} was "
                     f"{type(layer).__name__} when it was set up and is another "
-                    f"{type(found).__name__} now. Replace layers before."
+                    f"{type(found).__name__} now. Replace layers before setup."
                 )
 
 
 def _lay_out(
     module: nn.Sequential, balance: Sequence[int], devices: Sequence[str | torch.device] | None
 ) -> Layout:
-    """What runs where, checked before anything is moved."""
+    """The layout, checked before anything is moved."""
     partitions = cut(module, balance)
     chosen = choose_devices(devices, len(partitions))
     layout = lay_out(partitions, chosen, routes_of(skips_of(module, partitions), partitions))
@@ -300,14 +301,14 @@ def _place(layout: Layout) -> None:
 
 
 def _move_home(layout: Layout) -> None:
-    """Move parameters to where they live."""
+    """Move parameters to their homes."""
     for parameter, device in layout.homes.items():
         if parameter.device != device:
             move(parameter, device)
 
 
 def check_chunks(chunks: int) -> None:
-    """Raise if ``chunks`` is no number of micro-batches."""
+    """Raise if ``chunks`` is not a number of micro-batches."""
     if isinstance(chunks, bool) or not isinstance(chunks, int):
         raise TypeError(f"chunks must be an integer, the number of micro-batches: got {chunks!r}.")
     if chunks < 1:
@@ -315,7 +316,7 @@ def check_chunks(chunks: int) -> None:
 
 
 def check_microbatching(microbatching: MicroBatching | None) -> None:
-    """Raise if this cannot split and merge."""
+    """Raise if this is neither a MicroBatching nor None."""
     if microbatching is not None and not isinstance(microbatching, MicroBatching):
         raise TypeError(
             "microbatching must be an instance of a subclass of lightning_gpipe.MicroBatching, or "

@@ -180,7 +180,7 @@ def test_caller_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # An interrupt that strikes just before the caller begins to wait is seen when it looks up.
-    monkeypatch.setattr(local, "_LOOK_UP", 0.05)
+    monkeypatch.setattr(local, "_POLL", 0.05)
     busy = Busy()  # without threads it is the caller's layer, whose work the interrupt ends
     light(pipeline, stage, at, partial(interrupt_the_caller, busy))
 

@@ -132,7 +132,7 @@ def unreported_losses() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Outcomes, "of", of)
-        patch.setattr(local, "_LOOK_UP", GRACE)
+        patch.setattr(local, "_POLL", GRACE)
         yield
 
 

@@ -1,7 +1,7 @@
-"""What keeps a stage's computation that of the plain module, on another thread and when recomputed.
+"""Makes a stage compute what the plain module computes, on another thread and when recomputed.
 
-Each module here holds one thing that would go wrong unnoticed: thread-local state, random numbers,
-buffers, edits in place, statistics of batch norms, gradients that arrive in parts.
+Each module here handles one thing that would otherwise go wrong silently: thread-local state,
+random numbers, buffers, in-place edits, running statistics, gradients that arrive in parts.
 """
 
 from lightning_gpipe.core.faithful.batchnorm import (

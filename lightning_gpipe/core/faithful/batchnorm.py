@@ -1,15 +1,15 @@
 """Deferred batch norm: running statistics per mini-batch, not per micro-batch.
 
-A batch norm that is fed micro-batches updates its running statistics once for each of them, from
-fewer samples, and again when a micro-batch is recomputed: the model that comes out of training
-differs from the plain one, without an error. Summing x and x² until a fixed number of micro-batches
-was seen, as torchgpipe does, cancels digits, ends in the biased variance, keeps its sums in the
-state dict, and slips out of step with the first mini-batch that has fewer micro-batches.
+A batch norm that runs on micro-batches updates its running statistics once for each of them, from
+fewer samples, and again when a micro-batch is recomputed: the trained model differs from the plain
+one, without an error. torchgpipe sums x and x² until it has seen a fixed number of micro-batches,
+which loses digits to cancellation, gives the biased variance, keeps the sums in the state dict, and
+is wrong from the first mini-batch that has fewer micro-batches.
 
-Here a batch norm still normalises by micro-batch, but while the pipeline runs it writes the mean
-and the unbiased variance of what it sees into a list. When all micro-batches are through, those are
-merged into the statistics of the mini-batch and the module's buffers take one step, exactly as they
-would have for the whole mini-batch. Recomputation writes nothing.
+Here a batch norm still normalises by micro-batch, but while the pipeline runs it appends the mean
+and the unbiased variance of its input to a list. After all micro-batches these are merged into the
+statistics of the mini-batch, and the running statistics are updated once, exactly as they are for a
+whole mini-batch. Recomputation records nothing.
 """
 
 from __future__ import annotations
@@ -28,50 +28,50 @@ from lightning_gpipe.core.faithful.managers import Manager
 
 
 class Moments(NamedTuple):
-    """What one batch norm saw in one call: so many values for each of C channels."""
+    """The moments of the input of one batch norm in one call, for each of C channels."""
 
-    number: float
+    number: float  # of values in each channel
     mean: Tensor  # (C,)
     variance: Tensor  # (C,), unbiased
 
 
 def check_batch_norms(layers: Iterable[nn.Module]) -> None:
-    """Raise if a batch norm computes in its own way, so that its statistics cannot be deferred.
+    """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
 
     Raises:
-        ValueError: Names every one.
+        ValueError: Names every such batch norm.
     """
-    own = [
+    custom = [
         f"{type(module).__name__} in layer {index}"
         for index, layer in enumerate(layers)
         for module in layer.modules()
         if isinstance(module, _BatchNorm) and not _is_plain(module)
     ]
-    if own:
+    if custom:
         raise ValueError(
             "deferred_batch_norm=True needs batch norms with PyTorch's own forward: got "
-            f"{', '.join(own)}. Replace them by nn.BatchNorm1d, 2d or 3d, or write "
+            f"{', '.join(custom)}. Replace them by nn.BatchNorm1d, 2d or 3d, or write "
             "deferred_batch_norm=False to have them updated once per micro-batch."
         )
 
 
 def rows_needed(module: nn.Module) -> int:
-    """How many rows a micro-batch must have for the batch norms in ``module`` to train on it.
+    """The number of rows that a micro-batch must have to train the batch norms in ``module``.
 
-    One may be enough, if it has further dimensions; two always are.
+    Two are always enough; one is enough only if there are further dimensions to average over.
     """
     return 2 if any(isinstance(each, _BatchNorm) for each in module.modules()) else 1
 
 
 class DeferredStatistics:
-    """What the batch norms of one stage see of one mini-batch."""
+    """The statistics that the batch norms of one stage collect during one mini-batch."""
 
     def __init__(self, batch_norms: Iterable[_BatchNorm]) -> None:
         self._calls: dict[_BatchNorm, list[list[Moments]]] = {bn: [] for bn in batch_norms}
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> DeferredStatistics | None:
-        """For the batch norms among ``modules`` that would update statistics now, if any."""
+        """For the batch norms among ``modules`` that would update statistics; None without any."""
         updating = [
             module
             for module in modules
@@ -83,11 +83,11 @@ class DeferredStatistics:
         return cls(updating) if updating else None
 
     def collecting(self, journal: Journal, *, record: bool) -> Manager:
-        """Keep the batch norms from updating in a ``with`` block that runs one micro-batch.
+        """Defer the updates of the batch norms in a ``with`` block that runs one micro-batch.
 
         Args:
             journal: Where the change of their forward is recorded.
-            record: Whether to record what they see; False on recomputation.
+            record: Whether to record the moments of their inputs; False on recomputation.
         """
         writes: list[Write] = []
         for bn, calls in self._calls.items():
@@ -108,7 +108,7 @@ class DeferredStatistics:
 
 
 def merge_moments(moments: Iterable[Moments]) -> Moments:
-    """The moments of several samples taken together.
+    """The moments of several samples combined.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances" (1979), for any number of samples at once.
@@ -125,7 +125,7 @@ def merge_moments(moments: Iterable[Moments]) -> Moments:
 
 
 def _normalise(bn: _BatchNorm, seen: list[Moments], x: Tensor) -> Tensor:
-    """Forward of a training batch norm that writes what it saw to ``seen``, not to its buffers."""
+    """Run a batch norm in training, and append its input's moments to ``seen``, not its buffers."""
     bn._check_input_dim(x)
     assert bn.running_mean is not None and bn.running_var is not None
     mean, variance = torch.zeros_like(bn.running_mean), torch.zeros_like(bn.running_var)

@@ -1,9 +1,9 @@
-"""What is known of a stage's layers from the runs before: what they edit in place.
+"""Which inputs and buffers a stage's layers edit in place, as recorded in earlier runs.
 
-To copy every input and every buffer before each run would always be right, and cost the memory of
-all of them once more. So the first run is watched, and from then on only what it edited is copied.
-Layers may do something else in another training mode or for another structure of inputs, so what is
-known is known for a call signature: those two together.
+To copy every input and every buffer before each run would always be correct, but double their
+memory. So the first run copies all and records which of them the layers edit, and later runs copy
+only those. Layers may behave differently in another training mode or for another structure of
+inputs, so their behavior is recorded by call signature: the training flags and the structure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lightning_gpipe.core.plan import Slot
 
 TrainingFlags = tuple[bool, ...]  # of each module, in order
 
-_KNOWN = 64  # call signatures; what is forgotten is learnt again
+_CAPACITY = 64  # call signatures; the least recently used are dropped, and recorded again if needed
 
 
 class Behavior:
-    """What layers do for one call signature.
+    """What layers edit in place, for one call signature.
 
     Attributes:
-        edited_inputs: The indices of the input leaves that they edit, for each set of leaves that
-            had to be watched.
-        edited_buffers: Where the buffers are that they edit, or None before the first run.
+        edited_inputs: The indices of the input leaves that they edit, for each set of guarded
+            leaves.
+        edited_buffers: The slots of the buffers that they edit, or None before the first run.
     """
 
     __slots__ = ("edited_buffers", "edited_inputs")
@@ -35,16 +35,16 @@ class Behavior:
 
 
 class Behaviors:
-    """What is known of one stage's layers, for the call signatures that were used last."""
+    """The behavior of one stage's layers, for the call signatures that were used last."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Behavior] = OrderedDict()
+        self._recorded: OrderedDict[Hashable, Behavior] = OrderedDict()
 
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """What the layers do in a training mode, for inputs of a structure."""
+        """The behavior of the layers with these training flags, for this structure of inputs."""
         signature = flags, structure
-        found = self._known.setdefault(signature, Behavior())
-        self._known.move_to_end(signature)
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
-        return found
+        behavior = self._recorded.setdefault(signature, Behavior())
+        self._recorded.move_to_end(signature)
+        if len(self._recorded) > _CAPACITY:
+            self._recorded.popitem(last=False)
+        return behavior

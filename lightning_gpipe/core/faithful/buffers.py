@@ -1,12 +1,12 @@
-"""Buffers that layers change as they run, kept as a forward found them.
+"""Saves buffers that layers update, so that a recomputation starts from the same ones.
 
-The power iteration of a spectral norm, a moving average, a counter: a layer that moves such a state
-on with every forward computes something else when it is run again. A recomputation must find the
-buffers as the first forward did, and must not move them on a second time.
+The power iteration of a spectral norm, a moving average, a counter: a layer that updates such a
+buffer in every forward computes something else when it is run again. A recomputation must start
+from the buffers that the first forward started from, and must not update them a second time.
 
-What was found is kept by reference, which is enough for a layer that puts a new buffer in the slot
-of the old one, and by value where a layer may edit it. Large buffers, such as masks, are seldom
-edited: they are copied in the first run, and from then on if they were edited in it.
+Buffers are saved by reference, which is enough for a layer that assigns a new tensor, and by value
+if a layer may edit them in place. Large buffers, such as masks, are seldom edited: their values are
+copied in the first run, and in later runs only if the first run edited them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _LARGE = 2**20  # bytes
 
 
 class Buffers:
-    """The buffers that some modules have now.
+    """A snapshot of the buffers of some modules.
 
     Args:
         modules: The modules.
-        copied: Whether the value of a large buffer is kept, by its slot.
-        ignored: Whether edits of the buffer in a slot do not matter.
+        copied: Whether to save the value of the buffer in a slot, if it is large.
+        ignored: Whether to ignore edits of the buffer in a slot.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Buffers:
         ignored: Callable[[Slot], bool] = lambda slot: False,
     ) -> None:
         self._modules = tuple(modules)
-        self._found = _buffers_of(self._modules)
+        self._saved = _buffers_of(self._modules)
         self._values: dict[Tensor, Tensor] = {}
         self._versions: dict[Slot, tuple[Tensor, int]] = {}
-        for module, buffers in self._found.items():
+        for module, buffers in self._saved.items():
             for name, buffer in buffers.items():
                 if buffer is None or ignored((module, name)):
                     continue
@@ -57,8 +57,8 @@ class Buffers:
                     self._values[buffer] = buffer.clone()
 
     @property
-    def edits(self) -> set[Slot]:
-        """The places whose buffers were edited since."""
+    def edited(self) -> set[Slot]:
+        """The slots whose buffers were edited since the snapshot."""
         return {
             slot
             for slot, (buffer, version) in self._versions.items()
@@ -67,50 +67,50 @@ class Buffers:
 
     @property
     def lost(self) -> Slot | None:
-        """A slot whose value is not known any more, if there is one."""
-        found = (slot for slot in self.edits if self._versions[slot][0] not in self._values)
-        return next(found, None)
+        """The slot of an edited buffer whose value was not saved, if there is one."""
+        unsaved = (slot for slot in self.edited if self._versions[slot][0] not in self._values)
+        return next(unsaved, None)
 
     def refuse_lost(self) -> None:
-        """Raise if there is a value that is not known any more."""
+        """Raise if a buffer was edited whose value was not saved."""
         if self.lost is not None:
             module, name = self.lost
             raise RuntimeError(
                 f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
-                "none: it did for the first time after an earlier run that did not, and what it "
-                "was is needed to run the forward again. Assign a new tensor to the buffer instead "
-                "of editing it, or write activation_checkpointing='never'."
+                "none: it did for the first time after an earlier run that did not, and the value "
+                "before is needed to run the forward again. Assign a new tensor to the buffer "
+                "instead of editing it, or write activation_checkpointing='never'."
             )
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back, with the values that they had."""
+        """Restore the buffers and their values."""
         for module in self._modules:
-            _put(module, self._found.get(module, {}))
+            _set_buffers(module, self._saved.get(module, {}))
         for buffer, value in self._values.items():
-            if not torch.equal(buffer, value):  # a graph of the user's may have saved it
-                buffer.data.copy_(value)  # no edit to a graph that has saved it since
+            if not torch.equal(buffer, value):  # equal ones may be saved by a graph
+                buffer.data.copy_(value)  # does not increment the version counter
 
-    def lent(self, journal: Journal) -> list[Manager]:
-        """What lends the modules the buffers that they had, to change them in a ``with`` block.
+    def swapped_in(self, journal: Journal) -> list[Manager]:
+        """Give the modules the saved buffers for the duration of a ``with`` block.
 
-        The buffers whose values were kept are not written to: a graph may have saved them. Where
-        there are none now and were none there is nothing to do.
+        Layers update the saved values, not the buffers themselves, which a graph may have saved.
+        The list is empty if the modules have no buffers and had none.
         """
-        writes = list(self._loans())
+        writes = list(self._swaps())
         return [journal.changed(writes)] if writes else []
 
-    def _loans(self) -> Iterator[Write]:
+    def _swaps(self) -> Iterator[Write]:
         for module in self._modules:
-            found = self._found.get(module, {})
-            if not (found or module._buffers):
+            saved = self._saved.get(module, {})
+            if not (saved or module._buffers):
                 continue
-            lent = {n: b if b is None else self._values.get(b, b) for n, b in found.items()}
+            swap = {n: b if b is None else self._values.get(b, b) for n, b in saved.items()}
             if isinstance(module._buffers, dict):
-                # One write: layers that register buffers do so in what was lent.
-                yield vars(module), "_buffers", lent
-            else:  # a scripted module's, which are kept in C++ and always the same ones
-                yield from ((module._buffers, name, buffer) for name, buffer in lent.items())
+                # The whole dict: a layer that registers a buffer adds it to this one.
+                yield vars(module), "_buffers", swap
+            else:  # a scripted module has a fixed set of buffers, kept in C++
+                yield from ((module._buffers, name, buffer) for name, buffer in swap.items())
 
 
 class StageBuffers:
@@ -118,7 +118,7 @@ class StageBuffers:
 
     Args:
         modules: The modules.
-        deferred: Whether batch norms in training leave their running statistics alone.
+        deferred: Whether batch norms in training do not update their running statistics in forward.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
@@ -126,44 +126,45 @@ class StageBuffers:
         self._deferred = deferred
 
     def small(self) -> Buffers:
-        """All buffers as they are, and the values of those that are not large."""
-        return Buffers(self._modules, copied=self._uncounted, ignored=self._left_alone)
+        """A snapshot of all buffers, with the values of those that are not large."""
+        return Buffers(self._modules, copied=self._uncounted, ignored=self._unchanged)
 
     def before(self, behavior: Behavior) -> Buffers:
-        """The buffers as they are before a run of the layers, of which so much is known."""
-        known = behavior.edited_buffers
+        """A snapshot before a run of layers with this behavior."""
+        edited = behavior.edited_buffers
         return Buffers(
             self._modules,
-            copied=lambda slot: known is None or slot in known or self._uncounted(slot),
-            ignored=self._left_alone,
+            copied=lambda slot: edited is None or slot in edited or self._uncounted(slot),
+            ignored=self._unchanged,
         )
 
     def after(self, behavior: Behavior, buffers: Buffers) -> None:
-        """Learn from the run which of them the layers edit.
+        """Record which buffers the layers edited, after their first run.
 
         Raises:
             RuntimeError: If they edited one that they did not edit before.
         """
         buffers.refuse_lost()
         if behavior.edited_buffers is None:
-            behavior.edited_buffers = buffers.edits
+            behavior.edited_buffers = buffers.edited
 
     def _uncounted(self, slot: Slot) -> bool:
-        """Whether PyTorch does not count the edits: those of running statistics."""
+        """Whether edits do not increment the version counter, as those of running statistics."""
         return isinstance(slot[0], _NormBase)
 
-    def _left_alone(self, slot: Slot) -> bool:
+    def _unchanged(self, slot: Slot) -> bool:
+        """Whether forward does not edit the buffer, because its update is deferred."""
         module = slot[0]
         return self._deferred and isinstance(module, _BatchNorm) and module.training
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
-    """Those of the modules that have any."""
+    """The buffers of each module that has any."""
     return {module: dict(module._buffers) for module in modules if module._buffers}
 
 
-def _put(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    """Let ``module`` have these buffers, and no others."""
+def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Give ``module`` these buffers, and no others."""
     for name in [name for name in module._buffers if name not in buffers]:
         del module._buffers[name]
     module._buffers.update(buffers)

@@ -7,8 +7,8 @@ that hands a layer to a thread and forgets this computes something else without 
 
 So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
 it around each row of actions; recomputation, which runs during backward, enters the state of the
-forward it repeats, also where a plain run would have it of the whole process. What the thread
-already has is left alone, so that running on the caller's own thread costs nothing.
+forward that it repeats, the process-wide default type included. Only what differs from the state of
+the thread is entered, so that running on the caller's own thread costs nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Autocast:
 
     @classmethod
     def of(cls, device_type: str) -> Autocast:
-        """What the calling thread has."""
+        """The state of the calling thread."""
         return cls(
             device_type,
             torch.is_autocast_enabled(device_type),
@@ -64,15 +64,15 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Context:
-    """What a thread knows that another one does not.
+    """The thread-local state of a caller.
 
     Attributes:
         grad: Whether gradients are recorded.
         inference: Whether inference mode is on.
         autocast: One entry per device type.
-        modes: Function and dispatch modes; they cannot be given to another thread.
-        default_device: Where factory functions such as ``torch.zeros`` put their tensors.
-        default_dtype: Which floating-point type they make; the same for all threads.
+        modes: Function and dispatch modes; another thread cannot enter them.
+        default_device: The device of tensors from factory functions such as ``torch.zeros``.
+        default_dtype: Their floating-point type; process-wide, not thread-local.
         saved_tensors_hooks: The innermost pack and unpack hooks, or None.
         variables: Python's own context variables.
     """
@@ -101,36 +101,36 @@ class Context:
             contextvars.copy_context(),
         )
 
-    def lacking(self) -> list[Callable[[], Manager]]:
-        """What the calling thread must enter to have this state; nothing if it has it.
+    def missing(self) -> list[Callable[[], Manager]]:
+        """What the calling thread must enter to have this state; empty if it has it.
 
-        They are functions that make context managers, as some act when they are made.
+        These are functions that make context managers, because some managers act when made.
         """
-        found: list[Callable[[], Manager]] = []
+        missing: list[Callable[[], Manager]] = []
         if torch.is_inference_mode_enabled() != self.inference:
-            found.append(partial(_inference_mode, self.inference))
+            missing.append(partial(_inference_mode, self.inference))
         for autocast in self.autocast:
             if Autocast.of(autocast.device_type) != autocast:
-                found.append(autocast.entered)
+                missing.append(autocast.entered)
         if _default_device() != self.default_device:
-            found.append(lambda: self.default_device)
-        if torch.is_grad_enabled() != self.grad or found:  # inference mode changes it too
-            found.append(partial(_set_grad_enabled, self.grad))
-        return found
+            missing.append(lambda: self.default_device)
+        if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
+            missing.append(partial(_set_grad_enabled, self.grad))
+        return missing
 
     def entered(self) -> Manager:
         """Give the calling thread this state for the duration of a ``with`` block."""
-        return Lazily(lambda: (make() for make in self.lacking()))
+        return Lazily(lambda: (make() for make in self.missing()))
 
     def default_dtype_set(self) -> Manager:
-        """Give all threads its default type for the duration of a ``with`` block."""
+        """Set the default type, of all threads, for the duration of a ``with`` block."""
         return _DefaultType(self.default_dtype)
 
     def clear_autocast_cache(self) -> None:
         """Empty autocast's cache of weights in low precision.
 
-        It knows weights by their shadows, which are new for every mini-batch, and is not emptied
-        before the caller's ``with torch.autocast`` ends.
+        Its keys are the shadows, which are new for every mini-batch, and PyTorch empties it only at
+        the end of the caller's ``with torch.autocast``.
         """
         if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
             torch.clear_autocast_cache()
@@ -141,7 +141,7 @@ class Context:
 
     @staticmethod
     def dropping() -> Manager:
-        """Keep all hooks from what autograd saves in a ``with`` block only to be dropped."""
+        """Apply no hooks in a ``with`` block whose saved tensors will be dropped."""
         return _hooked(None)
 
 
@@ -162,15 +162,14 @@ class _DefaultType:
 def _default_device() -> torch.device:
     try:
         return torch.get_default_device()
-    except AttributeError:  # torch 2.8, once somebody called torch.set_default_device(None)
+    except AttributeError:  # torch 2.8, after torch.set_default_device(None)
         return torch.device("cpu")
 
 
 def _saved_tensors_hooks() -> Hooks | None:
-    """The innermost hooks of the calling thread that are the user's.
+    """The innermost hooks of the calling thread, or None if they are ``torch.utils.checkpoint``'s.
 
-    Those of ``torch.utils.checkpoint`` are not: they would run the pipeline within the pipeline to
-    get back what the stages saved, and the stages do without.
+    Those would run the pipeline again, within its own backward, to get back what the stages saved.
     """
     hooks = _top_hooks()
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
@@ -184,10 +183,10 @@ def _top_hooks() -> Hooks | None:
 
 
 def _hooked(hooks: Hooks | None) -> Manager:
-    """Apply ``hooks``, or none, in a ``with`` block on whatever thread this is."""
+    """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
     if _top_hooks() == hooks:
         return NOTHING
-    # There is no taking hooks away, only others that do what is done without any.
+    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
 
 
@@ -196,9 +195,9 @@ def _as_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_engine_thread() -> bool:
-    """Whether this is a thread of autograd's own; see Note [The blocking node must be a CPU node].
+    """Whether autograd started the calling thread; see Note [The blocking node must be a CPU node].
 
-    PyTorch starts those, so Python knows them by a dummy only.
+    Python has only a dummy object for a thread that it did not start.
     """
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return foreign and torch._C._current_graph_task_id() != -1

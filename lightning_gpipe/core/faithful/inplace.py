@@ -1,12 +1,13 @@
 """Layers that edit their input in place.
 
-What a stage gets as input is not its own: the stage before it may have saved that tensor for its
-backward, a recomputation needs it once more as it was, and a tensor that every micro-batch gets
-whole is the same for all of them. In the plain module the edit is right, so it must be right here.
+A stage must not edit the tensors that it gets as input: the previous stage may have saved them for
+its backward, a recomputation needs their values again, and a tensor that every micro-batch gets
+whole is the same for all of them. In the plain module the edit is valid, so it must work here too.
 
-To copy every input would be simple, and cost the memory of all inputs once more. But tensors count
-their edits. So a stage copies its inputs the first time, sees which of them its layers edit, and
-from then on copies those. Edits through ``tensor.data`` are not counted: PyTorch does not see them.
+To copy every input would be simple, but double the memory of inputs. Tensors have a version
+counter, which every edit increments. So a stage copies all inputs in its first run, records which
+of them its layers edit, and from then on copies only those. Edits through ``tensor.data`` do not
+increment the counter and are not noticed.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from lightning_gpipe.core.faithful.behavior import Behavior
 
 
 class MutationGuard:
-    """Lets a stage's layers run on leaves that they may edit, for one run.
+    """Protects the inputs of a stage from in-place edits by its layers, for one run.
 
     Args:
-        behavior: What is known of the layers, and where to note what they edit in the first run.
+        behavior: What the layers edit, as recorded before; the first run records it here.
         leaves: The inputs.
-        grad: Whether gradients are recorded; without, only marked tensors need care.
+        grad: Whether gradients are recorded; if not, only marked tensors are guarded.
 
     Attributes:
-        leaves: What to run them on, not to be changed. What was one tensor in two places still is.
+        leaves: The inputs to run the layers on, copied where needed. A tensor that appears twice
+            stays one tensor. The list itself must not be changed.
     """
 
     # One is made for every action.
@@ -61,17 +63,17 @@ class MutationGuard:
             self._versions = _versions(self.leaves, guarded)
 
     def after(self, index: int, layer: nn.Module) -> None:
-        """Note what a layer edited, by its index in the whole module."""
+        """Record which inputs a layer edited; ``index`` is that of the layer in the module."""
         for k, leaf, version in self._versions:
             if leaf._version != version and k not in self._editors:
                 self._editors[k] = f"layer {index} ({type(layer).__name__})"
 
     def close(self) -> None:
-        """Learn from the run what the layers edit.
+        """Record in the first run which inputs the layers edit; check it in later runs.
 
         Raises:
-            RuntimeError: If it was not copied, because earlier runs did not edit it, or if another
-                input is a part of it.
+            RuntimeError: If they edited an input that was not copied, because earlier runs did not
+                edit it, or one that overlaps another input or is aliased on another stage.
         """
         if self._expected is None:
             self._check_overlaps()
@@ -90,7 +92,7 @@ class MutationGuard:
             edited = self._given[k]
             if is_aliased(edited):
                 raise RuntimeError(
-                    f"{editor} must not edit a tensor that a skip connection takes to another "
+                    f"{editor} must not edit a tensor that a skip connection sends to another "
                     f"stage: it edited input {k} of its stage. Use the out-of-place form, such as "
                     "nn.ReLU(inplace=False), or stash a clone."
                 )
@@ -98,14 +100,14 @@ class MutationGuard:
                 leaf = self._given[other]
                 if identity(leaf) != identity(edited) and overlap(leaf, edited):
                     raise RuntimeError(
-                        f"{editor} must not edit an input of which another input is a part: it "
-                        f"edited input {k} of its stage, which shares memory with input {other}. "
-                        "Use the out-of-place form, such as nn.ReLU(inplace=False)."
+                        f"{editor} must not edit an input that overlaps another input: it edited "
+                        f"input {k} of its stage, which shares memory with input {other}. Use the "
+                        "out-of-place form, such as nn.ReLU(inplace=False)."
                     )
 
 
 def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[int]) -> list[Any]:
-    """The leaves with copies of those to be copied, and wherever else the same tensor is."""
+    """The leaves with some of them copied, each copy wherever the same tensor appears."""
     copies: dict[Hashable, Tensor] = {
         identity(leaves[k]): copy_marks(leaves[k], leaves[k].clone())
         for k in guarded
@@ -120,5 +122,5 @@ def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[i
 
 
 def _versions(leaves: list[Any], guarded: Sequence[int]) -> list[tuple[int, Tensor, int]]:
-    """How often tensors were edited; PyTorch does not count it for those of inference mode."""
+    """The version counters of the guarded leaves; inference tensors have none."""
     return [(k, leaves[k], leaves[k]._version) for k in guarded if not leaves[k].is_inference()]

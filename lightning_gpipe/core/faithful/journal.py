@@ -1,14 +1,13 @@
-"""One journal of whatever the engine changes in the user's modules while they run.
+"""A journal of everything that the engine changes in the user's modules while they run.
 
-While a stage runs, shadows stand in the slots of its parameters, batch norms have another
-``forward``, a recomputation works on lent buffers and in the training mode of its forward. All of
-it must be undone, whatever ends the run: an error in a layer, or Ctrl-C, which strikes the calling
-thread between any two lines. A ``try`` around the changes is not enough, for an interrupt can come
-before it, after it, or in the middle of what undoes them.
+While a stage runs, shadows are in the slots of its parameters, batch norms have another
+``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of
+this must be undone, however the run ends: by an error in a layer, or by Ctrl-C, which can interrupt
+the calling thread between any two lines. A ``try`` around the changes is not enough, because an
+interrupt can come before it, after it, or while the changes are undone.
 
-So a change is recorded before it is made: where, and the value that it replaces. What is recorded
-can be undone, also a second time, so an interrupted undo is repeated: at the latest before the
-next mini-batch.
+So a change is recorded before it is made: its slot, and the value that it replaces. Undoing is
+idempotent, so an interrupted undo is repeated, at the latest before the next mini-batch.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Slots(Protocol):
-    """Named values that can be written: a module's parameters, say, or its attributes."""
+    """Named values that can be written, such as the parameters or the attributes of a module."""
 
     def __getitem__(self, name: str, /) -> Any: ...
     def __setitem__(self, name: str, value: Any, /) -> None: ...
     def __delitem__(self, name: str, /) -> None: ...
 
 
-Write = tuple[Slots, str, Any]  # where, the name there, and the new value
+Write = tuple[Slots, str, Any]  # the slots, the name among them, and the new value
 
 
 class Attributes:
-    """The attributes of an object as slots, set as assigning to them does."""
+    """The attributes of an object as slots; writing to one is an assignment."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -45,7 +44,7 @@ class Attributes:
 
 
 class _Absent:
-    """Stands for no value."""
+    """The type of the marker for an empty slot."""
 
 
 _ABSENT = _Absent()
@@ -60,7 +59,7 @@ class _Entry(NamedTuple):
 
 
 class Journal:
-    """The changes that are in force, in the order in which they were made; of one thread at a time.
+    """The changes in force, in the order in which they were made; used by one thread at a time.
 
     Example::
 
@@ -83,7 +82,7 @@ class Journal:
             slots[name] = value
 
     def changed(self, writes: Iterable[Write]) -> Changed:
-        """A ``with`` block in which the slots have their new values."""
+        """Make changes for the duration of a ``with`` block."""
         return Changed(self, writes)
 
     def undo(self, length: int = 0) -> None:
@@ -94,17 +93,17 @@ class Journal:
         entries = self._entries
         while len(entries) > length:
             slots, name, old = entries[-1]
-            _put(slots, name, old)
+            _restore(slots, name, old)
             entries.pop()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        return Journal, ()  # a copy of a module has changed nothing yet
+        return Journal, ()  # a copied module has no changes in force
 
 
 class Changed:
-    """Has changes in force for the duration of a ``with`` block, and ends all made within it."""
+    """Makes changes for the duration of a ``with`` block, and undoes those made within it too."""
 
-    # A class: it costs half of what a generator does; and Note [Context managers are classes].
+    # A class, not a generator: half the time, and Note [Context managers are classes].
 
     def __init__(self, journal: Journal, writes: Iterable[Write]) -> None:
         self._journal = journal
@@ -125,7 +124,7 @@ def _value_in(slots: Slots, name: str) -> Any:
         return _ABSENT
 
 
-def _put(slots: Slots, name: str, value: Any) -> None:
+def _restore(slots: Slots, name: str, value: Any) -> None:
     if value is not _ABSENT:
         slots[name] = value
     elif _value_in(slots, name) is not _ABSENT:

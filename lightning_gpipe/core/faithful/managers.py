@@ -1,14 +1,15 @@
-"""Several context managers as one, at no cost where there are none.
+"""Combines context managers into one, at no cost if there are none.
 
-Much may have to hold around an action, and mostly none of it needs doing. To enter a manager that
-does nothing takes as long as a small layer, so those are left out of the list to begin with.
+An action may need several context managers, and most need none. To enter a manager that does
+nothing takes as long as a small layer, so such managers are not made in the first place.
 
 # Note [Context managers are classes]
-Ctrl-C can strike between the end of a ``with`` block and the call that leaves it. What a generator
-has entered is then left whenever the generator is garbage, in the middle of something else: grad
-mode would go back to what it was in a backward long over. An object that is abandoned does nothing.
-So what holds state of a thread or of the layers is a class with ``__enter__`` and ``__exit__``, and
-what is left behind is undone by the next mini-batch, from the journal.
+Ctrl-C can come between the end of a ``with`` block and the call of ``__exit__``. A context manager
+written as a generator then exits when the generator is garbage-collected, in the middle of other
+work: grad mode would be reset to that of an earlier backward. An object of a class does nothing
+when it is collected. So a manager that changes the state of a thread or of the layers is a class
+with ``__enter__`` and ``__exit__``, and what it did not undo, the next mini-batch undoes from the
+journal.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ NOTHING: Manager = nullcontext()
 
 
 def together(managers: Sequence[Manager]) -> Manager:
-    """One that enters all of ``managers``, the first one first."""
+    """One manager that enters all of ``managers``, in order."""
     if not managers:
         return NOTHING
     return managers[0] if len(managers) == 1 else Lazily(lambda: managers)
 
 
 class Lazily:
-    """Enters the managers that a function returns when it is entered itself."""
+    """Enters the managers that a function returns; calls the function on entry."""
 
     # A class: see Note [Context managers are classes].
 

@@ -1,12 +1,12 @@
-"""PyTorch's modes, which see or change every operation of the thread that entered them.
+"""PyTorch's function and dispatch modes, which see or change every operation of their thread.
 
 A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
-thread, so while one is active the pipeline runs on the caller's.
+thread, so while one is active the pipeline runs on the caller's thread.
 
-Recomputation repeats a forward during backward, where the modes of that forward may be gone: the
-user's ``with`` block has ended, or PyTorch has left function modes to call backward. A mode that
-changes what layers compute must be there again. PyTorch's own dispatch modes are left out: they
-watch, and a counter that was read after forward must not go on.
+Recomputation repeats a forward during backward, when the modes of that forward may no longer be
+active: the user's ``with`` block has ended, or PyTorch has exited function modes to call backward.
+A mode that changes what layers compute must be active again. PyTorch's own dispatch modes are not
+entered again: they only observe, and a counter that was read after forward must not continue.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.faithful.managers import Lazily, Manager
 
-_KNOWN = ("torch.", "lightning_gpipe.")
+_OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
 
 
 @dataclass(frozen=True)
 class TorchModes:
-    """The modes of a thread, the outermost first."""
+    """The function and dispatch modes of a thread, the outermost first."""
 
     function: tuple[TorchFunctionMode, ...]
     dispatch: tuple[TorchDispatchMode, ...]
 
     @classmethod
     def capture(cls) -> TorchModes:
-        """Those of the calling thread, but for the default device, which any thread can have."""
+        """Those of the calling thread, without the default device, which any thread can enter."""
         depth = torch._C._len_torch_function_stack()
         found = (torch._C._get_function_stack_at(k) for k in range(depth))
         return cls(
@@ -50,23 +50,23 @@ class TorchModes:
         return bool(self.function or self.dispatch)
 
     def entered(self) -> Manager:
-        """Give the calling thread those of them that it lacks and that change computations."""
-        return Lazily(self._lacking)
+        """Activate those that the calling thread lacks, if they may change what is computed."""
+        return Lazily(self._missing)
 
-    def _lacking(self) -> Iterator[Manager]:
+    def _missing(self) -> Iterator[Manager]:
         now = TorchModes.capture()
         for mode in self.function:
             if mode not in now.function:
                 yield _Pushed(mode, overrides._push_mode, overrides._pop_mode)
         for each in self.dispatch:
-            if each not in now.dispatch and not type(each).__module__.startswith(_KNOWN):
+            if each not in now.dispatch and not type(each).__module__.startswith(_OBSERVERS):
                 yield _Pushed(each, dispatch._push_mode, dispatch._pop_mode)
 
 
 class _Pushed:
-    """Has a mode in force for the duration of a ``with`` block.
+    """Pushes a mode for the duration of a ``with`` block, without calling its ``__enter__``.
 
-    ``with mode`` is the user's to write: it may reset what the mode has counted.
+    That is for the user to call: it may reset what the mode has counted.
     """
 
     def __init__(self, mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> None:
@@ -83,7 +83,7 @@ def refuse_function_transforms() -> None:
     """Raise inside of ``torch.func`` transforms and forward-mode differentiation.
 
     Raises:
-        RuntimeError: Their state belongs to the calling thread, so workers would compute without.
+        RuntimeError: Their state is thread-local, so workers would compute without it.
     """
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed or forward_ad._current_level >= 0:

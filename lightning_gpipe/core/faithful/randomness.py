@@ -1,26 +1,26 @@
 """Random numbers that are the same on recomputation and under any timing of threads.
 
 A recomputed forward must draw the numbers of the first one. The usual answer is to save the state
-of the generator before the forward and put it back for the recomputation. That is enough while a
-generator belongs to one worker, as on CUDA, where each device has its own.
+of the generator before the forward and restore it for the recomputation. That is enough if each
+generator is used by one worker only, as on CUDA, where each device has its own.
 
-On CPU all threads of a process share one generator. Workers that draw from it take their numbers in
-the order in which the operating system runs them, and one that puts its state back does so while
-the others draw. So there, what a layer draws does not come from the shared generator: each
-(micro-batch, stage) has a generator of its own, seeded from the shared generator's state.
+On CPU all threads of a process share one generator. Workers that draw from it get numbers that
+depend on how the operating system schedules them, and one that restores the state does so while
+others draw. So on CPU layers do not draw from the shared generator: each (micro-batch, stage) has a
+private generator, seeded from the state of the shared one.
 
 # Note [Drawing from private generators]
-PyTorch has no default generator per thread, so draws are redirected as operators, by a dispatch
-mode that hands them the private generator. It stays off what `torch.compile` compiles, but for the
-operators that the compiled code calls. It costs microseconds for every operator, while many models
-draw nothing. So it surrounds all stages in the first mini-batch, and from then on if anything was
-drawn in it, per training mode. A model that draws later for the first time, as one whose dropout
-begins at p = 0, moves the shared generator, which is looked at once per mini-batch: then the
-generator is put back, and the forward is run again with the mode. What the first of the two changed
-is undone (buffers, inputs edited in place), save what it did in Python.
+PyTorch has no default generator per thread, so a dispatch mode passes the private generator to the
+operators that draw. `torch.compile` ignores the mode while it compiles; the mode sees the operators
+that the compiled code calls. It costs microseconds per operator, and many models draw nothing. So
+it is active in the first mini-batch of each training mode, and later only if that one drew. A model
+that draws for the first time after that, such as one whose dropout starts at p = 0, changes the
+state of the shared generator, which is checked once per mini-batch: then the state is restored, and
+the forward is run again with the dispatch mode. What the first run changed is undone (buffers,
+inputs edited in place), except what layers did in Python.
 
-The shared generator moves on by one draw for a mini-batch in which something was drawn, and not at
-all for one in which nothing was: a model without dropout sees the shuffled batches of a plain run.
+The shared generator advances by one draw for a mini-batch that draws, and not at all for one that
+does not: a model without dropout gets the same shuffled batches as in a plain run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_gpipe.core.faithful.managers import Manager
 
 
 def default_generator(device: torch.device) -> Generator:
-    """The generator from which operators on ``device`` draw unless told otherwise."""
+    """The generator from which operators on ``device`` draw by default."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -49,7 +49,7 @@ def default_generator(device: torch.device) -> Generator:
 
 
 class OwnGenerators:
-    """The generators that one worker has to itself: their states are saved and put back."""
+    """The generators that only one worker uses: their states are saved and restored."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._generators = [default_generator(device) for device in devices]
@@ -58,27 +58,27 @@ class OwnGenerators:
     def __bool__(self) -> bool:
         return bool(self._generators)
 
-    def note(self, i: int) -> None:
-        """Note the state before micro-batch ``i``, which draws as usual."""
+    def save(self, i: int) -> None:
+        """Save the states before micro-batch ``i``."""
         if self:
             self._states[i] = self.states()
 
     def replaying(self, i: int) -> Manager:
-        """Draw from the state that was noted, and leave the generators as they were."""
+        """Draw from the saved states in a ``with`` block, and restore the present ones after it."""
         return _Replaying(self, self._states.pop(i))
 
     def states(self) -> list[Tensor]:
-        """The states that they have now."""
+        """The present states."""
         return [generator.get_state() for generator in self._generators]
 
     def restore(self, states: list[Tensor]) -> None:
-        """Put states back."""
+        """Set the states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
 
 class _Replaying:
-    """Has generators start from other states for the duration of a ``with`` block."""
+    """Sets generators to other states for the duration of a ``with`` block."""
 
     def __init__(self, generators: OwnGenerators, states: list[Tensor]) -> None:
         self._generators = generators
@@ -93,10 +93,10 @@ class _Replaying:
 
 
 class PrivateGenerators:
-    """A generator for each micro-batch of one stage, whatever other threads draw.
+    """A generator for each micro-batch of one stage, which no other thread draws from.
 
     Attributes:
-        devices: The devices whose default generators they stand in for.
+        devices: The devices whose default generators they replace.
         grad: Whether the stage runs with gradients.
         drew: Whether anything was drawn so far.
     """
@@ -111,7 +111,7 @@ class PrivateGenerators:
         self._j = j
 
     def drawing(self, i: int) -> Manager:
-        """Redirect what is drawn to the generator of micro-batch ``i``, from its beginning."""
+        """Redirect draws to the generator of micro-batch ``i``, newly seeded."""
         digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
         return _RedirectedDraws(int.from_bytes(digest), self)
 
@@ -120,8 +120,9 @@ class Randomness:
     """Where a stage's random numbers come from while it runs one mini-batch.
 
     Args:
-        own: The generators that the stage's worker has to itself.
-        private: What stands in for the generators that it shares, or None where nothing is drawn.
+        own: The generators that only the stage's worker uses.
+        private: The generators that replace those shared with other workers, or None to draw from
+            the shared ones.
     """
 
     def __init__(self, own: OwnGenerators, private: PrivateGenerators | None) -> None:
@@ -138,22 +139,22 @@ class Randomness:
         """Whether the stage has private generators."""
         return self._private is not None
 
-    def note(self, i: int) -> None:
-        """Before the first forward of a micro-batch ``i`` that will be recomputed."""
-        self._own.note(i)
+    def save(self, i: int) -> None:
+        """Save the states before the first forward of micro-batch ``i``, for its recomputation."""
+        self._own.save(i)
 
     def drawing(self, i: int) -> list[Manager]:
-        """What to enter around the first forward of micro-batch ``i``, if anything."""
+        """The context managers for the first forward of micro-batch ``i``."""
         return [] if self._private is None else [self._private.drawing(i)]
 
     def replaying(self, i: int) -> list[Manager]:
-        """What to enter around the recomputation, which draws the same numbers once more."""
-        found: list[Manager] = [self._own.replaying(i)] if self._own else []
-        return found + self.drawing(i)
+        """The context managers for the recomputation, which draws the same numbers again."""
+        own: list[Manager] = [self._own.replaying(i)] if self._own else []
+        return own + self.drawing(i)
 
 
 class SharedGenerators:
-    """The generators that several workers share, looked at before and after a mini-batch."""
+    """The generators that several workers share, compared before and after a mini-batch."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = frozenset(devices)
@@ -173,25 +174,25 @@ class SharedGenerators:
         return not all(map(torch.equal, self._before, (g.get_state() for g in self._generators)))
 
     def rewind(self) -> None:
-        """Put the generators back to where they were."""
+        """Restore the states from before the mini-batch."""
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
 
     def advance(self) -> None:
-        """Move the generators on by one draw, so that the next mini-batch has other numbers."""
+        """Advance the generators by one draw, so that the next mini-batch draws other numbers."""
         for device, generator in zip(self._devices, self._generators, strict=True):
             torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
 
 class _RedirectedDraws(TorchDispatchMode):
-    """Makes operators draw from generators of its own."""
+    """Makes operators draw from private generators."""
 
-    # Guards the default generator of a device for the length of one draw.
+    # Held while the default generator of a device has a private state, for one draw.
     _lock = threading.Lock()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` compile as if there were no mode; its code then runs in it."""
+        """Let ``torch.compile`` ignore the mode while it compiles, not when its code runs."""
         return True
 
     def __init__(self, seed: int, private: PrivateGenerators) -> None:
@@ -212,7 +213,7 @@ class _RedirectedDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
         default = default_generator(device)
-        if device not in self._private.devices or not _is(kwargs.get("generator"), default):
+        if device not in self._private.devices or not _same(kwargs.get("generator"), default):
             return func(*args, **kwargs)
 
         if self._private.grad:
@@ -238,9 +239,9 @@ class _RedirectedDraws(TorchDispatchMode):
 
 
 def _refuse_checkpointing() -> None:
-    """Raise if a layer draws under a checkpointing of its own.
+    """Raise if a layer draws within a ``torch.utils.checkpoint`` of its own.
 
-    It would put the state of the shared generator back and draw from that: another mask.
+    That would restore the state of the shared generator and draw from it: another mask.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     reentrant = not torch.is_grad_enabled() and _called_by("torch.utils.checkpoint")
@@ -248,7 +249,8 @@ def _refuse_checkpointing() -> None:
         raise RuntimeError(
             "a layer must not draw random numbers under torch.utils.checkpoint in a pipeline whose "
             "workers share a generator, as all do on the CPU: its backward would draw others. Use "
-            "the pipeline's activation_checkpointing instead, or checkpoint what does not draw."
+            "the pipeline's activation_checkpointing instead, or checkpoint only what does not "
+            "draw."
         )
 
 
@@ -265,8 +267,8 @@ def _called_by(module: str) -> bool:
     return False
 
 
-def _is(generator: Generator | None, default: Generator) -> bool:
-    # The dispatcher wraps generators anew, so the objects differ where what they wrap does not.
+def _same(generator: Generator | None, default: Generator) -> bool:
+    # The dispatcher makes a new Python object for the same C++ generator.
     return generator is None or generator._cdata == default._cdata  # type: ignore[attr-defined]
 
 

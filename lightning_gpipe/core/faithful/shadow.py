@@ -1,18 +1,19 @@
-"""Leaves that stand in for a module's parameters while a micro-batch runs.
+"""Leaves that replace a module's parameters while micro-batches run.
 
 A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
 often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
-graphs must not end in the parameters. Taking each micro-batch's gradients with
-``torch.autograd.grad`` and adding them up afterwards would do, at the price of a second set of
-gradients at the peak.
+graphs must not end in the parameters. Computing each micro-batch's gradients with
+``torch.autograd.grad`` and adding them up afterwards would work, but needs memory for a second set
+of gradients at the peak.
 
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
 micro-batches end in the shadows, autograd itself adds the gradients up in place, one parameter at a
-time, and what is in ``shadow.grad`` at the end is handed to the parameter without a copy.
+time, and ``shadow.grad`` is passed to the parameter at the end without a copy.
 
-A parameter that is also used on another device, an embedding that is the head's weight too, lives
-there. Here its shadow is a copy, made anew for every mini-batch, so it follows the parameter
-whatever changed that; what the copy gathers is added to what the parameter gets elsewhere.
+A parameter that stages on several devices share, such as an embedding that is also the weight of
+the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
+mini-batch, so it follows every change of the parameter. The gradients of copies are added to that
+at home.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from torch import Tensor, nn
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.plan import Slot
 
-_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and what to put there
+_Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
 
 
 class Shadows:
     """The shadows of one mini-batch on one stage.
 
     Args:
-        modules: The modules whose parameters have shadows where they require a gradient.
-        grad: Whether gradients are recorded; without, nothing needs a shadow but what is followed.
-        device: Where the stage is.
-        followed: The slots with parameters that live elsewhere.
-        recomputed: Whether forward will be run again, so that edits in between matter.
+        modules: The modules whose parameters have shadows if they require a gradient.
+        grad: Whether gradients are recorded; if not, only followed parameters have shadows.
+        device: The device of the stage.
+        followed: The slots of parameters with another home.
+        recomputed: Whether forward will be run again, so that edits in between must be detected.
 
     Attributes:
         parameters: Those that have a shadow and require a gradient.
@@ -52,12 +53,12 @@ class Shadows:
         followed: Collection[Slot] = (),
         recomputed: bool = True,
     ) -> None:
-        # By id, as is all about parameters here: to hash a tensor is to call Python.
+        # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
-        self._watched: list[nn.Parameter] = []  # whose edits matter
+        self._watched: list[nn.Parameter] = []  # whose edits are detected
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -96,7 +97,7 @@ class Shadows:
         return self._of[id(parameter)][1]
 
     def record_versions(self) -> None:
-        """Forward is done: only edits of the parameters from now on count as such."""
+        """Record the version counters after forward: only later edits count."""
         self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]
 
     @property
@@ -106,17 +107,17 @@ class Shadows:
 
     @property
     def hooked(self) -> nn.Parameter | None:
-        """A parameter on which a layer registered a hook while it ran, if there is one."""
+        """A parameter on which a layer registered a hook in forward, if there is one."""
         return next((p for p, shadow in self._of.values() if has_hooks(shadow)), None)
 
     def _as_in_forward(self) -> Iterator[_Swap]:
-        """Aliases of what was frozen in forward, where it was thawed or replaced since."""
+        """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
         for slots, name, parameter in self._frozen:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
                 yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The sums of the parameters' gradients, given away: the shadows forget them."""
+        """The sums of the parameters' gradients; the shadows no longer hold them."""
         taken = []
         for parameter, shadow in self._of.values():
             gradient = shadow.grad
@@ -134,9 +135,9 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 class SwappedIn:
-    """Has the shadows in the parameters' slots for the duration of a ``with`` block."""
+    """Puts the shadows in the parameters' slots for the duration of a ``with`` block."""
 
-    # A class: it is entered for every recomputation, and costs half of what a generator does.
+    # A class, not a generator: it is entered for every recomputation, and takes half the time.
 
     def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
         self._shadows = shadows

@@ -1,7 +1,7 @@
-"""From the user's module to what the stages run: which module, cut where, placed on which device.
+"""From the user's module to what the stages run: located, flattened, placed on devices, installed.
 
-The user's objects stay what they are, under the names that they have; what cannot be pipelined is
-refused here, before anything has run.
+The user's objects and their names stay the same; a module that cannot be pipelined is refused here,
+before anything has run.
 """
 
 from lightning_gpipe.core.frontends.devices import choose_devices, with_index

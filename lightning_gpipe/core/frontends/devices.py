@@ -10,7 +10,7 @@ from lightning_gpipe.core.plan import check_even
 
 
 def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) -> list[torch.device]:
-    """One device per worker for a pipeline of so many stages.
+    """The device of each worker, for a pipeline with this number of stages.
 
     Args:
         devices: As the user gave them; None takes as many GPUs as there are stages, or without a
@@ -36,7 +36,7 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device as its tensors name it."""
+    """The device with the index that ``tensor.device`` has."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device

@@ -1,12 +1,12 @@
-"""Makes one flat nn.Sequential of a model that has its layers in groups, under the same names.
+"""Flattens a model whose layers are in groups into one nn.Sequential, with the same names.
 
 A pipeline cuts an nn.Sequential between its layers and nowhere else. Many models have few layers by
-that count: a residual network is four stages of blocks between a stem and a head, and its order is
-in the code of a ``forward``. To write such a model anew, as a Sequential, would give its weights
-other names, and published checkpoints would no longer load.
+that count: a residual network is four groups of blocks between a stem and a head, and their order
+is in the code of a ``forward``. To rewrite such a model as a Sequential would rename its weights,
+and published checkpoints would no longer load.
 
-Here the layers stay the same objects, and the place that each had in the old model is its name in
-the new one, dots included::
+Here the layers stay the same objects, and the path of each in the old model is its name in the new
+one, with dots::
 
     ResNet   conv1   bn1   relu   layer1 ( 0         1 )       ...   fc
     flat     conv1   bn1   relu   layer1.0    layer1.1         ...   fc
@@ -39,27 +39,27 @@ def flatten(
              nn.Flatten(1), "fc"],
         )
 
-    Sequentials are flattened at any depth. One that does more than to run its layers is a layer as
-    it is: one with a ``forward``, parameters or hooks of its own.
+    Sequentials are flattened at any depth. A Sequential with a ``forward``, parameters or hooks of
+    its own is not: it stays one layer.
 
     Args:
-        module: The model. It is left as it is, and shares its layers with what is returned.
+        module: The model. It is not changed, and shares its layers with what is returned.
         order: What the model's ``forward`` runs, in order: the names of modules in it, such as
             ``"layer1"`` or ``"features.stem"``, and functions or modules without parameters. It
             must run them one after another, each on what the one before returned. None for an
             nn.Sequential.
 
     Raises:
-        TypeError: If ``order`` is missing, or has something that is no name and no function.
-        ValueError: If ``order`` names what is not there, twice the same, or not all parameters; or
-            the model itself has hooks, which would be lost.
+        TypeError: If ``order`` is missing, or has an entry that is neither a name nor a function.
+        ValueError: If ``order`` has a name that does not exist, has a module twice, or leaves out
+            parameters; or if the model itself has hooks, which would be lost.
     """
     if order is None:
         if not _only_runs_its_layers(module):
             raise TypeError(
-                "flatten(module) knows the order of an nn.Sequential with nothing of its own: got "
-                f"{type(module).__name__}. Give the order in which its forward runs its children, "
-                'as flatten(module, ["conv1", "layer1", nn.Flatten(1), "fc"]).'
+                "flatten(module) must be given an order, unless the module is a plain "
+                f"nn.Sequential: got {type(module).__name__}. Give the order in which its forward "
+                'runs its children, as flatten(module, ["conv1", "layer1", nn.Flatten(1), "fc"]).'
             )
         order = list(module._modules)
     if hooks := _hooks(module):
@@ -77,9 +77,9 @@ def flatten(
 class FlatSequential(nn.Sequential):
     """An nn.Sequential with dots in the names of its layers.
 
-    A name that several layers begin with leads to those layers: ``flat.layer1`` is another one of
-    ``flat.layer1[0]`` and the others, so that ``get_submodule("layer1.0.conv1")`` finds what it
-    finds in the model that was flattened.
+    The prefix of several names is an attribute: ``flat.layer1`` is a FlatSequential of all layers
+    whose names begin with ``layer1.``, so that ``get_submodule("layer1.0.conv1")`` returns the same
+    module as in the model that was flattened.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -106,7 +106,7 @@ class FlatSequential(nn.Sequential):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        # nn.Module takes for the name of a child what a key has before its first dot.
+        # nn.Module takes what a key has before its first dot as the name of a child.
         unexpected: list[str] = []
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected, error_msgs
@@ -130,7 +130,7 @@ class Function(nn.Module):
 
 
 def _layers(module: nn.Module, order: Sequence[str | Callable[[Any], Any]]) -> dict[str, nn.Module]:
-    """The layers by their names; those that are not the model's are named by their place."""
+    """The layers by name; those that are not the model's are named by their index in ``order``."""
     known = dict(module.named_modules(remove_duplicate=False))
     names = [entry for entry in order if isinstance(entry, str)]
     if unknown := [name for name in names if not name or name not in known]:
@@ -144,12 +144,12 @@ def _layers(module: nn.Module, order: Sequence[str | Callable[[Any], Any]]) -> d
         if isinstance(entry, str):
             found += _unfold(entry, known[entry])
         else:
-            found.append((f"order[{k}]", _nameless(entry, k)))
+            found.append((f"order[{k}]", _unnamed(entry, k)))
     layers = dict(found)
     if repeated := [name for k, (name, _) in enumerate(found) if name in dict(found[:k])]:
         raise ValueError(
-            f"order must have each module once: got {repeated} again. For one without parameters, "
-            "such as nn.ReLU, write a new one in the second place."
+            f"order must have each module once: got {repeated} again. For a module without "
+            "parameters, such as nn.ReLU, write a new one the second time."
         )
     return layers
 
@@ -163,8 +163,8 @@ def _unfold(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield from _unfold(f"{name}.{key}", layer)
 
 
-def _nameless(entry: Any, k: int) -> nn.Module:
-    """What stands in ``order`` at k, as a layer."""
+def _unnamed(entry: Any, k: int) -> nn.Module:
+    """The entry at index k of ``order``, as a layer."""
     if isinstance(entry, nn.Module):
         if any(True for _ in _tensors(entry)):
             raise ValueError(
@@ -196,7 +196,7 @@ def _hooks(module: nn.Module) -> list[str]:
 
 
 def _tensors(module: nn.Module) -> Iterator[str]:
-    """The names of all parameters and buffers; of one with several names, each."""
+    """The names of all parameters and buffers; all names of one that has several."""
     for name, _ in module.named_parameters(remove_duplicate=False):
         yield name
     for name, _ in module.named_buffers(remove_duplicate=False):
@@ -210,14 +210,14 @@ def _check_complete(module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     if left:
         owners = dict.fromkeys(_outermost(name, starts) for name in left)
         raise ValueError(
-            f"order must have everything with parameters or buffers in {type(module).__name__}: "
-            f"got none of {', '.join(map(repr, owners))}. What is no layer cannot be left out, or "
-            "its weights would be missing in checkpoints."
+            f"order must have all modules with parameters or buffers in {type(module).__name__}: "
+            f"it leaves out {', '.join(map(repr, owners))}. Add them, or their weights would be "
+            "missing in checkpoints."
         )
 
 
 def _outermost(name: str, starts: tuple[str, ...]) -> str:
-    """The shortest beginning of a parameter's name under which there is no layer."""
+    """The shortest path on the way to a parameter that contains none of the layers."""
     parts = name.split(".")
     paths = (".".join(parts[: k + 1]) for k in range(len(parts)))
     return next(path for path in paths if not any(s.startswith(f"{path}.") for s in starts))

@@ -1,9 +1,9 @@
-"""Lets an nn.Sequential run as a pipeline without ceasing to be that nn.Sequential.
+"""Makes an nn.Sequential run as a pipeline while it stays the same object.
 
-To wrap the module in another one would change the names in its state dict, to replace it would lose
-its class, its hooks and its other methods, and to hang the pipeline's threads on it would end
-``copy.deepcopy(model)`` and ``torch.save(model)``. So the object stays, and only what it runs
-changes: an instance attribute ``forward``, which a copy does not take along.
+To wrap the module would change the keys of its state dict, to replace it would lose its class, its
+hooks and its other methods, and to store the pipeline's threads in it would break
+``copy.deepcopy(model)`` and ``torch.save(model)``. So the object stays, and gets an instance
+attribute ``forward``, which is not copied with it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import nn
 
 
 def install(module: nn.Module, run: Callable[[Any], Any]) -> None:
-    """Let ``module`` run ``run`` in the place of its forward, until :func:`remove`."""
+    """Make ``module`` call ``run`` instead of its forward, until :func:`remove`."""
     module.forward = _Installed(module, run)
 
 
 def remove(module: nn.Module) -> None:
-    """Let ``module`` run its own forward again."""
+    """Make ``module`` run its own forward again."""
     module.__dict__.pop("forward", None)
 
 
@@ -35,6 +35,6 @@ class _Installed:
         return self._run(input)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the module, pickled or deep, runs as the plain module that it is a copy of. When
-        # this is called, the copy has no attributes yet, so it is its class that has a forward.
+        # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
+        # copy has no instance attributes yet, so it returns the forward of the class.
         return getattr, (self._module, "forward")

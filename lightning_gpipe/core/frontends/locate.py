@@ -1,8 +1,8 @@
 """Finds the nn.Sequential to pipeline inside a larger module.
 
 A LightningModule seldom *is* an nn.Sequential; it holds one, often beside a loss and metrics. The
-user may name it. If they do not, it is the only one, or the one with most of the parameters; where
-that is a matter of opinion they are asked, not guessed at.
+user may name it. If they do not, it is the only one, or the one with more than half of all
+parameters; if neither exists, an error lists the candidates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Sequential]:
             one is not a candidate, nor is one whose class has a forward of its own.
 
     Raises:
-        TypeError: If what is at ``path`` is no nn.Sequential that can be cut.
-        ValueError: If there is nothing at ``path``, no candidate, or several that none outweighs.
+        TypeError: If the module at ``path`` is not an nn.Sequential that can be cut.
+        ValueError: If there is no module at ``path``, no candidate, or no choice between several.
     """
     if path is not None:
         return path, _at(root, path)
@@ -79,6 +79,6 @@ def _no_choice(root: nn.Module, found: dict[str, nn.Sequential], weights: dict[s
         for path, module in found.items()
     )
     return (
-        f"the nn.Sequential to pipeline must be clear: got {len(found)} in {owner}, none with more "
-        f"than half of its parameters. Choose one with module=...:{listed}"
+        f"the nn.Sequential to pipeline must be unambiguous: got {len(found)} in {owner}, none "
+        f"with more than half of its parameters. Choose one with module=...:{listed}"
     )

@@ -1,8 +1,8 @@
 """Puts modules on devices without ever having all of a large model on one of them.
 
 Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
-tied. A module that was built on the ``meta`` device gets its memory here, directly on the device
-where it belongs; what of it already has values, from a checkpoint, keeps them.
+tied. A module that was built on the ``meta`` device gets its memory here, directly on its own
+device; tensors that already have values, from a checkpoint, keep them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 def place(module: nn.Module, device: torch.device) -> None:
-    """Move ``module`` to ``device``; what of it is on meta is created there and initialised.
+    """Move ``module`` to ``device``; its meta tensors are created there and initialised.
 
     Raises:
-        TypeError: If a module with parameters on meta has no ``reset_parameters()``.
+        TypeError: If a module with meta tensors has no ``reset_parameters()``.
     """
     for each in module.modules():
         _materialise(each, device)
@@ -46,12 +46,12 @@ def place_around(root: nn.Module, inner: nn.Module, device: torch.device) -> Non
 
 
 def on_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` has no memory yet."""
+    """Whether any parameter or buffer of ``module`` is on the meta device."""
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Create on ``device`` what of ``module`` itself is on meta, not of the modules within it."""
+    """Create the meta tensors of ``module`` on ``device``, not those of the modules within it."""
     own = [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
     if not any(tensor.is_meta for tensor in own):
         return

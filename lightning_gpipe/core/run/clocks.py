@@ -1,7 +1,7 @@
-"""Clocks of workers: when did an action begin and end, on the host or on a CUDA stream.
+"""Clocks that tell when an action began and ended, on the host or on a CUDA stream.
 
 On CPU an action is over when its Python call returns. On CUDA that call only queues kernels, so the
-worker queues an event before and after, and the times are read off the events when somebody asks:
+worker records an event before and after, and the events are converted to times only on request:
 nothing waits for the device during a step.
 """
 
@@ -18,25 +18,25 @@ Reading = Callable[[Timestamp], float]
 
 
 class Clock(ABC):
-    """Gives timestamps, and turns them into seconds later.
+    """Takes timestamps, and converts them to seconds later.
 
     Attributes:
-        device: Whose time it is; all clocks of a device are read together.
+        device: The device that is timed; all clocks of a device are read together.
     """
 
     device: torch.device
 
     @abstractmethod
     def now(self) -> Timestamp:
-        """This moment."""
+        """The present timestamp."""
 
     @abstractmethod
     def reading(self) -> Reading:
-        """What turns timestamps of the device into seconds of ``time.perf_counter``."""
+        """A function from timestamps of the device to seconds of ``time.perf_counter``."""
 
 
 class HostClock(Clock):
-    """Time as the host sees it."""
+    """The host's time."""
 
     device = torch.device("cpu")
 
@@ -48,12 +48,12 @@ class HostClock(Clock):
 
 
 class CudaClock(Clock):
-    """Time as a CUDA stream sees it: a moment is when the stream gets there.
+    """The time of a CUDA stream: a timestamp is an event, which the stream reaches.
 
-    Events tell how far apart they are, not when they were. So for a reading one more event is
-    recorded, the stream is waited for, the host's clock is looked at once, and all times are
-    counted back from then: with a look for each of them, actions that ran one after another would
-    seem to overlap by as much as the host was late.
+    Events only tell the time between two of them. So a reading records one more event, synchronises
+    with it, reads the host's clock once, and counts all times back from then. If the host's clock
+    were read for each event, actions that ran one after another would seem to overlap by the delay
+    of the host.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -71,8 +71,8 @@ class CudaClock(Clock):
         host = time.perf_counter()
 
         def seconds(timestamp: Timestamp) -> float:
-            assert not isinstance(timestamp, float), "all of a device's are events"
-            timestamp.synchronize()  # one of another stream of the device may be yet to come
+            assert not isinstance(timestamp, float), "a timestamp of a CUDA device is an event"
+            timestamp.synchronize()  # another stream of the device may not have reached it yet
             return host - 1e-3 * timestamp.elapsed_time(last)
 
         return seconds
@@ -84,5 +84,5 @@ def clock_of(stream: torch.cuda.Stream | None) -> Clock:
 
 
 def _as_it_is(timestamp: Timestamp) -> float:
-    assert isinstance(timestamp, float), "all of the host's are seconds"
+    assert isinstance(timestamp, float), "a timestamp of the host is in seconds"
     return timestamp

@@ -1,7 +1,7 @@
-"""Runs a forward so that what it draws depends on no timing of threads.
+"""Runs a forward so that the numbers that it draws do not depend on the timing of threads.
 
-See Note [Drawing from private generators]. Whether a model draws is known for a training mode of
-all its modules: after the first mini-batch, which runs with private generators whatever it does.
+See Note [Drawing from private generators]. Whether a model draws is recorded for each training mode
+of its modules, in the first mini-batch, which always runs with private generators.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_gpipe.core.faithful import Buffers, SharedGenerators, TrainingFla
 Outputs = list[FlatTree]
 Forward = Callable[[SharedGenerators | None], tuple[Outputs, bool]]
 
-_KNOWN = 64  # training modes; what is forgotten is learnt again
+_CAPACITY = 64  # training modes; the least recently used are dropped, and recorded again if needed
 
-# Before torch 2.9 or so, what torch.compile has compiled never is once it has run in a dispatch
-# mode: there a model is taken to draw nothing until it does.
-_AT_FIRST = None if hasattr(TorchDispatchMode, "ignore_compile_internals") else False
+# Before about torch 2.9, a function given to torch.compile is never compiled once it has run in a
+# dispatch mode. There a model is assumed to draw nothing until it does.
+_ASSUMED = None if hasattr(TorchDispatchMode, "ignore_compile_internals") else False
 
 
 class Draws:
-    """Whether a pipeline draws random numbers, as far as it is known.
+    """Records whether a pipeline draws random numbers, and redirects its draws.
 
     Args:
         devices: The device of each worker.
@@ -37,10 +37,10 @@ class Draws:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        crowded = {device for device, workers in Counter(devices).items() if workers > 1}
+        shared = {device for device, workers in Counter(devices).items() if workers > 1}
         several = len(devices) > 1
-        self.shared = frozenset({torch.device("cpu"), *crowded} if several else ())
-        self._known: OrderedDict[TrainingFlags, bool | None] = OrderedDict()
+        self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
+        self._recorded: OrderedDict[TrainingFlags, bool | None] = OrderedDict()
 
     def run(
         self,
@@ -50,37 +50,37 @@ class Draws:
         buffers: Callable[[], Iterable[Buffers]] | None,
         modes: bool,
     ) -> Outputs:
-        """Run ``forward``, and once more if it turns out that it draws.
+        """Run ``forward``, and run it again if it draws although it did not before.
 
         Args:
-            flags: The training mode of all modules.
+            flags: The training flags of all modules.
             forward: Runs the stages, with private generators if it is given the shared ones;
                 returns the outputs, and whether anything was drawn from private generators.
-            buffers: Keeps the buffers that forward may change, to run it again as if for the first
-                time; None where nothing will be recomputed. Inputs are guarded by the stages.
-            modes: Whether the caller has modes of its own: one more costs little then, and a
-                counter must not see the forward twice.
+            buffers: Takes a snapshot of the buffers that forward may change, to run it again; None
+                if nothing will be recomputed. The stages guard the inputs themselves.
+            modes: Whether the caller has active function or dispatch modes: one more costs little
+                then, and a counter must not see the forward twice.
         """
         if not self.shared:
             return forward(None)[0]
         shared = SharedGenerators(self.shared)
-        draws = self._known.get(flags, _AT_FIRST)
+        draws = self._recorded.get(flags, _ASSUMED)
         if draws is False and not modes:
             return self._run_bare(flags, forward, shared, buffers)
         outputs, drew = forward(shared)
-        self._learn(flags, draws or drew)
+        self._record(flags, draws or drew)
         if drew:
             shared.advance()
         return outputs
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forget at the end of a ``with`` block what was learnt in it."""
-        known = self._known.copy()
+        """Discard at the end of a ``with`` block what was recorded in it."""
+        recorded = self._recorded.copy()
         try:
             yield
         finally:
-            self._known = known
+            self._recorded = recorded
 
     def _run_bare(
         self,
@@ -89,16 +89,16 @@ class Draws:
         shared: SharedGenerators,
         buffers: Callable[[], Iterable[Buffers]] | None,
     ) -> Outputs:
-        """Run without private generators, and with them if the shared ones were moved by it."""
+        """Run without private generators, and again with them if that drew from the shared ones."""
         before = None if buffers is None else list(buffers())
         outputs, _ = forward(None)
         if not shared.moved():
             return outputs
         shared.rewind()
-        if before is None:  # what was drawn is good, if not the same on another run
-            self._learn(flags, None)
+        if before is None:  # the numbers drawn are valid, but not reproducible
+            self._record(flags, None)
         else:
-            self._learn(flags, True)
+            self._record(flags, True)
             for each in before:
                 each.refuse_lost()
                 each.restore()
@@ -106,8 +106,8 @@ class Draws:
         shared.advance()
         return outputs
 
-    def _learn(self, flags: TrainingFlags, draws: bool | None) -> None:
-        self._known[flags] = draws
-        self._known.move_to_end(flags)
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
+    def _record(self, flags: TrainingFlags, draws: bool | None) -> None:
+        self._recorded[flags] = draws
+        self._recorded.move_to_end(flags)
+        if len(self._recorded) > _CAPACITY:
+            self._recorded.popitem(last=False)

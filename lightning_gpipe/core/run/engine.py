@@ -1,8 +1,8 @@
 """The engine: the stages of a layout and a transport between them, ready for mini-batches.
 
 A layout says what runs where, a schedule in which order, a transport carries tensors between
-workers. This is where they are put together, and what lasts from one mini-batch to the next: what
-is known of the layers, and the threads.
+workers. The engine combines them, and keeps what lasts from one mini-batch to the next: the
+recorded behavior of the layers, and the threads.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Engine:
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
-        The timeline goes on to record the backward.
+        The backward is added to the timeline later.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle whose ``remove()`` ends the calls.
         """
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = observer
@@ -87,7 +87,7 @@ class Engine:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forget at the end of a ``with`` block what ran in it, and show it to no observer."""
+        """Keep no record of what runs in a ``with`` block, and call no observers."""
         timeline, observers = self.timeline, self._observers
         self._observers = OrderedDict()
         try:
@@ -97,7 +97,7 @@ class Engine:
             self.timeline, self._observers = timeline, observers
 
     def close(self) -> None:
-        """End what the transport started; the next mini-batch starts it anew."""
+        """Close the transport; the next mini-batch opens it again."""
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:

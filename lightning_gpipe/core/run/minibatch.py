@@ -1,9 +1,9 @@
-"""One mini-batch on its way through the pipeline.
+"""One mini-batch and its state in the pipeline.
 
-A pipeline lives long and is shared; what belongs to one mini-batch lives here: its schedule, its
-pass through each stage, the workers that drive it and the record of what they did. It hangs on the
-autograd node of the mini-batch's output and nowhere else, so a forward that is never followed by a
-backward frees everything when its output goes.
+A pipeline outlives its mini-batches; what belongs to one mini-batch is here: its schedule, its pass
+through each stage, its workers and its timeline. Only the autograd node of the mini-batch's output
+refers to it, so a forward that is never followed by a backward frees everything when its output is
+freed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MiniBatch:
         layout: What runs where.
         schedule: What to run.
         transport: What connects the workers.
-        draws: What is known of the random numbers that the layers draw.
+        draws: Records whether the layers draw random numbers.
 
     Attributes:
         timeline: What ran when.
@@ -107,26 +107,27 @@ class MiniBatch:
             output_gradients: For each micro-batch, the gradients of the leaves of its output.
 
         Returns:
-            For each micro-batch the gradients of the leaves of its input, where those are (of a
-            micro-batch in which no input needs one the list may be empty), and the gradients of
-            :attr:`parameters` over all micro-batches and stages.
+            For each micro-batch the gradients of the leaves of its input, on the devices of those
+            leaves (the list may be empty if no input requires a gradient), and the gradients of
+            :attr:`parameters`, summed over all micro-batches and stages.
         """
         try:
             with self._transport.exclusive():
                 exchange = self._backward(output_gradients)
-            # Where the workers compute; the caller comes after it.
+            # On the workers' streams, for which the caller's then wait.
             with together([worker.streaming() for worker in self._workers]):
-                entering = [self._entering(i, exchange) for i in range(self._schedule.m)]
+                m = self._schedule.m
+                input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
                 parameters = self._take_gradients()
             self._rejoin()
-            return entering, parameters
+            return input_gradients, parameters
         finally:
             self._release()
 
     def _forward(
         self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
     ) -> tuple[list[FlatTree], bool]:
-        """Run the first phase; whether anything was drawn from private generators."""
+        """Run the first phase; also tell whether anything was drawn from private generators."""
         self._begin(shared)
         last, m = len(self._stages), len(microbatches)
         sent = {Action(Kind.FORWARD, i, 0): x.detached() for i, x in enumerate(microbatches)}
@@ -135,7 +136,7 @@ class MiniBatch:
         return outputs, any(each.randomness.drew for each in self._passes)
 
     def _begin(self, shared: SharedGenerators | None) -> None:
-        """Make the passes, their workers and their record anew."""
+        """Make new passes, workers and a new timeline."""
         context, schedule = self._context, self._schedule
         recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
         shadows = [
@@ -171,7 +172,7 @@ class MiniBatch:
         return (stage.buffers.small() for stage in self._stages)
 
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
-        """Run the second phase; the gradients of the inputs are in what is returned."""
+        """Run the second phase; the exchange returned has the gradients of the inputs."""
         last = self._schedule.n - 1
         sent = {
             Action(Kind.BACKWARD, i, last): FlatTree(gradients)
@@ -181,16 +182,17 @@ class MiniBatch:
             for each in self._passes:
                 each.check_unchanged()
             with self._as_in_forward():
-                # With gradients, as recomputation wants it; backward itself goes without.
-                now = replace(Context.capture(self._layout.devices), grad=True)
-                return self._run(_BACKWARD, sent, now)
+                # Recomputation needs grad mode; backward itself runs without it.
+                context = replace(Context.capture(self._layout.devices), grad=True)
+                return self._run(_BACKWARD, sent, context)
         finally:
             self._rejoin()
 
     def _run(self, phase: int, sent: Mapping[Action, FlatTree], context: Context) -> Exchange:
         """Run the workers in ``context``, given what the caller sends them."""
         transport = self._transport
-        if self._context.modes or context.modes or on_engine_thread():  # forward's: to recompute
+        # Recomputation enters the modes of forward.
+        if self._context.modes or context.modes or on_engine_thread():
             transport = transport.inline()
         schedule = self._schedule.phase(phase)
         exchange = transport.open(schedule)
@@ -201,7 +203,7 @@ class MiniBatch:
         try:
             transport.run(exchange, tasks)
         finally:
-            if inline:  # an interrupt strikes this thread, also where no `with` would notice
+            if inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 for stage in self._stages:
                     stage.journal.undo()
         if inline:
@@ -209,9 +211,9 @@ class MiniBatch:
         return exchange
 
     def _as_in_forward(self) -> ExitStack:
-        """Gives the process what recomputation needs of it, and puts its generators back after.
+        """Set the process-wide state that recomputation needs, and restore shared generators after.
 
-        Layers that checkpoint themselves set and reset a generator that others share.
+        Layers with activation checkpointing of their own set the state of generators.
         """
         stack = ExitStack()
         if any(self._schedule.recomputed(j) for j in range(self._schedule.n)):
@@ -220,8 +222,8 @@ class MiniBatch:
             stack.callback(SharedGenerators(self._draws.shared).rewind)
         return stack
 
-    def _entering(self, i: int, exchange: Exchange) -> Gradients:
-        """The gradients of the leaves of the input of micro-batch ``i``, where those are."""
+    def _input_gradients(self, i: int, exchange: Exchange) -> Gradients:
+        """The gradients of the leaves of the input of micro-batch ``i``, on their devices."""
         gradients = exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves
         devices = self._input_devices[i][: len(gradients)]
         return [
@@ -230,7 +232,7 @@ class MiniBatch:
         ]
 
     def _take_gradients(self) -> Gradients:
-        """The gradients of :attr:`parameters` over all micro-batches and stages, given away."""
+        """The gradients of :attr:`parameters`, summed over all micro-batches and stages."""
         taken: dict[int, tuple[nn.Parameter, list[Tensor]]] = {}
         for each in self._passes:
             for parameter, gradient in each.shadows.take_gradients():
@@ -238,18 +240,18 @@ class MiniBatch:
                 gradients.append(gradient.to(parameter.device))
         found = [_total(taken.pop(id(each), (each, []))[1]) for each in self.parameters]
         for parameter, gradients in taken.values():
-            # No forward used it, so it was left out, but a recomputation did: that of another
-            # stage, which has it without nn.Module knowing.
+            # Not an input of the node, because no forward used it, but a recomputation did: one of
+            # another stage, which uses it without having registered it with nn.Module.
             run_backward([root_of(parameter)], [_total(gradients)])
         return found
 
     def _rejoin(self) -> None:
-        """Let what the caller does next come after what the workers did."""
+        """Make the caller's streams wait for the workers'."""
         for worker in self._workers:
             worker.rejoin()
 
     def _release(self) -> None:
-        """Let go of everything, once the gradients were taken: an output may be kept for long."""
+        """Release everything after backward: the user may keep the output for long."""
         for each in self._passes:
             each.release()
         self._participation = Participation(())
@@ -261,7 +263,7 @@ def _device_of(leaf: Any) -> torch.device | None:
 
 
 def _total(gradients: list[Tensor]) -> Tensor | None:
-    """The sum; sparse gradients, as embeddings have on request, come last and stay so if alone."""
+    """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
     if len(gradients) < 2:
         return gradients[0] if gradients else None
     gradients.sort(key=lambda gradient: gradient.is_sparse)

@@ -1,9 +1,9 @@
 """Which parameters took part in a mini-batch.
 
-A hook on a parameter is called by autograd only where the parameter has a gradient. The pipeline's
-node has all parameters for inputs, and would call the hooks of those that no layer used with None.
-So where somebody has hooks on a parameter, the graphs of all micro-batches are searched for the
-shadows in them; where nobody has, the search is left out.
+Autograd calls a hook on a parameter only if the parameter has a gradient. The pipeline's node has
+all parameters as inputs, so hooks on parameters that no layer used would be called with None. So if
+any parameter has a hook, the graphs of all micro-batches are searched for shadows; otherwise the
+search is skipped.
 """
 
 from __future__ import annotations

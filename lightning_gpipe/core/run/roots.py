@@ -1,4 +1,4 @@
-"""Where backward through a stage begins, and how it is run."""
+"""Where backward through a stage starts, and how it is run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Root = GradientEdge | Tensor
 
 
 def root_of(leaf: Any) -> Root | None:
-    """Where backward of an output begins: an edge of the graph, which keeps no tensor alive."""
+    """Where backward of an output starts: an edge of the graph, which keeps no tensor alive."""
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
     node = leaf.grad_fn
     if node is None:
         return get_gradient_edge(leaf)
-    # Before torch 2.9 backward cannot begin at the edge of a node that is written in Python.
+    # Before torch 2.9 backward cannot start at the edge of a node that is written in Python.
     written_in_python = isinstance(node, torch._C._FunctionBase)
     return leaf if written_in_python else GradientEdge(node, leaf.output_nr)
 
@@ -27,8 +27,8 @@ def root_of(leaf: Any) -> Root | None:
 def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
     """Run backward from those roots that have a gradient.
 
-    It is what ``torch.autograd.backward`` does once it has looked at what it was given: its look
-    takes as long as backward through a small layer.
+    This is what ``torch.autograd.backward`` does after it has checked its arguments, which takes as
+    long as backward through a small layer.
     """
     given = [
         (r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None

@@ -1,7 +1,7 @@
-"""One partition at work on a device: what is known of its layers from one mini-batch to the next.
+"""One partition at work on a device, with what lasts from one mini-batch to the next.
 
-A stage knows nothing of other stages but which skip tensors come from them and go to them. What is
-alive between a mini-batch's forward and its backward belongs to its pass, see
+A stage does not refer to other stages, except in the routes of its skip tensors. What is alive
+between a mini-batch's forward and its backward belongs to its pass, see
 :mod:`~lightning_gpipe.core.run.stage_pass`.
 """
 
@@ -38,12 +38,12 @@ class Stage:
     Attributes:
         partition: The layers.
         device: Where their parameters are.
-        arriving: The skip tensors that other stages send.
-        leaving: The skip tensors that other stages are sent.
-        skip_bytes: How large those that leave were in the latest micro-batch.
-        followed: The slots of parameters that live on another device.
+        arriving: The routes of skip tensors from other stages.
+        leaving: The routes of skip tensors to other stages.
+        skip_bytes: The bytes of those that leave, in the latest micro-batch.
+        followed: The slots of parameters whose home is another device.
         modules: The layers and all modules within them.
-        journal: What is changed in them while they run.
+        journal: The changes made to them while they run.
         skips: Whether any of them stashes or pops skip tensors.
         buffers: Their buffers.
     """
@@ -56,26 +56,26 @@ class Stage:
         self.skip_bytes: dict[SkipName, int] = {}
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
-        self._survey(self.modules_now())
+        self._set_modules(self.modules_now())
         self.follow(layout)
 
     def __str__(self) -> str:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
     def follow(self, layout: Layout) -> None:
-        """Take the homes of the parameters from ``layout``."""
+        """Find the parameters to follow, by their homes in ``layout``."""
         self.followed = followed_slots(self.modules, self.device, layout.homes)
 
     def refresh(self) -> None:
-        """Take the layers as they are now: modules within them may come and go between steps.
+        """Update :attr:`modules`, which the user may have changed since the last step.
 
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
-        self.journal.undo()  # what an interrupt left of an earlier mini-batch
+        self.journal.undo()  # changes that an interrupted mini-batch left
         modules = self.modules_now()
         if modules != self.modules:
-            self._survey(modules)
+            self._set_modules(modules)
         self._check_placement()
 
     def modules_now(self) -> tuple[nn.Module, ...]:
@@ -100,14 +100,14 @@ class Stage:
         )
 
     def statistics(self) -> DeferredStatistics | None:
-        """Where batch norms put what they see of one mini-batch, if they defer it."""
+        """Where batch norms collect the statistics of one mini-batch, if they are deferred."""
         return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
 
     def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """What is known of the layers in a training mode, for inputs of a structure."""
+        """The behavior of the layers with these training flags, for this structure of inputs."""
         return self._behaviors.of(flags, structure)
 
-    # A recomputation runs as the forward did, whatever .train() or .eval() was called since.
+    # A recomputation runs in the training mode of its forward, even after .train() or .eval().
 
     @property
     def training_flags(self) -> TrainingFlags:
@@ -115,7 +115,7 @@ class Stage:
         return tuple(module.training for module in self.modules)
 
     def training_as(self, flags: TrainingFlags) -> Manager:
-        """Put the modules into a training mode for the duration of a ``with`` block."""
+        """Set the training flags of the modules for the duration of a ``with`` block."""
         return self.journal.changed(
             (Attributes(module), "training", training)
             for module, training in zip(self.modules, flags, strict=True)
@@ -123,15 +123,15 @@ class Stage:
         )
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """Where in the layers a parameter is, such as ``layer 3.linear.weight``."""
+        """The name of a parameter in the layers, such as ``layer 3.linear.weight``."""
         for k, layer in enumerate(self.partition.layers, start=self.partition.first):
             for name, other in layer.named_parameters():
                 if other is parameter:
                     return f"layer {k}.{name}"
         return "a parameter"
 
-    def _survey(self, modules: tuple[nn.Module, ...]) -> None:
-        """Start with these modules, of which nothing is known yet."""
+    def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
+        """Set :attr:`modules`, without any recorded behavior."""
         self.modules = modules
         self.skips = any(declared_in(module) is not None for module in modules)
         self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)

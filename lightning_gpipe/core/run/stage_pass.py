@@ -1,13 +1,13 @@
 """One mini-batch's pass through a stage: forward, recompute and backward of each micro-batch.
 
-What comes in are leaves of a small graph of the stage's own, one per micro-batch, and what goes out
-is detached from it; the gradient of the output comes from outside, the gradient of the input goes
-outside. So the graphs of different stages are never joined, each worker runs backward on its own
-thread, and dropping a micro-batch's activations is letting go of its graph. Skip tensors come and
-go as further inputs and outputs do.
+A stage has a small graph of its own for each micro-batch: the inputs are its leaves, and the
+outputs are detached from it. The gradients of the outputs come from other stages, and those of the
+inputs go to other stages. So the graphs of different stages are never joined, each worker runs
+backward on its own thread, and dropping a micro-batch's activations means freeing its graph. Skip
+tensors are further inputs and outputs.
 
-A pass holds everything that is alive between its forward and its backward. Several may be under way
-at once, when a user runs the pipeline twice before one backward.
+A pass holds everything that is alive between its forward and its backward. Several may exist at
+once, if a user runs the pipeline twice before one backward.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Kept(NamedTuple):
     """What a stage keeps of a micro-batch until its backward."""
 
     inputs: FlatTree
-    roots: list[Root | None] | None  # where the graphs of the outputs end; None if dropped
-    buffers: Buffers | None = None  # as the first forward found them, if it will be recomputed
+    roots: list[Root | None] | None  # where backward of the outputs starts; None if dropped
+    buffers: Buffers | None = None  # from before the first forward, if it will be recomputed
 
 
 class StagePass:
@@ -67,7 +67,7 @@ class StagePass:
 
     Attributes:
         stage, randomness, shadows: As given.
-        statistics: What the stage's batch norms saw, if they defer it.
+        statistics: The statistics of the stage's batch norms, if they are deferred.
     """
 
     def __init__(
@@ -86,29 +86,29 @@ class StagePass:
         self._context = context
         self._recomputed = recomputed
         self._participation = participation
-        # Whether a first forward needs nothing around it but the shadows.
+        # Whether a first forward needs no context manager but that of the shadows.
         self._bare = not (randomness.redirected or self.statistics or stage.skips)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
-        self._latest: tuple[Any, Behavior] | None = None  # the structure of inputs, what is known
-        self._lacks: bool | None = None  # whether recomputation must be given what forward had
+        self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
+        self._differs: bool | None = None  # whether the state in backward differs from forward's
 
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.
 
         Args:
             i: The micro-batch.
-            inputs: What the first layer takes, and then the skip tensors that arrive.
+            inputs: The input of the first layer, followed by the skip tensors that arrive.
 
         Returns:
-            What the last layer returned, and then the skip tensors that leave; all detached from
+            The output of the last layer, followed by the skip tensors that leave; all detached from
             this stage's graph.
         """
         if not self._context.grad:
             return self._run(i, inputs, first=True)
         if i in self._recomputed:
-            self.randomness.note(i)
+            self.randomness.save(i)
             behavior = self._behavior(inputs)
             buffers = self.stage.buffers.before(behavior)
             with self._context.dropping():
@@ -128,21 +128,21 @@ class StagePass:
         return self._sent(outputs)
 
     def recompute(self, i: int) -> None:
-        """Run the forward of micro-batch ``i`` again, for its graph."""
-        if i in self._microbatches:  # else nothing in it needs a gradient
+        """Run the forward of micro-batch ``i`` again, to build its graph."""
+        if i in self._microbatches:  # else nothing in it requires a gradient
             self._context.variables.copy().run(self._repeat, i)
 
     def backward(self, i: int, gradients: FlatTree) -> FlatTree:
-        """Turn the gradients of the outputs into those of the inputs, leaf by leaf.
+        """Compute the gradients of the inputs from those of the outputs, leaf by leaf.
 
-        Both as in :meth:`forward`, skip tensors included; of the outputs there may be those of the
-        skip tensors only. The gradients of the parameters stay in :attr:`shadows`.
+        Both are ordered as in :meth:`forward`, skip tensors included; ``gradients`` may have those
+        of the skip tensors only. The gradients of the parameters stay in :attr:`shadows`.
 
         Returns:
-            One leaf per input, or none where nothing needs a gradient.
+            One leaf per input, or none if nothing requires a gradient.
         """
         if i not in self._microbatches:
-            return FlatTree([])  # nothing in it needs a gradient
+            return FlatTree([])  # nothing in it requires a gradient
         (leaves, _), roots, _ = self._microbatches.pop(i)
         assert roots is not None, "recompute comes before backward in every schedule"
         run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
@@ -157,7 +157,7 @@ class StagePass:
         )
 
     def check_unchanged(self) -> None:
-        """Raise if a recomputation would not run what forward ran."""
+        """Raise if a recomputation would not compute what forward computed."""
         if all(kept.roots is not None for kept in self._microbatches.values()):
             return
         kept = [each.buffers for each in self._microbatches.values() if each.buffers is not None]
@@ -176,7 +176,7 @@ class StagePass:
         )
 
     def finish_forward(self) -> None:
-        """Update running statistics, and record what counts as unchanged from now on.
+        """Update running statistics, and record the version counters of the parameters.
 
         Raises:
             RuntimeError: If a layer registered a hook on one of its parameters while it ran.
@@ -197,11 +197,11 @@ class StagePass:
             )
 
     def release(self) -> None:
-        """Let go of everything that was kept for backward."""
+        """Free everything that was kept for backward."""
         self._microbatches.clear()
 
     def _sent(self, outputs: FlatTree) -> FlatTree:
-        """The outputs as leaves of the graphs of the stages they go to, each with its own."""
+        """The outputs, detached: leaves for the graphs of the stages that they are sent to."""
         if not self.stage.leaving:
             return outputs.detached()
         main = len(outputs.leaves) - len(self.stage.leaving)
@@ -210,30 +210,30 @@ class StagePass:
         for route, tensor in zip(self.stage.leaving, outputs.leaves[main:], strict=True):
             sent += FlatTree([tensor]).detached().leaves
             targets.append(route.target)
-        where: dict[int | None, set[int]] = {}
+        targets_of: dict[int | None, set[int]] = {}
         for leaf, target in zip(sent, targets, strict=True):
-            where.setdefault(memory(leaf), set()).add(target)
+            targets_of.setdefault(memory(leaf), set()).add(target)
         for leaf in sent:
-            if memory(leaf) is not None and len(where[memory(leaf)]) > 1:
+            if memory(leaf) is not None and len(targets_of[memory(leaf)]) > 1:
                 mark_aliased(leaf)
         return FlatTree(sent, outputs.spec)
 
     def _repeat(self, i: int) -> None:
         inputs, _, buffers = self._microbatches[i]
         assert buffers is not None, "kept for every micro-batch that is recomputed"
-        lent = buffers.lent(self.stage.journal)
-        with together([*self._as_in_forward(), self._context.saving(), *lent]):
-            inputs = inputs.detached()  # without the hooks that layers put on those of forward
+        saved = buffers.swapped_in(self.stage.journal)
+        with together([*self._as_in_forward(), self._context.saving(), *saved]):
+            inputs = inputs.detached()  # without hooks that layers registered on them in forward
             outputs = self._run(i, inputs, first=False)
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
 
     def _as_in_forward(self) -> list[Manager]:
-        """What gives the thread and the modules what they had in forward, if they lack it."""
+        """The context managers that restore the thread's and the modules' state of forward."""
         context = self._context
-        if self._lacks is None:  # the same for all micro-batches
+        if self._differs is None:  # the same for all micro-batches
             other_flags = self.stage.training_flags != self._flags
-            self._lacks = bool(context.lacking() or context.modes or other_flags)
-        if not self._lacks:
+            self._differs = bool(context.missing() or context.modes or other_flags)
+        if not self._differs:
             return []
         return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
@@ -257,7 +257,7 @@ class StagePass:
         return FlatTree([*outputs.leaves, *leaving], outputs.spec)
 
     def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
-        """What must hold while the layers run, as far as it does not anyway."""
+        """The context managers in which the layers run, without those that are not needed."""
         found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         if not self.shadows.in_place:
             found.append(self.shadows.swapped_in(self.stage.journal))
@@ -268,7 +268,7 @@ class StagePass:
         return together(found)
 
     def _arrived(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
-        """What the first layer takes, and the skip tensors that layers find on their table."""
+        """The input of the first layer, and the table with the skip tensors that arrived."""
         arriving = self.stage.arriving
         if not arriving:
             return tree_unflatten(FlatTree(leaves, spec)), {}

@@ -1,7 +1,7 @@
-"""What ran when: the record that workers write of each action of a mini-batch.
+"""What ran when: the record of each action of a mini-batch.
 
-A schedule promises a bubble; only a record of the real run can tell whether it is kept. Workers
-record the moments, from their threads; what they were is computed when somebody asks.
+A schedule predicts a bubble; only a record of the real run shows what it was. Workers record
+timestamps, from their threads, which are converted to seconds when the timeline is read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """All actions so far, by start; on CUDA, waits for the devices."""
+        """All actions so far, sorted by start; on CUDA, waits for the devices."""
         records = list(self._records)
         clocks = {clock.device: clock for clock in self._clocks}
         readings = {device: clock.reading() for device, clock in clocks.items()}

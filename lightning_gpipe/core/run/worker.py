@@ -2,8 +2,7 @@
 
 This is the loop with the effects. It makes no decision of its own: the row says what to do next,
 what an action needs follows from the action, and where its result is needed follows from its kind.
-Forward and backward mirror one another: the one takes what the stage before made and gives to the
-next, the other way round for the other.
+Forward receives from the previous stage and sends to the next; backward mirrors it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Worker:
     """One device's worker for one mini-batch.
 
     Args:
-        index: Its place among the workers.
+        index: Its index.
         device: Its device.
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
     """
@@ -45,11 +44,11 @@ class Worker:
     def task(
         self, phase: Schedule, exchange: Exchange, context: Context, timeline: Timeline
     ) -> WorkerTask:
-        """What the worker does in one phase.
+        """The worker's task in one phase.
 
         Args:
             phase: The phase.
-            exchange: Where its results go and what it needs comes from.
+            exchange: Sends its results, and receives what it needs.
             context: The caller's thread-local state, to run in.
             timeline: Where to record what ran when.
         """
@@ -65,14 +64,14 @@ class Worker:
         return self._stream is not None
 
     def rejoin(self) -> None:
-        """Let what the caller does next on the device come after what was done here."""
+        """Make the caller's stream of the device wait for the worker's."""
         if self._stream is None:
             return
         for stream in (
-            # Of the caller; in backward it may be another one than in forward.
+            # The caller's; in backward it may be another one than in forward.
             torch.cuda.current_stream(self._device),
-            # Which of the two the engine takes a CPU node's gradients to be ready on depends on
-            # the version of PyTorch.
+            # Depending on the version of PyTorch, the engine uses a CPU node's gradients on this
+            # stream instead.
             torch.cuda.default_stream(self._device),
         ):
             if stream != self._stream:
@@ -111,21 +110,21 @@ class WorkerTask(Task):
 
     @override
     def session(self) -> Manager:
-        # It is the thread that runs the layers that puts their shadows in place: an interrupt
-        # strikes the caller's. Backward reaches the shadows through the graphs.
-        found: list[Manager] = [self._context.entered(), using_table({})]
+        # The thread that runs the layers swaps in their shadows, because Ctrl-C only interrupts the
+        # caller's. Backward reaches the shadows through the graphs.
+        managers: list[Manager] = [self._context.entered(), using_table({})]
         if any(action.kind is Kind.FORWARD for action in self._row):
-            found += [
+            managers += [
                 each.shadows.swapped_in(each.stage.journal)
                 for each in self._passes.values()
                 if not each.shadows.in_place
             ]
-        return together(found)
+        return together(managers)
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:
         if self._worker.on_stream:
-            # On a device of its own the context may lack what it does not lack on the caller's.
+            # With another current device, more of the thread's state may differ from the context.
             with self._worker.streaming(), self._context.entered():
                 self._perform(actions)
         else:
@@ -143,7 +142,7 @@ class WorkerTask(Task):
                 raise
 
     def _pass_on(self, action: Action) -> None:
-        """Take what the action needs, do it, and send what it made to where it is needed."""
+        """Receive what the action needs, run it, and send its result."""
         exchange = self._exchange
         stage_pass = self._passes[action.j]
         stage = stage_pass.stage
@@ -169,8 +168,8 @@ class WorkerTask(Task):
         self._timeline.add(self._worker.index, action, start, self._clock.now())
 
     def _send_skips(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
-        """Send the skip tensors at the end of what ``by`` made, and return the rest."""
-        main = max(0, len(value.leaves) - len(routes))  # without gradients there is nothing
+        """Send the skip tensors at the end of the result of ``by``, and return the rest."""
+        main = max(0, len(value.leaves) - len(routes))  # without gradients there are no leaves
         tensors: list[Any] = value.leaves[main:] if value.leaves else [None] * len(routes)
         for route, tensor in zip(routes, tensors, strict=True):
             j = route.target if by.kind.direction > 0 else route.source

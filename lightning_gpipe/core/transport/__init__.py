@@ -1,7 +1,7 @@
 """What carries tensors between workers, and runs the workers that it owns.
 
-A worker names the action that needs what it made; whether that is in the same thread, in another
-one or in another process is the transport's business.
+A worker names the action that needs its result; the transport knows whether that action runs on the
+same thread, on another one or in another process.
 """
 
 from lightning_gpipe.core.transport.inline import InlineTransport

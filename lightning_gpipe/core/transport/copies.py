@@ -1,8 +1,8 @@
-"""Copies between devices that do not wait for computation, nor make it wait.
+"""Copies between devices that overlap with computation.
 
-A copy that is queued on the stream that computes delays what is computed next. Each CUDA device
-therefore has two side streams, one for copies that leave it and one for copies that arrive, so that
-the micro-batch that leaves does not hold up the one that arrives either.
+A copy on the compute stream would delay the computation queued after it. Each CUDA device therefore
+has two side streams, one for copies that leave it and one for copies that arrive, so that neither
+delays the other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _SideStreams(NamedTuple):
     arriving: torch.cuda.Stream
 
 
-# A value on the device where it is needed, and the event after which its tensors may be read, or
-# None if they may be at once.
+# A value on the device where it is needed, and the event after which its tensors may be read; None
+# if they may be read at once.
 Parcel = tuple[FlatTree, torch.cuda.Event | None]
 
 
@@ -44,10 +44,10 @@ class Copies:
         }
 
     def pack(self, to: Action, value: FlatTree, skip: Route | None) -> Parcel:
-        """Queue the copies that ``to`` needs of ``value``; call it where that was computed.
+        """Queue the copies of ``value`` for ``to``, on the thread that computed the value.
 
-        What a layer put on another device than its stage's, such as lengths that are wanted on the
-        CPU, stays there; of what the caller sends, all is moved.
+        A tensor that a layer put on another device than its stage's, such as lengths on the CPU,
+        stays there. All tensors that the caller sends are moved.
         """
         if self._one_device and to.j != 0:
             return value, None
@@ -62,7 +62,7 @@ class Copies:
         return value
 
     def device_at(self, j: int) -> torch.device:
-        """Where stage ``j`` is; the caller takes things where they were made."""
+        """The device of stage ``j``; for the caller, that of the first or last stage."""
         return self._devices[min(max(j, 0), len(self._devices) - 1)]
 
     def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
@@ -82,7 +82,7 @@ class Copies:
 
         Returns:
             The leaves (the same list if nothing had to move), and an event after which those on
-            ``target`` may be read, or None if they may be at once.
+            ``target`` may be read, or None if they may be read at once.
         """
 
         def moves(leaf: Any) -> bool:
@@ -92,7 +92,7 @@ class Copies:
 
         if source == target or not any(map(moves, leaves)):
             return leaves, None
-        # One tensor in two places stays one: a layer may edit it in place.
+        # A tensor that appears twice stays one tensor: a layer may edit it in place.
         copies = {identity(leaf): self._copy(leaf, target) for leaf in leaves if moves(leaf)}
         moved = [copies[identity(leaf)] if moves(leaf) else leaf for leaf in leaves]
         if target not in self._side:
@@ -117,8 +117,8 @@ class Copies:
                 streams.enter_context(torch.cuda.stream(leaving))
             if target in self._side:
                 streams.enter_context(torch.cuda.stream(self._side[target].arriving))
-            # A copy to the host is waited for, as nobody there could wait for an event later; one
-            # from the host too, as its memory is the user's to write to again.
+            # A copy to the host blocks, because nothing on the host waits for the event. A copy
+            # from the host blocks too, because the user may overwrite that memory afterwards.
             on_cuda = source.type == target.type == "cuda"
             moved = tensor.detach().to(target, non_blocking=on_cuda)
         return copy_marks(tensor, moved.requires_grad_(tensor.requires_grad))

@@ -1,8 +1,8 @@
 """One mini-batch at a time.
 
-Two threads of the user that ran mini-batches at once would wait for one another's workers, and each
-would find the layers in a state of the other's making. So they take turns. A run that failed may
-still be going on in a worker that is in the middle of an action: the next one waits for it too.
+If two of the user's threads ran mini-batches at once, they would wait for one another's workers,
+and each would see the other's changes to the layers. So they take turns. After a run has failed, a
+worker may still be in the middle of an action: the next run waits for it too.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 
 class Exclusion:
-    """Lets one thread at a time run mini-batches, as often nested as it likes.
+    """Lets one thread at a time run mini-batches; reentrant.
 
     Args:
-        before: Called when a thread has got its turn.
+        before: Called when a thread gets its turn.
     """
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
@@ -25,7 +25,7 @@ class Exclusion:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A ``with`` block in which no other thread is in one."""
+        """A ``with`` block that one thread at a time can be in."""
         with self._lock:
             self._before()
             yield

@@ -1,7 +1,7 @@
 """All workers on the calling thread, in the order of the schedule.
 
-For a debugger, for a single device, where the thread has a dispatch mode that no other thread can
-be given, and where it is a thread of autograd's own, which must not wait for another one.
+For a debugger, for a single device, for a caller with a dispatch mode, which no other thread can
+enter, and for a caller on a thread of autograd, which must not be blocked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_gpipe.core.transport.interface import Exchange, Task, Transport
 
 
 class InlineExchange(Exchange):
-    """One box for everything, as nobody has to wait."""
+    """A dict of all values sent, because no worker ever waits."""
 
     def __init__(self, phase: Schedule, copies: Copies) -> None:
         self.phase = phase
@@ -34,12 +34,12 @@ class InlineExchange(Exchange):
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
         parcel = self._parcels.pop((at, skip), None)
         if parcel is None:
-            raise RuntimeError(f"the run must end with what {at} needs, but made none")
+            raise RuntimeError(f"a run must send what {at} needs: it ended without")
         return self._copies.unpack(at, parcel)
 
     @override
     def check(self) -> None:
-        """Nothing can fail elsewhere."""
+        """Do nothing: no worker runs at the same time."""
 
 
 class InlineTransport(Transport):
@@ -47,7 +47,7 @@ class InlineTransport(Transport):
 
     Args:
         layout: What runs where.
-        exclusion: What keeps two threads from running mini-batches at once; one of its own if None.
+        exclusion: Keeps two threads from running mini-batches at once; None makes a new one.
     """
 
     def __init__(self, layout: Layout, exclusion: Exclusion | None = None) -> None:
@@ -80,7 +80,7 @@ class InlineTransport(Transport):
 
     @override
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
     def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
         return InlineTransport, (self._layout,)

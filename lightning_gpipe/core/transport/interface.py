@@ -1,13 +1,13 @@
-"""What a worker may ask of a transport, and what a transport may ask of a worker.
+"""The interface between workers and the transport that connects and runs them.
 
-Workers run their rows without knowing where the others are. All they know is the action that needs
-what they made: the output of stage j for micro-batch i goes to ``F(i, j+1)``, its input's gradient
-to ``B(i, j-1)``. The caller stands at both ends, as the stage before the first and the one after
-the last. A skip tensor goes straight to the action that pops it, past all stages between, and its
-gradient straight back.
+Workers do not know where the others run. They address a value to the action that needs it: the
+output of stage j for micro-batch i is sent to ``F(i, j+1)``, the gradient of its input to
+``B(i, j-1)``. The caller is addressed as the stage before the first and the one after the last. A
+skip tensor is sent directly to the action on the stage that pops it, and its gradient directly
+back.
 
-What travels is a value taken apart, or the gradients of its leaves. Its tensors belong to no graph;
-whether they require a gradient is part of the value and travels with them.
+A value is sent as a flattened tree, or as the gradients of its leaves. Its tensors are detached;
+their requires_grad is part of the value and is sent with it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ class Cancelled(BaseException):
 
 
 class Exchange(ABC):
-    """The mail of one phase of one mini-batch."""
+    """Sends and receives the values of one phase of one mini-batch."""
 
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
-        """Hand over what ``to`` needs of its neighbour, or of a skip connection."""
+        """Send what ``to`` needs from the neighbouring stage, or from a skip connection."""
 
     @abstractmethod
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        """Wait for what ``at`` needs of its neighbour, or of a skip connection, on its device.
+        """Wait for what ``at`` needs from the neighbouring stage, or from a skip connection.
+
+        Returns:
+            The value, on the device of ``at``.
 
         Raises:
-            Cancelled: If the run was given up.
-            RuntimeError: If nothing can come any more.
+            Cancelled: If the run was cancelled.
+            RuntimeError: If the run ended without sending it.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raise :class:`Cancelled` if the run was given up."""
+        """Raise :class:`Cancelled` if the run was cancelled."""
 
 
 class Task(ABC):
-    """What one worker does in a phase, and what must hold while it does."""
+    """What one worker does in a phase, and the context that it needs."""
 
     @property
     @abstractmethod
@@ -58,15 +61,15 @@ class Task(ABC):
     @property
     @abstractmethod
     def variables(self) -> contextvars.Context:
-        """Python's context variables, to run in a copy of them where it is another thread."""
+        """Python's context variables; another thread performs the task in a copy of them."""
 
     @abstractmethod
     def session(self) -> AbstractContextManager[Any]:
-        """What to enter around all actions, on the thread that performs them."""
+        """A context manager around all actions, entered on the thread that performs them."""
 
     @abstractmethod
     def perform(self, actions: Sequence[Action]) -> None:
-        """Perform some actions of the row, one right after another."""
+        """Perform some actions of the row, one after another."""
 
 
 class Transport(ABC):
@@ -74,7 +77,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exclusive(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which no other thread uses the workers, nor a run that failed."""
+        """A ``with`` block in which neither another thread nor a failed run uses the workers."""
 
     @abstractmethod
     def open(self, phase: Schedule) -> Exchange:
@@ -82,10 +85,10 @@ class Transport(ABC):
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
-        """Run the workers to the end of their tasks, one for each worker in order.
+        """Run the workers to the end of their tasks, of which there is one for each, in order.
 
         Raises:
-            BaseException: What the first of them to fail raised; the others are stopped.
+            BaseException: What the first worker to fail raised; the others are stopped.
         """
 
     @abstractmethod
@@ -94,4 +97,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what the transport started; it starts anew when used again."""
+        """End what the transport started, such as threads; using it again starts new ones."""

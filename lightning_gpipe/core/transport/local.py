@@ -1,8 +1,8 @@
 """Workers as threads of one process, one for each device.
 
-Threads see the same tensors, so on one device a value is handed over as it is. Each worker has one
-inbox, a queue; whatever must reach it goes through that queue, bad news included, so a worker that
-waits is woken at once when the run fails elsewhere, and no wait is without an end.
+Threads share memory, so a value for the same device is not copied. Each worker has one inbox, a
+queue; values and the cancellation of the run are all put there, so a waiting worker is woken at
+once when the run fails elsewhere, and no wait is endless.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
 from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
 
-# Seconds. A thread that died tells nobody, and Ctrl-C that strikes just before a wait does not end
-# it: a waiting thread looks up now and then.
-_LOOK_UP = 0.2
-# How long a failed run waits for workers in the middle of an action before it tells the caller.
+# Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
+# before a wait does not end it.
+_POLL = 0.2
+# How long a failed run waits for workers in the middle of an action before it raises.
 _GRACE = 0.5
 _JOIN = 5.0
 
@@ -41,13 +41,13 @@ class LocalExchange(Exchange):
     def __init__(self, layout: Layout, copies: Copies) -> None:
         self._copies = copies
         self._caller = len(layout.devices)
-        # The inbox of each stage and, past the last and before the first, of the caller.
+        # The index of the inbox of each stage; at n and -1 the caller's.
         self._inbox_of = [*layout.placement, self._caller]
-        boxes = range(self._caller + 1)
+        indices = range(self._caller + 1)
         self._inboxes: list[SimpleQueue[tuple[_Address, Parcel] | None]] = [
-            SimpleQueue() for _ in boxes
+            SimpleQueue() for _ in indices
         ]
-        self._arrived: list[dict[_Address, Parcel]] = [{} for _ in boxes]
+        self._arrived: list[dict[_Address, Parcel]] = [{} for _ in indices]
         self._cancelled = False
 
     @override
@@ -57,26 +57,24 @@ class LocalExchange(Exchange):
 
     @override
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        box, address = self._inbox_of[at.j], (at, skip)
-        arrived = self._arrived[box]
+        inbox, address = self._inbox_of[at.j], (at, skip)
+        arrived = self._arrived[inbox]
         while address not in arrived:
-            self._fetch(box, at)
+            self._fetch(inbox, at)
         return self._copies.unpack(at, arrived.pop(address))
 
-    def _fetch(self, box: int, at: Action) -> None:
-        """Take the next parcel from an inbox, and wait for it a while if there is none."""
+    def _fetch(self, inbox: int, at: Action) -> None:
+        """Take the next parcel from an inbox; return without one if none comes for a while."""
         self.check()
         try:
-            mail = self._inboxes[box].get(timeout=_LOOK_UP)
+            message = self._inboxes[inbox].get(timeout=_POLL)
         except Empty:
-            if box == self._caller:  # a caller comes after the run: nothing is to come
-                raise RuntimeError(
-                    f"the run must end with what {at} needs, but made none"
-                ) from None
+            if inbox == self._caller:  # the caller receives after the run: nothing more is sent
+                raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
             return
-        if mail is not None:
-            address, parcel = mail
-            self._arrived[box][address] = parcel
+        if message is not None:
+            address, parcel = message
+            self._arrived[inbox][address] = parcel
 
     @override
     def check(self) -> None:
@@ -84,7 +82,7 @@ class LocalExchange(Exchange):
             raise Cancelled
 
     def cancel(self) -> None:
-        """Give the run up, and wake all waiting workers."""
+        """Cancel the run, and wake all waiting workers."""
         self._cancelled = True
         for inbox in self._inboxes:
             inbox.put(None)
@@ -101,14 +99,14 @@ class LocalTransport(Transport):
         self._layout = layout
         self._devices = layout.devices
         self._copies: Copies | None = None
-        self._crew = _Crew()
-        self._exclusion = Exclusion(before=self._crew.finish)
+        self._pool = _Pool()
+        self._exclusion = Exclusion(before=self._pool.finish)
         self._inline = InlineTransport(layout, self._exclusion)
-        weakref.finalize(self, self._crew.join)  # if nobody calls close()
+        weakref.finalize(self, self._pool.join)  # in case close() is not called
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
-        if any(thread.current for thread in self._crew.threads):
+        if any(thread.current for thread in self._pool.threads):
             raise RuntimeError(
                 "a layer must not run the pipeline that it is part of: it would wait for itself. "
                 "Call the layers that are needed one by one instead."
@@ -126,17 +124,17 @@ class LocalTransport(Transport):
         assert isinstance(exchange, LocalExchange)
         with self.exclusive():
             threads = self._ensure_threads()
-            self._crew.idle = False
+            self._pool.idle = False
             outcomes = Outcomes(len(tasks))
             try:
                 for thread, task in zip(threads, tasks, strict=True):
                     thread.put(outcomes.of(partial(task.variables.copy().run, _perform, task)))
                 while outcomes.pending and not outcomes.errors:
-                    outcomes.wait(_LOOK_UP)
+                    outcomes.wait(_POLL)
                     self._check_threads()
                 if outcomes.errors:
                     raise outcomes.errors[0]
-                self._crew.idle = True
+                self._pool.idle = True
             except BaseException:
                 exchange.cancel()
                 outcomes.wait_for_all(_GRACE)
@@ -153,10 +151,10 @@ class LocalTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._crew.join()
+        self._pool.join()
 
     def _check_threads(self) -> None:
-        for w, thread in enumerate(self._crew.threads):
+        for w, thread in enumerate(self._pool.threads):
             if not thread.alive:
                 raise RuntimeError(
                     f"the thread of worker {w} ({self._devices[w]}) must live as long as the "
@@ -164,8 +162,8 @@ class LocalTransport(Transport):
                 )
 
     def _ensure_threads(self) -> list[WorkerThread]:
-        """Start the threads that are missing, each with its share of the cores."""
-        threads = self._crew.threads
+        """Start the threads that are missing or dead, each with its share of the cores."""
+        threads = self._pool.threads
         for w, device in enumerate(self._devices):
             if w < len(threads) and threads[w].alive:
                 continue
@@ -175,8 +173,8 @@ class LocalTransport(Transport):
         return threads
 
 
-class _Crew:
-    """The threads of a transport, and whether they are busy.
+class _Pool:
+    """The threads of a transport, and whether they are idle.
 
     Attributes:
         threads: One for each worker.
@@ -188,13 +186,13 @@ class _Crew:
         self.idle = True
 
     def finish(self) -> None:
-        """Wait for workers that are in the middle of an action of a run that failed.
+        """Wait for workers that are in the middle of an action of a failed run.
 
-        Their layers are in a state of that run's making.
+        Until then the changes of that run to their layers are in force.
         """
         if not self.idle:
             for thread in self.threads:
-                thread.finish(_LOOK_UP)
+                thread.finish(_POLL)
             self.idle = True
 
     def join(self) -> None:
@@ -209,20 +207,20 @@ def _perform(task: Task) -> None:
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:
-    """Give each thread an equal share of the intra-op threads that the caller has.
+    """Give each thread an equal share of the caller's intra-op threads.
 
-    How many threads an operator may use belongs to the thread that calls it, but to set it also
-    sets the number for threads yet to come. So the workers take their share, and the caller then
-    says again what it had.
+    The number of intra-op threads is that of the thread that calls the operator, but setting it
+    also sets the default for new threads. So each worker sets its share, and then the caller sets
+    its own number again.
     """
     mine = torch.get_num_threads()
     share = max(1, mine // max(1, len(threads)))
-    untold = [thread for thread in threads if thread.intra_op != share]
-    if not untold:
+    others = [thread for thread in threads if thread.intra_op != share]
+    if not others:
         return
-    outcomes = Outcomes(len(untold))
+    outcomes = Outcomes(len(others))
     try:
-        for thread in untold:
+        for thread in others:
             thread.put(outcomes.of(partial(_use_threads, share)))
             thread.intra_op = share
         outcomes.wait_for_all(_JOIN)
@@ -231,5 +229,6 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
 
 
 def _use_threads(number: int) -> None:
-    torch.get_num_threads()  # a new thread takes the default when first asked: not after the next
+    # The first call on a new thread sets its number to the default, so it must come first.
+    torch.get_num_threads()
     torch.set_num_threads(number)

@@ -1,8 +1,8 @@
 """Threads that run one job after another, and how those jobs ended.
 
-A user may press Ctrl-C at any moment, and the interrupt strikes whatever the calling thread does
-just then. So the caller keeps no record that an interrupt could leave half-written: what has ended,
-and how, is recorded by the threads themselves, which are not interrupted.
+A user may press Ctrl-C at any moment, which interrupts the calling thread at any line. So the
+caller keeps no record that an interrupt could leave half-written: the end of each job and its error
+are recorded by the worker threads, which are not interrupted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Job = Callable[[], None]
 
 
 class WorkerThread:
-    """A named thread with a queue of jobs; whoever makes it joins it, with :meth:`join`.
+    """A named thread with a queue of jobs; its creator must end it with :meth:`join`.
 
-    A job must not raise; :meth:`Outcomes.of` makes one of any function, and records what it raises.
+    A job must not raise; :meth:`Outcomes.of` makes a job of any function, and records its error.
 
     Attributes:
         intra_op: How many threads its operators may use, or 0 if that was not set.
@@ -28,7 +28,7 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        # A daemon, so that a pipeline that nobody closed does not keep the interpreter from ending.
+        # A daemon, so that a pipeline that was not closed does not keep the interpreter running.
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
         self.intra_op = 0
@@ -40,26 +40,26 @@ class WorkerThread:
 
     @property
     def current(self) -> bool:
-        """Whether it is this thread that asks."""
+        """Whether this is the calling thread."""
         return self._thread is threading.current_thread()
 
     def put(self, job: Job) -> None:
-        """Run ``job`` after those before it."""
+        """Run ``job`` after the jobs before it."""
         self._jobs.put(job)
 
-    def finish(self, look_up: float) -> None:
-        """Wait until the jobs before are done, or the thread died.
+    def finish(self, poll: float) -> None:
+        """Wait until the jobs so far are done, or the thread has died.
 
         Args:
-            look_up: How often to look whether it is alive, in seconds.
+            poll: The interval between checks that it is alive, in seconds.
         """
         done = threading.Event()
         self.put(done.set)
-        while self.alive and not done.wait(look_up):
+        while self.alive and not done.wait(poll):
             pass
 
     def join(self, timeout: float) -> None:
-        """End the thread after the jobs before, and wait for it, ``timeout`` seconds at most."""
+        """End the thread after the jobs so far, and wait for it, ``timeout`` seconds at most."""
         self._jobs.put(None)
         if not self.current:
             self._thread.join(timeout)
@@ -80,15 +80,15 @@ class Outcomes:
 
     @property
     def pending(self) -> int:
-        """How many have not ended yet."""
+        """The number of jobs that have not ended yet."""
         return self._number - len(self._ended)
 
     def of(self, job: Job) -> Job:
-        """``job`` as one that does not raise, but has its end recorded here."""
+        """A job that does not raise, and whose end and error are recorded here."""
         return partial(self._run, job)
 
     def wait(self, timeout: float) -> None:
-        """Wait until all have ended, or one by an error, ``timeout`` seconds at most."""
+        """Wait until all have ended, or one has failed, ``timeout`` seconds at most."""
         with suppress(Empty):
             self._wake.get(timeout=timeout)
 
@@ -112,4 +112,4 @@ class Outcomes:
 def _serve(jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # what it refers to must not live on while the thread waits for the next
+        del job  # frees what it refers to while the thread waits for the next

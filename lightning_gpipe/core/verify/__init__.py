@@ -1,7 +1,7 @@
 """Whether a pipeline computes what its layers compute: one batch run plain and pipelined, compared.
 
-Output, gradients and buffers are compared, the first layer that differs is named, and afterwards
-everything is as it was before.
+Output, gradients and buffers are compared, the first layer that differs is named, and the state of
+the pipeline is restored.
 """
 
 from lightning_gpipe.core.verify.first_batch import VerifiedOnce

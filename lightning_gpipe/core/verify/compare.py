@@ -1,10 +1,9 @@
 """How far the values of two runs are apart, and how far rounding may take them.
 
 A pipeline adds up the same numbers in another order, so equal means equal up to rounding. Rounding
-is relative to the size of what was added, which is not always that of the sum: the gradient of a
-bias before a normalisation is zero but for rounding, and compares with no number of its own. So a
-tensor is measured by its largest value, but one that is small among its kind by a tenth of the
-largest value of its kind.
+is relative to the size of the summands, which is not always that of the sum: the gradient of a bias
+before a normalisation is zero except for rounding. So a deviation is taken relative to the largest
+value of the tensor, or to a tenth of the largest value of its kind if that is larger.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Deviation(NamedTuple):
     Attributes:
         name: The name of the value among its kind.
         absolute: The largest difference of an element.
-        relative: The same as a share of the largest value; infinite for what must be equal.
+        relative: The same as a share of the largest value; infinite if the two must be equal.
         mismatch: Why the two cannot be subtracted, if they cannot.
     """
 
@@ -53,9 +52,9 @@ class Deviation(NamedTuple):
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
-    """The largest relative deviation that rounding may explain, where these types are in use.
+    """The largest relative deviation that may be due to rounding, if these types are in use.
 
-    That of the lowest precision: it reaches all that is computed from it.
+    It is that of the lowest precision, which limits all that is computed from it.
     """
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     found = max((_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in floating), default=0.0)
@@ -63,11 +62,11 @@ def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
 
 
 def deviations(plain: Values, pipelined: Values) -> list[Deviation]:
-    """One entry for each value of a kind that there is in either run, in order."""
+    """One entry for each value of a kind that either run has, in order."""
     names = dict.fromkeys([*plain, *pipelined])
     pairs = [(name, plain.get(name), pipelined.get(name)) for name in names]
     measured = [(name, *_measure(a, b)) for name, a, b in pairs if a is not None or b is not None]
-    # What agrees to the bit, such as a mask of -1e9 among the buffers, tells nothing of rounding.
+    # Values that agree to the bit, such as a mask of -1e9 among the buffers, do not set the scale.
     largest = max((size for _, gap, size, _ in measured if gap > 0 and size), default=0.0)
     return [
         Deviation(name, gap, _relative(gap, size, largest), mismatch)
@@ -81,7 +80,7 @@ def same_shapes(plain: Values, pipelined: Values) -> bool:
 
 
 def _measure(plain: Tensor | None, pipelined: Tensor | None) -> tuple[float, float | None, str]:
-    """The largest difference, the largest value (None if it must be equal), and what is amiss."""
+    """The largest difference, the largest value (None if it must be equal), and the mismatch."""
     mismatch = _mismatch(plain, pipelined)
     if mismatch:
         return math.inf, None, mismatch
@@ -105,7 +104,7 @@ def _relative(gap: float, size: float | None, largest: float) -> float:
 
 def _mismatch(plain: Tensor | None, pipelined: Tensor | None) -> str:
     if plain is None or pipelined is None:
-        return f"there in the {'plain' if pipelined is None else 'pipelined'} run only"
+        return f"present in the {'plain' if pipelined is None else 'pipelined'} run only"
     if plain.shape != pipelined.shape or plain.dtype != pipelined.dtype:
         return f"{_kind(pipelined)} instead of {_kind(plain)}"
     return ""

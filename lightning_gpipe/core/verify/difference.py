@@ -1,10 +1,10 @@
-"""Where two runs part: the first value that differs, and the layers that can be its cause.
+"""Where two runs diverge: the first value that differs, and the layers that can be its cause.
 
 Only what a pipeline promises decides whether there is a difference: its output, its gradients and
-its buffers. What passes from layer to layer may differ, as numbers of rows do; what of it is
-inexact serves to find the layer. Layers compute in order, so the first whose output differs is the
-cause, or one right before it whose output could not be compared. Backward comes from the other end,
-and of that only the gradients of parameters are seen::
+its buffers. Values between layers may differ, as numbers of rows do; their floating-point tensors
+are used to find the layer. Layers compute in order, so the first whose output differs is the cause,
+or one right before it whose output could not be compared. Backward runs in reverse order, and only
+its gradients of parameters can be compared::
 
     layer        0        1     2        3     4
     gradient     differs  none  differs  none  agrees
@@ -24,7 +24,7 @@ from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shap
 from lightning_gpipe.core.verify.runs import Run
 from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT, Values
 
-_FAR = 5.0  # times what rounding moved is a fault; in sound models it was up to 2.3 times
+_FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
 _WORDS = {
     OUTPUT: "the output{}",
@@ -36,16 +36,16 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value of the pipelined run that is not that of the plain one.
+    """The first value of the pipelined run that differs from that of the plain one.
 
     Attributes:
         kind: "output", "gradients", "buffers" or "input gradients".
         deviation: Its name and by how much it differs.
-        layer: The index of the layer whose output, parameter or buffer it is; None where that
-            cannot be told.
+        layer: The index of the layer whose output, parameter or buffer it is; None if unknown.
         suspects: The indices of the layers of which one is the cause.
-        value: What it is, in words.
-        reason: Why it may differ, in words, and how to see what else does; None if not known.
+        value: Its description, for a message.
+        reason: Why it may differ, and how to find other differences; None if there is no known
+            reason.
     """
 
     kind: str
@@ -67,7 +67,7 @@ def first_difference(
         pipelined: The pipelined run.
         tolerance: The largest relative deviation that counts as rounding.
         perturbed: A plain run with rounding errors added to what the layers return. A deviation
-            that is not much larger than what they led to counts as rounding too.
+            that is not much larger than their effect counts as rounding too.
     """
     search = _Search(pipeline, plain, pipelined, tolerance, perturbed)
     return search.output() or search.gradients() or search.buffers() or search.input_gradients()
@@ -103,7 +103,7 @@ class _Search:
         if not beyond:
             return None
         last = len(self._layers) - 1
-        # What no layer showed was not among its inexact tensors, if the last one could be seen.
+        # If the last layer agrees, the difference is in tensors that were not compared.
         suspects = range(agreeing + 1 if agreeing < last else 0, last + 1)
         return self._found(OUTPUT, beyond[0], last if len(suspects) == 1 else None, suspects)
 
@@ -111,7 +111,7 @@ class _Search:
         beyond = self._beyond_of(GRADIENTS)
         if not beyond:
             return None
-        k = self._owner(beyond[-1].name)  # where backward came first
+        k = self._owner(beyond[-1].name)  # the last layer comes first in backward
         return self._found(GRADIENTS, beyond[-1], k, range(k, self._next_with_gradient(k) + 1))
 
     def buffers(self) -> Difference | None:
@@ -138,12 +138,12 @@ class _Search:
         """The deviations that are more than rounding, in order."""
         moved = [] if perturbed is None else deviations(plain, perturbed)
         finite = [each.relative for each in moved if math.isfinite(each.relative)]
-        most = max(self._tolerance, _FAR * max(finite, default=0.0))
-        unsure = {each.name for each in moved if not math.isfinite(each.relative)}  # integers, say
+        allowed = max(self._tolerance, _FAR * max(finite, default=0.0))
+        unstable = {each.name for each in moved if not math.isfinite(each.relative)}  # as integers
         return [
             each
             for each in deviations(plain, pipelined)
-            if each.relative > most and each.name not in unsure
+            if each.relative > allowed and each.name not in unstable
         ]
 
     def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
@@ -152,12 +152,12 @@ class _Search:
             stage = next(stage for stage in self._stages if k <= stage.partition.last)
             what = f"{self._names[k]!r}, {type(self._layers[k]).__name__}"
             value += f" of layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
-        # What a tolerance lets pass of forward may be too much for it in backward.
+        # A deviation within the tolerance in forward may exceed it in backward.
         reason = self._reason(suspects.stop if kind == OUTPUT else len(self._layers))
         return Difference(kind, deviation, k, suspects, value, reason)
 
     def _reason(self, end: int) -> str | None:
-        """What there is before layer ``end`` that depends on the micro-batches by nature."""
+        """The layers before ``end`` whose results depend on the micro-batches, and why."""
         reasons = []
         for k, layer in enumerate(self._layers[:end]):
             if norm := next(filter(_sees_the_batch, layer.modules()), None):
@@ -167,18 +167,18 @@ class _Search:
                 reasons.append(f"layer {k} draws random numbers, others for each micro-batch")
         if not reasons:
             return None
-        return f"{'; '.join(reasons)}. What else may differ, verify() sees in eval mode"
+        return f"{'; '.join(reasons)}. To find other differences, call verify() in eval mode"
 
     def _owner(self, name: str) -> int:
         """The layer that has a parameter or buffer of this name."""
         return self._names.index(name.partition(".")[0])
 
     def _next_with_gradient(self, k: int) -> int:
-        """The first layer after ``k`` whose gradients were seen, or the last."""
-        known = (
+        """The first layer after ``k`` with gradients to compare, or the last."""
+        owners = (
             self._owner(name) for name, x in self._plain.values[GRADIENTS].items() if x is not None
         )
-        return min((other for other in known if other > k), default=len(self._layers) - 1)
+        return min((other for other in owners if other > k), default=len(self._layers) - 1)
 
 
 def _sees_the_batch(module: nn.Module) -> bool:

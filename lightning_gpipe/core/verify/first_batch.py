@@ -1,4 +1,4 @@
-"""Verifies a pipeline on the first training batch that comes its way."""
+"""Verifies a pipeline on its first training batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_gpipe.core.verify.verification import verify
 
 
 class VerifiedOnce:
-    """Runs a pipeline; before its first input in training with gradients, verifies it.
+    """Runs a pipeline, and verifies it on its first input in training mode with gradients.
 
     Args:
         pipeline: The pipeline.
-        module: The module in whose place it runs, and whose training mode counts.
-        on_result: Called with what came of the verification.
+        module: The module that it replaces, whose training mode is read.
+        on_result: Called with the result of the verification.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What came of comparing a plain run with a pipelined one, in words."""
+"""The result of comparing a plain run with a pipelined one, as a message."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_gpipe.core.verify.compare import Deviation
 from lightning_gpipe.core.verify.difference import Difference
 from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT
 
-_BACKWARD = "A backward must treat each row by itself, and not look at how many there are."
+_BACKWARD = "A backward must treat each row by itself, and not depend on the number of rows."
 _CURES = {
-    OUTPUT: "A layer must treat each row by itself: move what it computes of several rows, or of "
-    "their number, out of the nn.Sequential.",
+    OUTPUT: "A layer must treat each row by itself: move what it computes from several rows, or "
+    "from their number, out of the nn.Sequential.",
     GRADIENTS: _BACKWARD,
     BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
     INPUT_GRADIENTS: _BACKWARD,
@@ -24,7 +24,7 @@ class Parity:
     """Whether a pipeline computed what its layers compute on the whole batch; prints as a message.
 
     Attributes:
-        microbatches: How many the batch was cut into.
+        microbatches: The number of micro-batches.
         compared: The deviation of each value: lists by kind, which is "output", "gradients",
             "buffers" or "input gradients".
         tolerance: The largest relative deviation that counts as rounding.
@@ -38,14 +38,14 @@ class Parity:
 
     @property
     def explained(self) -> bool:
-        """Whether there is a difference, and one that must be there for a known reason."""
+        """Whether there is a difference with a known reason."""
         return self.difference is not None and self.difference.reason is not None
 
     def check(self) -> None:
         """Raise if there is a difference that is not explained.
 
         Raises:
-            RuntimeError: Says what differs, where that comes from, and what to do.
+            RuntimeError: Says what differs, where it comes from, and what to do.
         """
         if self.difference is not None and not self.explained:
             raise RuntimeError(str(self))

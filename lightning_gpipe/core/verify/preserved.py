@@ -1,7 +1,7 @@
-"""Leaves a pipeline as it was, and keeps its dropouts from drawing, while it is run for a look.
+"""Preserves the state of a pipeline while it is verified, and disables its dropouts.
 
-Whoever runs a pipeline moves things on: buffers, random generators, what the pipeline knows of its
-latest mini-batch. A training run that is verified must be the training run that is not, to the bit.
+To run a pipeline changes buffers, random generators and what the pipeline has recorded. A training
+run that is verified must be equal to the bit to one that is not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from lightning_gpipe.core.pipeline import GPipe
 
 @contextmanager
 def state_preserved(pipeline: GPipe) -> Iterator[None]:
-    """Undo at the end of a ``with`` block what running the pipeline or its layers has changed.
+    """Restore at the end of a ``with`` block what running the pipeline or its layers has changed.
 
-    What layers do to their parameters, or to anything but buffers and PyTorch's generators, stays.
+    These are buffers, PyTorch's generators and the pipeline's records. Other changes by layers, as
+    to their parameters, are not undone.
     """
     generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
     states = [generator.get_state() for generator in generators]
-    buffers = Buffers(pipeline.modules(), copied=lambda place: True)
+    buffers = Buffers(pipeline.modules(), copied=lambda slot: True)
     try:
         with pipeline.engine.unchanged():
             yield
@@ -41,11 +42,11 @@ def state_preserved(pipeline: GPipe) -> Iterator[None]:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         buffers.restore()
-        torch.clear_autocast_cache()  # its copies of weights belong to a graph that is gone
+        torch.clear_autocast_cache()  # its copies of weights belong to a graph that was freed
 
 
 def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:
-    """Let the dropouts among ``modules`` keep everything, and draw nothing, in a ``with`` block.
+    """Disable the dropouts among ``modules`` in a ``with`` block, so that they draw nothing.
 
     Args:
         modules: The modules.
@@ -57,8 +58,8 @@ def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:
 def _without_dropout(module: nn.Module) -> Iterator[Write]:
     match module:
         case _DropoutNd():
-            yield Attributes(module), "p", 0.0  # for layers that only read it
-            # A stage tells training modes apart: it learns nothing of the real one.
+            yield Attributes(module), "p", 0.0  # for layers that read p and do not call the module
+            # With other training flags, a stage records another behavior than that of training.
             yield Attributes(module), "training", False
         case nn.RNNBase() | nn.MultiheadAttention():
             yield Attributes(module), "dropout", 0.0

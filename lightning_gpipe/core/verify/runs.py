@@ -1,8 +1,8 @@
-"""One run of the layers, plain or pipelined, and all that it came to.
+"""One run of the layers, plain or pipelined, and its results.
 
-Gradients are those of the output in a random direction, the same for both runs: a *cotangent* takes
-the place of the gradient of a loss. They are taken by ``torch.autograd.grad`` for copies of the
-input, so nothing is accumulated, and nothing flows into the caller's graph.
+Gradients are computed from a random *cotangent* of the output, the same for both runs, instead of
+the gradient of a loss. They are computed by ``torch.autograd.grad``, for copies of the input, so
+nothing is accumulated, and nothing flows into the caller's graph.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from lightning_gpipe.core.verify.values import (
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one run.
+    """The results of one run.
 
     Attributes:
-        values: Those of each kind: the output and the gradients of the input by their paths,
+        values: The values of each kind: the output and the gradients of the input by their paths,
             buffers and gradients of parameters by their names.
-        layers: What each layer returned of inexact tensors, by path; None where the micro-batches
-            cannot be put together.
-        drew: The layers that drew random numbers; only a plain run tells.
+        layers: The floating-point tensors that each layer returned, by path; None if those of the
+            micro-batches cannot be merged.
+        drew: The layers that drew random numbers; recorded by a plain run only.
         microbatches: The number of micro-batches.
-        mask: Which elements of the output count; only a pipelined run tells.
+        mask: Which elements of the output are compared; recorded by a pipelined run only.
     """
 
     values: Mapping[str, Values]
@@ -59,7 +59,7 @@ class Run:
     mask: Mask = field(default_factory=dict)
 
     def dtypes(self) -> set[torch.dtype]:
-        """The types of everything that was seen."""
+        """The types of all values."""
         groups = [group for group in (*self.values.values(), *self.layers) if group is not None]
         found = chain.from_iterable(group.values() for group in groups)
         return {tensor.dtype for tensor in found if tensor is not None}
@@ -71,11 +71,11 @@ def run_pipelined(pipeline: GPipe, input: Any) -> Run:
     seen: list[list[Any]] = [[] for _ in pipeline]
     with ExitStack() as hooks:
         for layer, outputs in zip(pipeline, seen, strict=True):
-            hooks.callback(layer.register_forward_hook(partial(_note, outputs)).remove)
+            hooks.callback(layer.register_forward_hook(partial(_record_output, outputs)).remove)
         output = pipeline.run(x)
-    assert pipeline.timeline is not None, "a mini-batch went through"
+    assert pipeline.timeline is not None, "a mini-batch has run"
     m = pipeline.timeline.schedule.m
-    seen = [outputs[-m:] for outputs in seen]  # of a forward that ran twice, the second
+    seen = [outputs[-m:] for outputs in seen]  # if forward ran twice, those of the second run
     by_rows = type(pipeline.microbatching) is Rows
     mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
     layers = [merged(outputs) if by_rows else None for outputs in seen]
@@ -95,8 +95,8 @@ def run_plain(
     Args:
         pipeline: Whose layers to run.
         input: The batch.
-        mask: Which elements of the output count.
-        between: What to do to each tensor that a layer returns, if anything.
+        mask: Which elements of the output are compared.
+        between: A function to apply to each tensor that a layer returns.
     """
     x, entering = _copied(input)
     seen: list[Values | None] = []
@@ -105,7 +105,7 @@ def run_plain(
 
     def visit(k: int, layer: nn.Module, x: Any) -> Any:
         before = _random_states(device_of[k])
-        with _noting_where(k):
+        with _annotated(k):
             y = layer(x)
         if not all(map(torch.equal, before, _random_states(device_of[k]))):
             drew.add(k)
@@ -132,13 +132,12 @@ def _copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 @contextmanager
-def _noting_where(k: int) -> Iterator[None]:
+def _annotated(k: int) -> Iterator[None]:
+    """Add a note with the layer to an error in a ``with`` block."""
     try:
         yield
     except BaseException as error:
-        error.add_note(
-            f"raised in layer {k} as it ran on the whole batch, to verify the pipeline against"
-        )
+        error.add_note(f"raised in layer {k}, which ran on the whole batch to verify the pipeline")
         raise
 
 
@@ -149,8 +148,10 @@ def _random_states(device: torch.device) -> list[Tensor]:
 # What comes out of them.
 
 
-def _note(outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Be a forward hook that keeps what a layer returned."""
+def _record_output(
+    outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    """A forward hook that records what a layer returned."""
     outputs.append(on_cpu(output))
 
 
@@ -174,17 +175,17 @@ def _gradients(
     roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
     if not roots or not sources:
         return [None] * len(sources)
-    with ExitStack() as stack:  # as a user's backward, which comes after the autocast of forward
+    with ExitStack() as stack:  # like a user's backward, which runs after the autocast of forward
         for device_type in {"cpu", *(device.type for device in pipeline.devices)}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             list(roots.values()), sources, _cotangents(roots, mask), allow_unused=True
         )
-    return [None if gradient is None else on_cpu(gradient) for gradient in found]
+    return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
 
 
 def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
-    """A random tensor for each root, the same ones whenever it is called."""
+    """A random tensor for each root, the same in every call."""
     generator = torch.Generator("cpu").manual_seed(0)
     drawn = {
         path: torch.randn(
@@ -195,5 +196,5 @@ def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
         )
         for path, root in roots.items()
     }
-    counting = only(mask, drawn).values()
-    return [cotangent.to(root) for cotangent, root in zip(counting, roots.values(), strict=True)]
+    masked = only(mask, drawn).values()
+    return [cotangent.to(root) for cotangent, root in zip(masked, roots.values(), strict=True)]

@@ -1,7 +1,7 @@
-"""What runs are compared by: named tensors on the CPU.
+"""The values by which runs are compared: named tensors on the CPU.
 
-They are copied there at once. There they take no memory of the devices, no layer that edits in
-place can reach them, and no stream has to be waited for.
+They are copied to the CPU at once. There they use no memory of the devices, layers cannot edit them
+in place, and reading them waits for no stream.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
 
-# What a pipeline promises to compute, in the order in which a fault is looked for.
+# What a pipeline promises to compute, in the order in which it is searched for a difference.
 OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS = KINDS = (
     "output",
     "gradients",
@@ -23,7 +23,7 @@ OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS = KINDS = (
 )
 
 Values = Mapping[str, Tensor | None]
-Mask = Mapping[str, Tensor]  # True where a value counts; a value without one counts everywhere
+Mask = Mapping[str, Tensor]  # True for elements to compare; without a mask all are compared
 
 
 def on_cpu(tree: Any) -> Any:
@@ -54,23 +54,23 @@ def inexact(tree: Any) -> dict[str, Tensor]:
 
 
 def merged(outputs: Sequence[Any]) -> Values | None:
-    """The inexact tensors of a layer's outputs for all micro-batches, if they can be put together.
+    """The inexact tensors of a layer's outputs, merged from all micro-batches; None if impossible.
 
-    Nothing says that they can: from layer to layer anything may pass.
+    Layers may pass anything to one another, so their outputs need not have rows to concatenate.
     """
-    found = list(map(inexact, outputs))
-    if any(each.keys() != found[0].keys() for each in found):
+    groups = list(map(inexact, outputs))
+    if any(group.keys() != groups[0].keys() for group in groups):
         return None
     try:
-        return {path: Rows().merge([each[path] for each in found], None) for path in found[0]}
+        return {path: Rows().merge([group[path] for group in groups], None) for path in groups[0]}
     except (ValueError, RuntimeError):
         return None
 
 
 def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -> Mask:
-    """Which elements of a merged output come from a layer, as those of a padding do not.
+    """Which elements of a merged output come from a layer, and not from padding.
 
-    They are those that are ones when ones are merged, and zeros when zeros are.
+    They are those that are one when ones are merged, and zero when zeros are merged.
     """
 
     def filled(value: int) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -
 
 
 def only(mask: Mask, of: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The values with zero where they do not count."""
+    """The values, with zeros where the mask is False."""
     return {
         path: value.where(mask[path], torch.zeros_like(value))
         if path in mask and mask[path].shape == value.shape

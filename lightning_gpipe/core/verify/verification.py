@@ -1,19 +1,20 @@
 """Whether a pipeline computes what its layers compute: one batch, run plain and pipelined.
 
-"Same batch, other chunks, other result" has a reason, and seldom where the user looks: a layer that
-takes a mean over the batch, a backward that divides by its size, a buffer that moves on with every
-call. Nothing of that raises. To find it by hand takes two models with equal weights and random
-numbers and a walk through their layers. To compare two losses tells that something is wrong at
-most, and nothing of what the loss does not reach.
+A result that changes with ``chunks`` has a cause that raises no error: a layer that takes a mean
+over the batch, a backward that divides by the size of the batch, a buffer that is updated in every
+call. To find it by hand takes two models with equal weights and random numbers, compared layer by
+layer. To compare two losses shows at most that something is wrong, and nothing about values that
+the loss does not depend on.
 
 Here the layers run on a batch both ways, and everything that a pipeline promises is compared: the
-output, the gradients of all parameters and of the input, the buffers. The gradients are those of
-the output in a random direction, so no loss is needed and none can hide a fault. Dropouts draw
-other masks for each micro-batch by nature, so they are off in both runs, and what else draws is
-noticed. Afterwards everything is as it was before.
+output, the gradients of all parameters and of the input, the buffers. The gradients are computed
+from a random gradient of the output, so no loss is needed and none can hide a fault. Dropouts draw
+other masks for each micro-batch, so they are disabled in both runs, and other layers that draw are
+detected. Afterwards the state of the pipeline is restored.
 
-A difference may have a known reason: a batch norm in training normalises by micro-batch, what draws
-draws something else, and rounding may be amplified. Any other is a fault of a layer, or of ours.
+A difference may have a known reason: a batch norm in training normalises by micro-batch, a layer
+that draws gets other numbers, and rounding may be amplified. Any other difference is a fault of a
+layer, or of this package.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
         print(parity)
         parity.check()  # raises RuntimeError for a difference without a known reason
 
-    The layers run in the mode that they are in and within the caller's autocast; gradients are
-    compared where they are enabled. Buffers, generators, ``.grad`` and the pipeline are left as
-    they were. What layers do in Python or to their parameters is not undone, and hooks on layers
-    and parameters see each of the runs.
+    The layers run in their training mode and in the caller's autocast; gradients are compared if
+    they are enabled. Buffers, generators, ``.grad`` and the pipeline are the same afterwards.
+    Changes that layers make to Python objects or to their parameters are not undone, and hooks on
+    layers and parameters are called in each run.
 
     A plain run needs the memory of a forward and backward of the whole batch without recomputation,
     on the devices of the stages; the host keeps the outputs of all layers, and all gradients, of
-    both. Only a difference of unknown reason takes a second plain run.
+    both runs. A second plain run is made only for a difference without a known reason.
 
     Args:
         pipeline: The pipeline.
@@ -97,7 +98,7 @@ def _tolerance(pipeline: GPipe, plain: Run, context: Context) -> float:
 def _saving(context: Context) -> Iterator[None]:
     """Apply the caller's hooks on saved tensors in a ``with`` block, except checkpointing's.
 
-    Those count what is saved, and would run the caller's forward again to get it back.
+    Those count the saved tensors, and would run the caller's forward again to get them back.
     """
     pack, unpack = context.saved_tensors_hooks or (_as_is, _as_is)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

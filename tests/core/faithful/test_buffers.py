@@ -43,8 +43,8 @@ def run(module: nn.Module, watched: Watched, x: Tensor = X) -> Buffers:
     return found
 
 
-def lent(buffers: Buffers) -> Manager:
-    return together(buffers.lent(Journal()))
+def swapped_in(buffers: Buffers) -> Manager:
+    return together(buffers.swapped_in(Journal()))
 
 
 def test_lent_values_are_changed_in_the_buffers_stead() -> None:
@@ -52,7 +52,7 @@ def test_lent_values_are_changed_in_the_buffers_stead() -> None:
     buffers, buffer = stage_buffers(module), module.calls
     found = run(module, buffers)
 
-    with lent(found):
+    with swapped_in(found):
         before = module.calls.item()
         module(X)
 
@@ -67,7 +67,7 @@ def test_large_buffers_are_not_copied_once_they_are_known() -> None:
     run(module, buffers)
     mask = module.mask
 
-    with lent(run(module, buffers)):
+    with swapped_in(run(module, buffers)):
         assert module.mask is mask
         assert module.calls == 1
 
@@ -92,7 +92,7 @@ def test_buffers_that_did_not_exist() -> None:
     module = Lazy()
     found = run(module, stage_buffers(module))
 
-    with lent(found):
+    with swapped_in(found):
         assert module._buffers == {"late": None}
         module(X)
 
@@ -105,7 +105,7 @@ def test_buffers_that_are_replaced_need_no_copy() -> None:
     run(module, buffers)
     old = module.late
 
-    with lent(run(module, buffers)):
+    with swapped_in(run(module, buffers)):
         assert old is not None
         assert torch.equal(module._buffers["late"], old)  # type: ignore[arg-type]  # it is there
 
@@ -129,7 +129,7 @@ def test_buffer_edited_for_the_first_time_in_a_later_run() -> None:
     buffers = stage_buffers(module)
     run(module, buffers)
 
-    with lent(run(module, buffers, X * 100)):
+    with swapped_in(run(module, buffers, X * 100)):
         assert module.mean == 1
 
 
@@ -164,7 +164,7 @@ def test_running_statistics_are_always_copied_unless_they_are_deferred(training:
         buffers = stage_buffers(norm, deferred=deferred)
         run(norm, buffers, x)
         mean = norm.running_mean
-        with lent(run(norm, buffers, x)):
+        with swapped_in(run(norm, buffers, x)):
             assert (norm.running_mean is mean) == (deferred and training)
 
 

@@ -88,7 +88,7 @@ def test_edit_of_a_tensor_of_which_another_is_a_part_is_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3), Call(parts), Call(lambda b: b[0].mul_(2)), nn.Tanh())
     pipeline = GPipe(module, [2, 2], devices=["cpu"])
 
-    with pytest.raises(RuntimeError, match="layer 2 .Call. must not edit an input of"):
+    with pytest.raises(RuntimeError, match="layer 2 .Call. must not edit an input that"):
         pipeline(torch.ones(4, 3))
 
 

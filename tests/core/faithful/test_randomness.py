@@ -64,9 +64,9 @@ def streams(seed: bytes = b"seed", j: int = 0) -> PrivateGenerators:
 def test_own_generators_replay_what_was_drawn() -> None:
     own = OwnGenerators([CPU])
 
-    own.note(0)
+    own.save(0)
     first = torch.rand(3)
-    own.note(1)
+    own.save(1)
     second = torch.rand(3)
     after = torch.default_generator.get_state()
     with own.replaying(1):
@@ -79,7 +79,7 @@ def test_own_generators_replay_what_was_drawn() -> None:
 
 def test_own_generators_replay_what_a_layer_draws_and_puts_back() -> None:
     own = OwnGenerators([CPU])
-    own.note(0)
+    own.save(0)
     with torch.random.fork_rng(devices=[]):
         first = torch.rand(3)
     torch.rand(5)
@@ -92,7 +92,7 @@ def test_own_generators_replay_what_a_layer_draws_and_puts_back() -> None:
 
 def test_own_generators_come_back_after_an_error() -> None:
     own = OwnGenerators([CPU])
-    own.note(0)
+    own.save(0)
     torch.rand(3)
     after = torch.default_generator.get_state()
 
@@ -107,7 +107,7 @@ def test_own_generators_draw_as_the_plain_module_would() -> None:
     plain = torch.rand(3)
     torch.set_rng_state(state)
 
-    OwnGenerators([CPU]).note(0)
+    OwnGenerators([CPU]).save(0)
     drawn = torch.rand(3)
 
     assert torch.equal(drawn, plain)
@@ -237,7 +237,7 @@ def test_devices_that_are_not_shared_are_left_alone() -> None:
 @pytest.mark.parametrize("private", [True, False])
 def test_recomputation_draws_the_same(private: bool) -> None:
     randomness = Randomness(OwnGenerators([CPU]), streams() if private else None)
-    randomness.note(0)
+    randomness.save(0)
     with together(randomness.drawing(0)):
         first = torch.rand(3)
     with together(randomness.drawing(1)):

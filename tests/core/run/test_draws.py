@@ -38,7 +38,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
-    monkeypatch.setattr(module_under_test, "_AT_FIRST", None)
+    monkeypatch.setattr(module_under_test, "_ASSUMED", None)
     return Draws([CPU, CPU])
 
 
@@ -177,4 +177,4 @@ def test_what_is_known_is_bounded(draws: Draws) -> None:
     for k in range(300):
         run(draws, Forward(draws=False), tuple(map(bool, map(int, f"{k:09b}"))))
 
-    assert len(draws._known) < 100
+    assert len(draws._recorded) < 100

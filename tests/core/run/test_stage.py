@@ -69,7 +69,7 @@ def test_what_is_known_of_the_layers_is_bounded() -> None:
     for k in range(300):
         layers.behavior((True,), f"structure {k}")
 
-    assert len(layers._behaviors._known) < 100
+    assert len(layers._behaviors._recorded) < 100
 
 
 def test_what_is_used_is_not_forgotten() -> None:

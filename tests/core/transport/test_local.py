@@ -160,7 +160,7 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
 def test_cancelled_exchange_wakes_who_waits(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
+    monkeypatch.setattr(local, "_POLL", NEVER)
     exchange = transport.open(PHASE)
     timer = threading.Timer(0.05, exchange.cancel)
     timer.start()
@@ -218,7 +218,7 @@ def test_error_reaches_the_caller_while_the_other_waits(
     failing: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
+    monkeypatch.setattr(local, "_POLL", NEVER)
     monkeypatch.setattr(local, "_GRACE", NEVER)
     exchange = transport.open(PHASE)
     ends: list[BaseException] = []
@@ -250,7 +250,7 @@ def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransp
 
 
 def test_caller_waits_less_than_a_second_for_a_busy_worker_or_one_that_died() -> None:
-    assert local._LOOK_UP + local._GRACE < 1
+    assert local._POLL + local._GRACE < 1
 
 
 def test_run_within_a_run_of_the_same_transport(transport: LocalTransport) -> None:
@@ -281,12 +281,12 @@ def test_thread_that_died_is_reported_and_replaced(transport: LocalTransport) ->
         kill.wait(PATIENCE)
         sys.exit()
 
-    transport._crew.threads[0].put(die)
+    transport._pool.threads[0].put(die)
     with pytest.raises(RuntimeError, match=r"thread of worker 0 \(cpu\) must live as long"):
         run(transport, transport.open(PHASE), [nothing, kill.set])
     run(transport, transport.open(PHASE), [nothing, nothing])
 
-    assert [thread.alive for thread in transport._crew.threads] == [True, True]
+    assert [thread.alive for thread in transport._pool.threads] == [True, True]
 
 
 def test_close_leaves_no_thread(transport: LocalTransport, workers: Workers) -> None:
@@ -406,11 +406,11 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the worker that had its job already waited for the other for ever."""
-    monkeypatch.setattr(local, "_LOOK_UP", NEVER)
+    monkeypatch.setattr(local, "_POLL", NEVER)
     run(transport, transport.open(PHASE), [nothing, nothing])
     exchange = transport.open(PHASE)
     with monkeypatch.context() as patch:
-        patch.setattr(transport._crew.threads[1], "put", lambda job: fail(KeyboardInterrupt()))
+        patch.setattr(transport._pool.threads[1], "put", lambda job: fail(KeyboardInterrupt()))
         jobs: list[Callable[[], None]] = [lambda: wait_at(exchange), nothing]
         with pytest.raises(KeyboardInterrupt):
             run(transport, exchange, jobs)
@@ -419,5 +419,5 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
 
 
 def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport) -> None:
-    with pytest.raises(RuntimeError, match="made none"):
+    with pytest.raises(RuntimeError, match="it ended without"):
         transport.open(PHASE).receive(forward(0, 2))

@@ -60,8 +60,8 @@ def test_integers_must_be_equal(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "plain, piped, expected",
     [
-        (tensor(1.0), None, "is there in the plain run only"),
-        (None, tensor(1.0), "is there in the pipelined run only"),
+        (tensor(1.0), None, "is present in the plain run only"),
+        (None, tensor(1.0), "is present in the pipelined run only"),
         (tensor(1, 2), tensor(1), "is float64 of shape (1,) instead of float64 of shape (2,)"),
         (
             tensor(1),

@@ -139,7 +139,7 @@ def test_parameter_that_only_one_run_uses() -> None:
 
     assert difference is not None and difference.layer == 1
     assert "'1.many'" in difference.value
-    assert str(difference.deviation) == "is there in the plain run only"
+    assert str(difference.deviation) == "is present in the plain run only"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
@@ -178,7 +178,10 @@ def test_known_reason(layer: Callable[[], nn.Module], reason: str) -> None:
 
     assert parity.difference is not None
     assert parity.difference.layer == 1
-    assert parity.difference.reason == f"{reason}. What else may differ, verify() sees in eval mode"
+    assert (
+        parity.difference.reason
+        == f"{reason}. To find other differences, call verify() in eval mode"
+    )
     assert parity.explained
     parity.check()
 
@@ -212,7 +215,7 @@ def test_rounding_that_layers_amplify(last: Callable[[], nn.Module]) -> None:
     parity = verified(linear(), Call(rounds), Call(amplify), last())
 
     assert parity.difference is not None and parity.explained
-    assert "rounding alone moves it about as far" in str(parity.difference.reason)
+    assert "rounding alone changes it about as much" in str(parity.difference.reason)
     assert f"There is a known reason: {parity.difference.reason}." in str(parity)
 
 
@@ -252,7 +255,7 @@ def test_message_of_a_difference(pipe: Pipe) -> None:
         r"a pipeline must compute what its layers compute on the whole batch: between a plain run "
         r"and one in 3 micro-batches, the output of layer 1 \('centre', Call, stage 1, cpu\) "
         r"differs by up to 1 \(relative: \S+\)\. A layer must treat each row by itself: move what "
-        r"it computes of several rows, or of their number, out of the nn\.Sequential\.\n"
+        r"it computes from several rows, or from their number, out of the nn\.Sequential\.\n"
         r"Largest differences, relative: output \(1\) \S+, gradients \(2\) \S+, "
         r"input gradients \(1\) \S+; allowed: 1\.0e-09",
         message,

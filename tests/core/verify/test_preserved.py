@@ -78,7 +78,7 @@ def state(pipeline: GPipe) -> dict[str, Any]:
         "hooks": {name: len(module._forward_hooks) for name, module in modules.items()},
         "rates": {name: getattr(module, "p", None) for name, module in modules.items()},
         "timeline": id(pipeline.timeline),
-        "draws": dict(pipeline.engine._draws._known),
+        "draws": dict(pipeline.engine._draws._recorded),
     }
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_it_after_an_error(rows_that_fail: range, pipe: Pipe)
 
     (note,) = raised.value.__notes__
     assert ("micro-batch" in note) == (0 in rows_that_fail)
-    assert ("layer 7 as it ran on the whole batch" in note) == (7 in rows_that_fail)
+    assert ("layer 7, which ran on the whole batch" in note) == (7 in rows_that_fail)
     assert state(pipeline) == before
 
 
