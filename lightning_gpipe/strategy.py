@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
-from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
 from lightning_gpipe.core.frontends import install, locate, on_meta, place_around, remove
-from lightning_gpipe.core.pipeline import GPipe, check_chunks, check_microbatching
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import (
     balance_by_parameters,
     check_activation_checkpointing,

@@ -16,7 +16,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_gpipe.core.data import MicroBatching, Rows, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data import (
+    MicroBatching,
+    Rows,
+    check_chunks,
+    check_microbatching,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_gpipe.core.faithful import (
     Journal,
     check_batch_norms,
@@ -305,20 +312,3 @@ def _move_home(layout: Layout) -> None:
     for parameter, device in layout.homes.items():
         if parameter.device != device:
             move(parameter, device)
-
-
-def check_chunks(chunks: int) -> None:
-    """Raise if ``chunks`` is not a number of micro-batches."""
-    if isinstance(chunks, bool) or not isinstance(chunks, int):
-        raise TypeError(f"chunks must be an integer, the number of micro-batches: got {chunks!r}.")
-    if chunks < 1:
-        raise ValueError(f"chunks must be at least 1, the number of micro-batches: got {chunks}.")
-
-
-def check_microbatching(microbatching: MicroBatching | None) -> None:
-    """Raise if this is neither a MicroBatching nor None."""
-    if microbatching is not None and not isinstance(microbatching, MicroBatching):
-        raise TypeError(
-            "microbatching must be an instance of a subclass of lightning_gpipe.MicroBatching, or "
-            f"None: got {microbatching!r}."
-        )

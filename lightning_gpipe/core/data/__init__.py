@@ -4,14 +4,12 @@ Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
-from lightning_gpipe.core.data.marks import (
-    copy_marks,
-    is_aliased,
-    is_whole,
-    mark_aliased,
-    whole,
+from lightning_gpipe.core.data.marks import copy_marks, is_aliased, is_whole, mark_aliased, whole
+from lightning_gpipe.core.data.microbatch.interface import (
+    MicroBatching,
+    check_chunks,
+    check_microbatching,
 )
-from lightning_gpipe.core.data.microbatch.interface import MicroBatching
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
@@ -27,6 +25,8 @@ __all__ = [
     "MicroBatching",
     "PaddedSequences",
     "Rows",
+    "check_chunks",
+    "check_microbatching",
     "copy_marks",
     "identity",
     "is_aliased",

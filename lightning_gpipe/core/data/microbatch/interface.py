@@ -50,3 +50,20 @@ class MicroBatching(ABC):
             outputs: What the last layer returned for each micro-batch, in order.
             batch: The mini-batch that was split.
         """
+
+
+def check_chunks(chunks: int) -> None:
+    """Raise if ``chunks`` is not a number of micro-batches."""
+    if isinstance(chunks, bool) or not isinstance(chunks, int):
+        raise TypeError(f"chunks must be an integer, the number of micro-batches: got {chunks!r}.")
+    if chunks < 1:
+        raise ValueError(f"chunks must be at least 1, the number of micro-batches: got {chunks}.")
+
+
+def check_microbatching(microbatching: MicroBatching | None) -> None:
+    """Raise if this is neither a MicroBatching nor None."""
+    if microbatching is not None and not isinstance(microbatching, MicroBatching):
+        raise TypeError(
+            "microbatching must be an instance of a subclass of lightning_gpipe.MicroBatching, or "
+            f"None: got {microbatching!r}."
+        )
