@@ -1,5 +1,5 @@
 """Claims of speed and memory, each one command; see README.md.
 
-A regular package, as fairscale installs one of the same name that a folder without this file would
-give way to.
+A regular package, because fairscale installs one of the same name, which would take precedence over
+a folder without this file.
 """

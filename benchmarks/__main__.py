@@ -1,11 +1,11 @@
-"""All benchmarks for one kind of machine, each as a process of its own, and what came of them.
+"""Runs all benchmarks for one kind of machine, each in a process of its own.
 
     python -m benchmarks cpu            # those for 2 CPU cores, in under 15 minutes
     python -m benchmarks gpu            # those for one GPU and the tests for one, in under 8
     python -m benchmarks cpu --save     # and keep the results in benchmarks/results/
 
-One that fails or takes too long does not keep the others from running. At the end there is a table
-of all targets; the exit code tells whether everything ran, not whether the targets were met.
+One that fails or takes too long does not stop the others. At the end there is a table of all
+targets; the exit code tells whether everything ran, not whether the targets were met.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Claim: why workers are idle, cause by cause; for information, there is no target.
 
 By the schedule, a worker of n stages and m micro-batches is idle for (n - 1) / (m + n - 1) of the
-time. In a real run it is idle for longer, and each of the other causes has its share here: stages
-that are not equally slow, actions that are not, cores that others have, the interpreter lock, and
-what goes on between actions, such as handing over. How they are told apart is said in
-benchmarks/harness/audit.py.
+time. In a real run it is idle for longer, and this benchmark measures the share of each other
+cause: unequal stages, actions of varying duration, cores used by others, the interpreter lock, and
+what happens between actions, such as transfers. benchmarks/harness/audit.py says how the causes are
+separated.
 
     python -m benchmarks.bubble_audit
 
 On CPU threads, in the order of the table: two equal stages that compute, without recomputation and
-with; two stages of which one has three times the layers, to show that imbalance is seen; and four
-stages and 32 micro-batches of layers that compute next to nothing, the worst case for the lock and
-for handing over, beside the same on one thread, where there is neither. With a GPU, four stages on
-it. Each runs a number of mini-batches, after a check that it computes the same gradients as the
-plain module; the figures are means over the middle half of them, by length.
+with; two stages of which one has three times the layers, to show that imbalance is detected; and
+four stages and 32 micro-batches of nearly empty layers, the worst case for the lock and for
+transfers, beside the same on one thread, which has neither. With a GPU, four stages on it. Each
+runs a number of mini-batches, after a check that it computes the same gradients as the plain
+module; the figures are means over the middle half of them, by duration.
 """
 
 from __future__ import annotations

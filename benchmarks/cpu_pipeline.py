@@ -1,14 +1,14 @@
 """Claim: on CPU, two stages on two cores run as fast as this machine lets two threads run.
 
 A pipeline of two equal stages cannot be twice as fast as one thread: there is the bubble, and two
-busy cores share caches, memory and clock. So next to the plain module on one thread stands the
-*measured limit*: the two halves of the model run all their micro-batches at the same time, on two
-threads with nothing to wait for, and that time is multiplied by (m + 1) / m for the bubble. What is
-left between the limit and the pipeline is the pipeline's own cost.
+busy cores share caches, memory and clock. So beside the plain module on one thread, the *measured
+limit* is timed: the two halves of the model run all their micro-batches at the same time, on two
+threads that do not wait for one another, and that time is multiplied by (m + 1) / m for the bubble.
+The difference between the limit and the pipeline is the pipeline's own cost.
 
-The blocks of a transformer, all alike, so that the stages are balanced. Every stage has one thread,
-and so has each half of the limit. A step is a forward and a backward of one mini-batch, from
-gradients of None.
+The model is a transformer of equal blocks, so that the stages are balanced. Every stage has one
+thread, and so has each half of the limit. A step is a forward and a backward of one mini-batch,
+with gradients that are None before.
 
     python -m benchmarks.cpu_pipeline
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     with ExitStack() as stack:
         one = plain(task, name="plain, one thread", threads=1)
         two = plain(task, name="plain, two threads", threads=STAGES)
-        piped = {
+        pipelined = {
             mode: stack.enter_context(
                 ours(
                     task,
@@ -100,8 +100,8 @@ def main(argv: list[str] | None = None) -> None:
             )
             for mode in ("never", "except_last", "always")
         }
-        agree([one, two, *piped.values()])
-        contestants = [one, two, limit(task, balance, chunks=m), *piped.values()]
+        agree([one, two, *pipelined.values()])
+        contestants = [one, two, limit(task, balance, chunks=m), *pipelined.values()]
         times = contest(contestants, rounds=given.rounds)
 
     report = Report(
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     faster = {each.name: f"{ratio(times, one.name, each.name):.3f}" for each in contestants}
     report.times(times, faster)
-    for mode, each in piped.items():
+    for mode, each in pipelined.items():
         found = ratio(times, LIMIT, each.name)
         report.target(f"limit / {each.name}", found, at_least=AT_LEAST.get(mode))
     report.publish()

@@ -3,19 +3,20 @@
 Both are about U-Nets as torchgpipe measures them.
 
 *The peak of a step* is the most bytes that forward and backward have allocated at once, beyond the
-weights, from gradients of None, after one step to warm up; on CPU by the profiler's allocation
-events of all threads. Four stages, ``always``. Beside it stands the peak without the gradients,
-which nobody can save. In torchgpipe stages on one CPU share one thread, so its peer is ours on one
-device; with four threads ours has four stages at work at a time, as on four devices. A narrower
-model shows the other modes and the plain module.
+weights, with gradients that are None before, after one step to warm up; on CPU by the profiler's
+allocation events of all threads. Four stages, ``always``. The peak without the gradients, which all
+need, is shown beside it. In torchgpipe stages on one CPU share one thread, so it is compared with
+ours on one device; with four threads, four stages of ours work at the same time, as on four
+devices. A narrower model shows the other values of ``activation_checkpointing`` and the plain
+module.
 
 *The largest model*: torchgpipe published that where U-Net (6, 72) trains without a pipeline, on
 batches of 32 images of 192 x 192, one stage with recomputation and 32 chunks trains (11, 128), with
-6.1 times as many parameters. What either needs is weights, gradients, the batch, and what else is
-alive at the peak of a step; SGD keeps nothing more. On a GPU that has the room it is measured.
-Elsewhere it is counted at full size on fake tensors, which take no memory; how far that is from
-what is measured is shown for the narrower model. Last comes the widest (11, C) that would fit.
-More stages on one device would need more: each keeps its inputs of all 32 micro-batches.
+6.1 times as many parameters. Both need memory for weights, gradients, the batch, and what else is
+alive at the peak of a step; SGD has no state. On a GPU with enough memory it is measured. Elsewhere
+it is counted at full size on fake tensors, which take no memory; the narrower model shows how far
+the count is from the measurement. The last row is the widest (11, C) that would fit. More stages on
+one device would need more: each keeps its inputs of all 32 micro-batches.
 
     python -m benchmarks.memory
 """
@@ -266,8 +267,8 @@ def errors_of_counting(given: Options, measured: Mapping[str, int]) -> Iterator[
     """How far counting is from what was measured of the narrow model."""
     batch, side = given.batch_size, given.side
     beside = 4 * (_parameters(BLOCKS, given.narrow) + batch * side * side * 4)
-    piped = partial(in_stages, balance=BALANCE, chunks=given.chunks)
-    for start, wrap in (("plain", alone), ("ours, one device", piped)):
+    pipelined = partial(in_stages, balance=BALANCE, chunks=given.chunks)
+    for start, wrap in (("plain", alone), ("ours, one device", pipelined)):
         name = next(name for name in measured if name.startswith(start))
         counted = need_counted(BLOCKS, given.narrow, batch, side, wrap)
         found = counted / (beside + measured[name])

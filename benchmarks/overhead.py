@@ -1,18 +1,19 @@
 """Claim: a micro-batch costs the pipeline little beside what its layers compute.
 
-Layers that compute next to nothing leave only what the engine does around them: handing over,
-cutting the graph, calling backward. Four stages and 32 micro-batches of one row of eight numbers.
-The overhead is the time of a step, forward and backward, beyond that of the same layers on the same
+With nearly empty layers, the time is that of what the engine does around them: transfers, cutting
+the graph, calling backward. Four stages and 32 micro-batches of one row of eight numbers. The
+overhead is the time of a step, forward and backward, beyond that of the same layers on the same
 micro-batches without an engine; the table has both per (stage, micro-batch) pair. The ratios of the
-whole times are there for information: they hold the layers' own time on both sides, and with
-recomputation it counts to the overhead of both that layers run twice.
+whole times are for information: they include the layers' own time on both sides. With
+recomputation, the second run of the layers counts as overhead of both.
 
     python -m benchmarks.overhead
 
 Ours is measured with four worker threads and with all stages on one device, which needs none. Then
 with two threads for two stages, beside ScheduleGPipe of torch.distributed.pipelining with two
 processes, which does not recompute. Its time is taken within the processes, from when the first
-begins until the last is done, and after two steps that are not timed: it is never cold, ours is.
+begins until the last is done, and after two steps that are not timed: caches are warm for it, but
+not for ours.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def beside_processes(given: Options, report: Report) -> None:
     n, m = PROCESSES, given.chunks
     task = nearly_nothing(n, m)
     with ExitStack() as stack:
-        piped = ours(
+        pipelined = ours(
             task,
             [1] * n,
             chunks=m,
@@ -104,7 +105,7 @@ def beside_processes(given: Options, report: Report) -> None:
         processes = pipelining(
             task, [1] * n, chunks=m, untimed=2, name=f"ScheduleGPipe, {n} processes, {n} stages"
         )
-        mine, theirs = stack.enter_context(piped), stack.enter_context(processes)
+        mine, theirs = stack.enter_context(pipelined), stack.enter_context(processes)
         reference = bare(task, m, f"no engine, {n} layers")
         times = timed(given, report, [reference, theirs, mine], cells=n * m)
     found = ratio(times, mine.name, theirs.name)

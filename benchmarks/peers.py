@@ -1,14 +1,14 @@
 """Claim: two stages train faster than PyTorch's own pipeline, and than torchgpipe recomputing.
 
-The task of ``cpu_pipeline``: equal transformer blocks in two balanced stages, enough to compute
-that handing over is not what counts. Against it
+The task of ``cpu_pipeline``: equal transformer blocks in two balanced stages, which compute enough
+that transfers do not matter. It is compared with
 
 - torch.distributed.pipelining: two processes with one thread each, ScheduleGPipe and, for
   information, Schedule1F1B. Neither recomputes. Their loss is computed by micro-batch within the
   last stage; ours, as the user writes it, on the whole mini-batch between forward and backward.
 - torchgpipe and fairscale: on CPU both run all stages on one worker thread and backward on the
-  caller's, so more than one core is of use to them within operators only. Each is measured with one
-  intra-op thread and with two, and counts with the number that has the better median.
+  caller's, so they use more than one core only within operators. Each is measured with one intra-op
+  thread and with two, and compared by the better median.
 
 Ours has two worker threads with one intra-op thread each. Plain means one device and both cores,
 the mini-batch at once or by micro-batch: no pipeline, for information.
@@ -103,7 +103,7 @@ def field(given: Options, task: Task) -> Iterator[list[Contestant]]:
             processes = pipelining(task, balance, chunks=m, schedule=schedule, name=name)
             contestants.append(stack.enter_context(processes))
         for mode in MODES:
-            piped = ours(
+            pipelined = ours(
                 task,
                 balance,
                 chunks=m,
@@ -112,7 +112,7 @@ def field(given: Options, task: Task) -> Iterator[list[Contestant]]:
                 name=mine(mode),
                 threads=STAGES,  # the workers share them
             )
-            contestants.append(stack.enter_context(piped))
+            contestants.append(stack.enter_context(pipelined))
             for threads in THREADS:
                 contestants.append(
                     torchgpipe(

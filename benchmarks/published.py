@@ -1,16 +1,16 @@
 """A published experiment as a contest: the same stages and micro-batches here and in torchgpipe.
 
-The experiments were made on four Tesla P40. Where there are fewer GPUs the four stages share what
-there is: on one GPU all of them. Then nothing runs at the same time, and what is compared is what
-the two packages add to the layers, in time and in memory.
+The experiments were made on four Tesla P40. With fewer GPUs the four stages share them; on one GPU
+nothing runs at the same time, and the comparison is of what the two packages add to the layers, in
+time and in memory.
 
 First a small model of the same layers shows that all compute the same gradients. That is done in
 float64: models this deep make several per cent of float32's rounding alone. Then each contestant
-is built, measured for its memory, and freed; at last all are there, and take turns.
+is built, measured for its memory, and freed; then all are built again and timed in turns.
 
 A step is a forward, the loss of the whole mini-batch and a backward, in float32 with the defaults
-of PyTorch (TF32 in convolutions, cuDNN's heuristics). Plain SGD, which the papers step with, keeps
-nothing and would cost all the same.
+of PyTorch (TF32 in convolutions, cuDNN's heuristics). Plain SGD, which the papers use, has no state
+and would cost all the same.
 """
 
 from __future__ import annotations
@@ -218,19 +218,19 @@ def entries_of(
     experiment: Experiment, task: Task, chunks: int, mode: str, places: Sequence[str]
 ) -> dict[str, Make]:
     """Who takes part, each built when it is called for."""
-    piped = replace(task, target=task.target.to(places[-1]))
+    pipelined = replace(task, target=task.target.to(places[-1]))
     balance = experiment.balance
     entries: dict[str, Make] = {
         PLAIN: lambda: nullcontext(accumulated(task, chunks=chunks, name=PLAIN)),
         THEIRS: lambda: nullcontext(
-            torchgpipe(piped, balance, chunks=chunks, mode=mode, devices=places, name=THEIRS)
+            torchgpipe(pipelined, balance, chunks=chunks, mode=mode, devices=places, name=THEIRS)
         ),
     }
 
     def add(workers: Sequence[str], *, deferred: bool = False) -> None:
         name = f"ours, {len(workers)} worker{'s' * (len(workers) > 1)}" + ", deferred" * deferred
         entries[name] = lambda: pipeline(
-            name, piped, balance, workers, chunks, mode, deferred=deferred
+            name, pipelined, balance, workers, chunks, mode, deferred=deferred
         )
 
     used = list(dict.fromkeys(places))

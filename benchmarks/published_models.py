@@ -43,13 +43,13 @@ def main() -> None:
     expected, plain = step(module, x)
     balance = balance_by_parameters(module, options.stages)
     pipeline = GPipe(module, balance, devices=["cpu"] * options.stages, chunks=2)
-    found, piped = step(pipeline, x)
+    found, pipelined = step(pipeline, x)
     pipeline.close()
 
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
     parameters = sum(parameter.numel() for parameter in module.parameters())
     print(f"{options.model}: {len(module)} layers, {parameters:,} parameters, balance {balance}")
-    print(f"plain {plain:.1f} s, piped {piped:.1f} s; {len(found)} tensors agree")
+    print(f"plain {plain:.1f} s, pipelined {pipelined:.1f} s; {len(found)} tensors agree")
 
 
 if __name__ == "__main__":

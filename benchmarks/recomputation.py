@@ -2,9 +2,9 @@
 
 On one device there is nothing to overlap: ``always`` runs every stage's forward twice and its
 backward once, for one micro-batch after another, and so does a loop over the micro-batches with
-``checkpoint(stage, x, use_reentrant=False)`` that accumulates the gradients. One thread, blocks
-that are busy computing. The loop has another order: backward of a micro-batch comes right after its
-forward, and before the forward of the next.
+``checkpoint(stage, x, use_reentrant=False)`` that accumulates the gradients. There is one thread,
+and the blocks are large. The loop has another order: backward of a micro-batch comes right after
+its forward, and before the forward of the next.
 
     python -m benchmarks.recomputation
 

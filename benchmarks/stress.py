@@ -1,18 +1,19 @@
 """Claim: 200 steps of drawn models give every gradient of the plain module, whatever memory holds.
 
-A tensor that is freed too early, or read before it is there, mostly gives the right numbers all the
-same: memory keeps what it held. So here it does not. Memory that nobody has written to yet is NaN;
-on a CPU freed memory is overwritten with NaN; and another thread takes what was just freed, writes
-NaN into it and frees it again, on a GPU on the pipeline's streams and on one of its own. There a
-quarter of the steps goes without the caching allocator, which is slow: a tensor that is used after
-it was freed is an illegal access then.
+A tensor that is freed too early, or read before it is written, mostly has the right numbers all the
+same, because memory keeps its contents. So here uninitialised memory is NaN; on a CPU freed memory
+is overwritten with NaN; and another thread allocates what was just freed, writes NaN into it and
+frees it again, on a GPU on the pipeline's streams and on one of its own. There a quarter of the
+steps runs without the caching allocator, which is slow: then the use of a freed tensor is an
+illegal access.
 
-The models are small, in float64 and always others: convolutions, batch norms, skip connections
-within stages and across them, tied weights; in one to four stages that share the device, on worker
-threads or none, some beside a stage on the CPU; with several micro-batches, every way to recompute,
-and on a GPU side streams. Nothing waits for the device between the steps of a model. Then each
-gradient of each step, each batch norm's statistics where they are not deferred, and the parameters
-that the steps led to are compared with those of the plain nn.Sequential on the CPU.
+The models are small, in float64 and drawn anew in each run: convolutions, batch norms, skip
+connections within stages and across them, tied weights; in one to four stages that share the
+device, on worker threads or none, some beside a stage on the CPU; with several micro-batches, every
+value of activation_checkpointing, and on a GPU side streams. Nothing waits for the device between
+the steps of a model. Then each gradient of each step, each batch norm's statistics if they are not
+deferred, and the parameters after the steps are compared with those of the plain nn.Sequential on
+the CPU.
 
     python -m benchmarks.stress
     python -m benchmarks.stress --sanitizer 5    # also 5 steps under compute-sanitizer

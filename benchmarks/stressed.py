@@ -1,4 +1,4 @@
-"""The drawn models of stress.py: what they are, how they run, what they are compared with."""
+"""The drawn models of stress.py: how they are built, run and compared."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def run(case: Case, steps: int, side: torch.cuda.Stream | None = None) -> Iterat
     try:
         batches = [batch_of(case, k) for k in range(steps)]
         splits = [pipeline.microbatching.split(x, case.chunks) for x in batches]
-        found = list(piped(case, pipeline, batches, side if case.side_stream else None))
+        found = list(pipelined(case, pipeline, batches, side if case.side_stream else None))
     finally:
         pipeline.close()
     for k, microbatches in enumerate(splits):
@@ -170,7 +170,7 @@ def batch_of(case: Case, step: int) -> Tensor:
     return torch.randn(rows, CHANNELS, SIDE, SIDE, dtype=torch.float64, generator=generator)
 
 
-def piped(
+def pipelined(
     case: Case, pipeline: GPipe, batches: list[Tensor], side: torch.cuda.Stream | None
 ) -> Iterator[dict[str, Tensor]]:
     """Everything that each step makes, where it was made; nothing waits for the device."""

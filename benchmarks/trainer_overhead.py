@@ -1,14 +1,14 @@
 """Claim: with one stage and one chunk a step of the Trainer takes 1.03 times plain Lightning's.
 
-One stage on one device has nothing to gain from a pipeline; what is seen is what it costs. The same
+With one stage on one device a pipeline gains nothing, so its cost can be measured. The same
 LightningModule, a language model of the size of ``make demo``, is fitted by a Trainer without a
 strategy and by one with ``GPipeStrategy([k], chunks=1)``. The fits do one batch each, in turns, and
-what is timed is all of it: from the end of one batch to the end of the next, with data, hooks and
-optimizer. Each has a thread of its own to wait on; being woken does not count.
+all of it is timed: from the end of one batch to the end of the next, with data, hooks and
+optimizer. Each runs on a thread of its own; the time to wake it does not count.
 
 For information, the same with recomputation, against ``torch.utils.checkpoint`` around all layers;
-the same model on a batch of an eighth of the characters; and one that computes next to nothing, to
-see the cost alone.
+the same model on a batch of an eighth of the characters; and a nearly empty model, to show the cost
+alone.
 
     python -m benchmarks.trainer_overhead
 """

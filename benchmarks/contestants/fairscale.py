@@ -1,8 +1,8 @@
 """fairscale 0.4.13's Pipe, a later torchgpipe, from the package index.
 
 Like torchgpipe it has one worker for each *different* device, and backward runs on the caller's
-thread. Its workers live as long as the Pipe does, and a Pipe that is still there when Python ends
-waits for them for ever: so it is dropped here at the end of a ``with`` block.
+thread. Its workers live as long as the Pipe does, and a Pipe that still exists when Python exits
+waits for them for ever: so it is deleted here at the end of a ``with`` block.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """torch.distributed.pipelining: one process for each stage, over Gloo.
 
-Its processes wait on a pipe for the word to do a step, and use no processor until then. What counts
-as its time is from when the first of them begins until the last of them is done: not how long the
-word takes to get there and back. The clock is that of the machine, the same in all processes.
+Its processes wait on a pipe for the command to do a step, and use no processor until then. Its time
+is from when the first of them begins until the last of them is done, without the time of sending
+the command. The clock is that of the machine, the same in all processes.
 
-It is given what helps it: the shapes between the stages, which it otherwise finds out by running
-the layers on uninitialised memory; no outputs to collect; garbage collected between its steps.
+It is configured to be fast: it is given the shapes between the stages, which it otherwise infers by
+running the layers on uninitialised memory; it collects no outputs; garbage is collected between its
+steps.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The same layers with another package's skip connections.
 
-torchgpipe and fairscale know their own skippable layers only. Ours is written the way theirs is,
-so a layer is translated by passing on what its forward yields: nothing runs that would not run in
-a layer written for them. The parameters stay the same objects, in the same order.
+torchgpipe and fairscale support their own skippable layers only. Ours have the same syntax, so a
+layer is translated by yielding their stash and pop for ours, and runs nothing that a layer written
+for them would not run. The parameters stay the same objects, in the same order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchgpipe 0.0.7, the first GPipe for PyTorch, from the package index.
 
-It has one worker for each *different* device, so stages on one CPU run on one thread of it, and
-backward runs on the caller's thread: how it makes use of two cores is intra-op threads.
+It has one worker for each *different* device, so stages on one CPU run on one of its threads, and
+backward runs on the caller's thread: it uses two cores by intra-op threads only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the benchmarks have in common: a fair contest, and a report that says where it was held.
+"""Shared by the benchmarks: a fair contest, and a report that names the machine.
 
-A benchmark names its contestants, each a way to do one and the same step; :func:`agree` makes sure
-that they do, :func:`contest` times them in turns, and a :class:`Report` prints what was found
-beside what was claimed. Its file says what is claimed in its docstring, and has a ``main()``::
+A benchmark names its contestants, each an implementation of the same step; :func:`agree` checks
+that their gradients agree, :func:`contest` times them in turns, and a :class:`Report` prints the
+results beside the targets. Its file states the claim in its docstring, and has a ``main()``::
 
     python -m benchmarks.overhead            # a table, and the same as JSON
     python -m benchmarks.overhead --save     # and as dated files in benchmarks/results/

@@ -1,13 +1,13 @@
-"""How much memory a step needs at its peak: measured where it is, or counted where it is not.
+"""The peak memory of a step: measured by running it, or counted without.
 
-On a GPU the caching allocator keeps the peak. On CPU nobody does, but the profiler is told of every
-allocation; by default only of those on the thread that started it, and even the option
-``profile_all_threads`` leaves memory out. A thread can join, though, by a function that PyTorch has
-for C++: here each thread does, the first time it runs a layer.
+On a GPU the caching allocator records the peak. On CPU the profiler records every allocation; by
+default only those on the thread that started it, and even the option ``profile_all_threads`` leaves
+memory out. A thread can join, though, by a function that PyTorch has for C++: here each thread
+does, the first time it runs a layer.
 
-A step that is too large for the machine can still be counted: on fake tensors, which have a shape
-and no memory, every operation of forward and backward runs, and what is summed up are the storages
-that it would hold. That leaves out what a kernel allocates for itself and frees before it returns.
+A step that is too large for the machine can still be counted: every operation of forward and
+backward runs on fake tensors, which have a shape and no memory, and the storages that would be
+alive are summed up. That leaves out what a kernel allocates for itself and frees before it returns.
 """
 
 from __future__ import annotations

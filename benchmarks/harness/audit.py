@@ -1,9 +1,9 @@
 """Why workers were idle: the idle share of a real run, cause by cause.
 
-A timeline tells that a worker was idle, not why: the micro-batch it waited for may be late because
-the schedule wants it so, because the stage before is slow, or because a thread waited for the
-interpreter. So the schedule is replayed, each time with one cause more, and the share of its time
-that a worker is idle for beyond the replay before is the part of that cause:
+A timeline shows that a worker was idle, not why: the micro-batch that it waited for may be late by
+the schedule, because the previous stage is slow, or because a thread waited for the interpreter. So
+the schedule is simulated several times, each time with one more cause, and the idle share that a
+simulation adds to the one before is the part of that cause:
 
 =====================================================  ==============
 a replay in which an action takes                      adds the part
@@ -21,13 +21,13 @@ So the parts add up to the idle share that was measured. That of ``schedule`` is
 lock, and others for that worker, all of it is the lock's. It can be negative for a worker whom the
 cause leaves less time to be idle, as imbalance does the slowest.
 
-Time counts from the first action of a half, forward or backward, to the last. A worker is busy
-while its thread computes within an action, and idle else. So to wait *within* an action is to be
-idle here, while the timeline calls it busy. With one intra-op thread there is little to wait for
-but a core, of which the kernel keeps account, and the interpreter lock. Where workers take turns
-the two go together: a thread that is given the lock is queued for the core of the one that gave it.
-In ``transfers`` is whatever happens between actions: handing over, waking up, bookkeeping, and
-waiting for the lock there.
+Time counts from the first action of a phase, forward or backward, to the last. A worker is busy
+while its thread computes within an action, and idle otherwise. So waiting *within* an action is
+idle time here, while the timeline counts it as busy. With one intra-op thread there is little to
+wait for but a core, for which the kernel keeps the waiting time, and the interpreter lock. If
+workers take turns, the two go together: a thread that gets the lock is queued for the core of the
+one that released it. ``transfers`` is everything between actions: sending and receiving, waking up,
+bookkeeping, and waiting for the lock there.
 """
 
 from __future__ import annotations

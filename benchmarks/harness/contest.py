@@ -1,8 +1,8 @@
 """Contestants that do the same step, timed in turns.
 
-A machine is not equally fast all the time: a neighbour wakes up, a core gets warm. So nobody is
-timed for long: a round is one step of each contestant, in turns, and what is compared are steps of
-the same round. Before anything is timed, all must have computed the same gradients.
+A machine is not equally fast all the time: another process starts, a core gets warm. So a round is
+one step of each contestant, in turns, and only steps of the same round are compared. Before
+anything is timed, all must have computed the same gradients.
 """
 
 from __future__ import annotations

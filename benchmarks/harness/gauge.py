@@ -1,7 +1,8 @@
-"""How much memory of the GPUs a contestant takes at its peak.
+"""The peak GPU memory of a contestant.
 
-Two figures: what its tensors took, and what the caching allocator had reserved for them, which
-counts the gaps too and is what keeps others off the device. The published tables have the second.
+Two figures: the memory of its tensors, and the memory that the caching allocator reserved for them,
+which includes fragmentation and is what other processes cannot use. The published tables have the
+second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was found, beside what was claimed: as a table, as JSON, and as dated files."""
+"""The results beside the targets: as a table, as JSON, and as dated files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What the time of a thread goes by: computing, waiting for a core, or waiting for something else.
+"""How a thread spends its time: computing, waiting for a core, or waiting for something else.
 
-The engine's own clock tells when an action began and ended, and that is all a run should pay for.
-An audit also wants to know what the thread had of that time. So it gives the workers a clock whose
-readings are moments as before, and say besides how long the thread has computed until then and how
-long it was ready to and had no core. One takes two to three microseconds.
+The engine's own clock only takes timestamps, which cost little. An audit also needs to know what
+the thread did in between. So it gives the workers a clock whose timestamps also have the time that
+the thread has computed so far, and the time that it was ready to run and had no core. Each takes
+two to three microseconds.
 """
 
 from __future__ import annotations

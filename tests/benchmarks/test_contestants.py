@@ -41,8 +41,8 @@ def names() -> set[str]:
 def test_one_process_or_thread_or_none() -> None:
     task = words()
 
-    with ours(task, [1, 1], **SHARED) as piped:
-        agree([plain(task), accumulated(task, chunks=3), piped])
+    with ours(task, [1, 1], **SHARED) as pipelined:
+        agree([plain(task), accumulated(task, chunks=3), pipelined])
 
 
 def test_pipelining() -> None:

@@ -29,10 +29,10 @@ def test_small_run_prints_every_row(
     assert "counting finds" in report
 
 
-@pytest.mark.parametrize("piped", [False, True])
-def test_counted_on_fake_tensors_is_counted_on_real_ones(piped: bool) -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_counted_on_fake_tensors_is_counted_on_real_ones(pipelined: bool) -> None:
     """Measured says more: convolutions take scratch memory by instruction set and threads."""
-    wrap = partial(memory.in_stages, balance=None, chunks=2) if piped else memory.alone
+    wrap = partial(memory.in_stages, balance=None, chunks=2) if pipelined else memory.alone
     task = memory.small_task(8, 2, 64)
     model = wrap(task.module, "cpu")
     there = [*task.module.parameters(), task.x, task.target]

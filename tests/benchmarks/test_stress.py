@@ -89,7 +89,7 @@ def test_deferred_statistics_are_not_compared() -> None:
 def test_wrong_gradient_is_seen(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: float
 ) -> None:
-    monkeypatch.setattr(stressed, "piped", _altered(stressed.piped, wrong))
+    monkeypatch.setattr(stressed, "pipelined", _altered(stressed.pipelined, wrong))
 
     found = stress.steps("cpu", 1, 0)
 
@@ -98,12 +98,12 @@ def test_wrong_gradient_is_seen(
 
 
 def _altered(real, wrong: float):
-    def piped(*args):
+    def pipelined(*args):
         for made in real(*args):
             made["gradient of 0.weight"][0] += wrong
             yield made
 
-    return piped
+    return pipelined
 
 
 # The run.

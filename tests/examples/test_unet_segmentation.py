@@ -116,9 +116,9 @@ def test_pipeline_gives_what_the_plain_model_gives(model: UNet, balance: list[in
     expected, expected_gradients = scores_and_gradients(model.eval(), images)
 
     model.layers = pipe(model.layers, balance, chunks=4)  # type: ignore[assignment]  # as GPipeStrategy does
-    piped, gradients = scores_and_gradients(model, images)
+    pipelined, gradients = scores_and_gradients(model, images)
 
-    torch.testing.assert_close(piped, expected)
+    torch.testing.assert_close(pipelined, expected)
     torch.testing.assert_close(gradients, expected_gradients)
 
 
@@ -156,10 +156,12 @@ def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
     plain = run(tmp_path / "plain", "--plain")
-    piped = run(tmp_path / "piped", "--chunks=1")  # batch norms see the whole batch, as in plain
+    pipelined = run(
+        tmp_path / "pipelined", "--chunks=1"
+    )  # batch norms see the whole batch, as in plain
 
-    assert piped["val_mean_iou"] == pytest.approx(plain["val_mean_iou"], abs=0.01)
-    assert piped["val_loss"] == pytest.approx(plain["val_loss"], rel=0.01)
+    assert pipelined["val_mean_iou"] == pytest.approx(plain["val_mean_iou"], abs=0.01)
+    assert pipelined["val_loss"] == pytest.approx(plain["val_loss"], rel=0.01)
 
 
 # The configuration

@@ -46,10 +46,10 @@ def stages() -> GPipeStrategy:
 def test_fit(tmp_path: Path, options: dict[str, Any]) -> None:
     plain = run(tmp_path, **options)
 
-    piped = run(tmp_path, stages(), **options)
+    pipelined = run(tmp_path, stages(), **options)
 
-    assert_same_weights(piped, plain)
-    torch.testing.assert_close(piped.callback_metrics, plain.callback_metrics)
+    assert_same_weights(pipelined, plain)
+    torch.testing.assert_close(pipelined.callback_metrics, plain.callback_metrics)
 
 
 def test_tied_weights_are_one_tensor_in_the_checkpoint() -> None:
@@ -113,12 +113,12 @@ def test_checkpoint_goes_to_the_cpu_and_comes_back(tmp_path: Path) -> None:
 def test_evaluation(tmp_path: Path, method: str) -> None:
     torch.manual_seed(0)
     model = Classifier()
-    plain, piped = (
+    plain, pipelined = (
         trainer(tmp_path, strategy, accelerator="gpu") for strategy in ("auto", stages())
     )
 
     expected = getattr(plain, method)(model, datamodule=Data(), verbose=False)
-    found = getattr(piped, method)(model, datamodule=Data(), verbose=False)
+    found = getattr(pipelined, method)(model, datamodule=Data(), verbose=False)
 
     torch.testing.assert_close(found, expected)
 
@@ -148,11 +148,11 @@ class Overflowing(Single):
 )
 def test_mixed_precision(tmp_path: Path, build: type[Single], precision: Any) -> None:
     plain = run(tmp_path, build=build, precision=precision, gradient_clip_val=1.0)
-    piped = run(tmp_path, stages(), build=build, precision=precision, gradient_clip_val=1.0)
+    pipelined = run(tmp_path, stages(), build=build, precision=precision, gradient_clip_val=1.0)
 
-    assert all(value.isfinite().all() for value in weights(piped).values())
-    torch.testing.assert_close(weights(piped), weights(plain), rtol=2e-2, atol=5e-3)
-    scalers = [made.precision_plugin.state_dict() for made in (piped, plain)]
+    assert all(value.isfinite().all() for value in weights(pipelined).values())
+    torch.testing.assert_close(weights(pipelined), weights(plain), rtol=2e-2, atol=5e-3)
+    scalers = [made.precision_plugin.state_dict() for made in (pipelined, plain)]
     assert scalers[0] == scalers[1]
     if build is Overflowing:
         assert scalers[0]["scale"] < 65536, "no step was skipped"

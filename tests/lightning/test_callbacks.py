@@ -48,11 +48,11 @@ def test_early_stopping_in_the_same_epoch(tmp_path: Path) -> None:
         return fitted(tmp_path, *args, max_epochs=30, callbacks=[stop], **options)
 
     plain = run()
-    piped = run(strategy(), devices=2)
+    pipelined = run(strategy(), devices=2)
 
     assert 2 < plain.current_epoch < 30
-    assert piped.current_epoch == plain.current_epoch
-    assert_same_weights(piped, plain)
+    assert pipelined.current_epoch == plain.current_epoch
+    assert_same_weights(pipelined, plain)
 
 
 def test_learning_rate_monitor(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:
         return fitted(tmp_path, *args, callbacks=[scheduler], **options)
 
     plain = run()
-    piped = run(strategy(), devices=2)
+    pipelined = run(strategy(), devices=2)
 
-    assert piped.global_step == plain.global_step == 3 + 1 + 1
-    assert_same_weights(piped, plain)
+    assert pipelined.global_step == plain.global_step == 3 + 1 + 1
+    assert_same_weights(pipelined, plain)
 
 
 def test_stochastic_weight_averaging(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_summary_with_example_input(tmp_path: Path) -> None:
     run(callbacks=[Summaries()])
     run(strategy(), devices=2, callbacks=[Summaries()])
 
-    plain, piped = summaries
-    assert piped == plain
-    assert [params.strip() for params in piped["Params"]] == ["200", "27", "0"]
+    plain, pipelined = summaries
+    assert pipelined == plain
+    assert [params.strip() for params in pipelined["Params"]] == ["200", "27", "0"]
 
 
 def test_summary_outside_a_fit() -> None:
@@ -149,9 +149,9 @@ def copies() -> Copies:
 
 
 def test_copy_made_during_a_fit(tmp_path: Path, copies: Copies) -> None:
-    piped = fitted(tmp_path, strategy(), devices=2, callbacks=[copies])
+    pipelined = fitted(tmp_path, strategy(), devices=2, callbacks=[copies])
 
-    assert_same_weights(piped, fitted(tmp_path))
+    assert_same_weights(pipelined, fitted(tmp_path))
     x, reference = rows(5, seed=3).tensors[0], Classifier()
     reference.load_state_dict(copies.weights)
     assert type(copies.copy.layers) is nn.Sequential
@@ -160,15 +160,15 @@ def test_copy_made_during_a_fit(tmp_path: Path, copies: Copies) -> None:
 
 
 def test_copy_shares_nothing_with_its_original(tmp_path: Path, copies: Copies) -> None:
-    piped = fitted(tmp_path, strategy(), devices=2, callbacks=[copies])
-    original = {name: value.clone() for name, value in weights(piped).items()}
+    pipelined = fitted(tmp_path, strategy(), devices=2, callbacks=[copies])
+    original = {name: value.clone() for name, value in weights(pipelined).items()}
     copies.copy._metric_attributes = (
         None  # Lightning caches the metrics' ids, those of the original
     )
 
     trainer(tmp_path, strategy(), devices=2, max_epochs=1).fit(copies.copy, datamodule=Data())
 
-    torch.testing.assert_close(weights(piped), original, rtol=0, atol=0)
+    torch.testing.assert_close(weights(pipelined), original, rtol=0, atol=0)
     assert not torch.equal(copies.copy.head.weight, copies.weights["head.weight"])
 
 
@@ -222,13 +222,13 @@ def test_batch_size_finder(tmp_path: Path) -> None:
     model = Classifier()
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    piped, size = find(model, strategy(), devices=2)
+    pipelined, size = find(model, strategy(), devices=2)
 
     assert size is not None
     assert size == find(Classifier())[1]
     torch.testing.assert_close(dict(model.state_dict()), before)
-    piped.fit(model, datamodule=Data())
-    assert_same_weights(piped, fitted(tmp_path))
+    pipelined.fit(model, datamodule=Data())
+    assert_same_weights(pipelined, fitted(tmp_path))
 
 
 class Pickles(Callback):

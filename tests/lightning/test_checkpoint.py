@@ -61,8 +61,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory, build: Any) -> dict[str, Pat
 
 
 @pytest.fixture(scope="module")
-def piped(tmp_path_factory: pytest.TempPathFactory, build: Any) -> dict[str, Path]:
-    return saved(tmp_path_factory.mktemp("piped"), build, PIPED)
+def pipelined(tmp_path_factory: pytest.TempPathFactory, build: Any) -> dict[str, Path]:
+    return saved(tmp_path_factory.mktemp("pipelined"), build, PIPED)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -104,8 +104,8 @@ def numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("when", ["half", "end"])
-def test_structure(plain: dict[str, Path], piped: dict[str, Path], when: str) -> None:
-    expected, found = load(plain[when]), load(piped[when])
+def test_structure(plain: dict[str, Path], pipelined: dict[str, Path], when: str) -> None:
+    expected, found = load(plain[when]), load(pipelined[when])
 
     # The callback that saved writes the folder of the run into its keys' values only.
     assert structure(found) == structure(expected)
@@ -116,8 +116,8 @@ def test_structure(plain: dict[str, Path], piped: dict[str, Path], when: str) ->
 
 
 @pytest.mark.parametrize("when", ["half", "end"])
-def test_contents(plain: dict[str, Path], piped: dict[str, Path], when: str) -> None:
-    expected, found = load(plain[when]), load(piped[when])
+def test_contents(plain: dict[str, Path], pipelined: dict[str, Path], when: str) -> None:
+    expected, found = load(plain[when]), load(pipelined[when])
 
     torch.testing.assert_close(numbers(found), numbers(expected))
     for key in ("epoch", "global_step", "hyper_parameters"):
@@ -125,16 +125,20 @@ def test_contents(plain: dict[str, Path], piped: dict[str, Path], when: str) -> 
 
 
 @pytest.mark.parametrize("when", ["half", "end"])
-def test_tensors_are_on_the_cpu_and_belong_to_nothing(piped: dict[str, Path], when: str) -> None:
-    tensors = {path: leaf for path, leaf in leaves(load(piped[when])) if isinstance(leaf, Tensor)}
+def test_tensors_are_on_the_cpu_and_belong_to_nothing(
+    pipelined: dict[str, Path], when: str
+) -> None:
+    tensors = {
+        path: leaf for path, leaf in leaves(load(pipelined[when])) if isinstance(leaf, Tensor)
+    }
 
     assert len(tensors) > 16
     assert all(t.device.type == "cpu" and not t.requires_grad for t in tensors.values())
 
 
-def test_plain_load_of_a_pipelines_weights_only(piped: dict[str, Path]) -> None:
+def test_plain_load_of_a_pipelines_weights_only(pipelined: dict[str, Path]) -> None:
     # No class of this package is in the file: PyTorch's safe loader takes it.
-    assert torch.load(piped["half"], weights_only=True)["epoch"] == 1
+    assert torch.load(pipelined["half"], weights_only=True)["epoch"] == 1
 
 
 @pytest.mark.parametrize(
@@ -142,7 +146,7 @@ def test_plain_load_of_a_pipelines_weights_only(piped: dict[str, Path]) -> None:
     [PLAIN, PIPED, ([1, 5], 2), ([2, 2, 2], 3), ([2, 1, 1, 2], 2), ("parameters", 2)],
     ids=str,
 )
-@pytest.mark.parametrize("source", ["plain", "piped"])
+@pytest.mark.parametrize("source", ["plain", "pipelined"])
 def test_resumed_fit_ends_like_one_that_was_not_interrupted(
     tmp_path: Path,
     request: pytest.FixtureRequest,
@@ -162,11 +166,11 @@ def test_resumed_fit_ends_like_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize("when", ["half", "end"])
-def test_load_from_checkpoint(piped: dict[str, Path], optimizer: str, when: str) -> None:
-    model = Classifier.load_from_checkpoint(piped[when])
+def test_load_from_checkpoint(pipelined: dict[str, Path], optimizer: str, when: str) -> None:
+    model = Classifier.load_from_checkpoint(pipelined[when])
 
     assert model.hparams == {"optimizer": optimizer, "scheduled": True}
-    torch.testing.assert_close(dict(model.state_dict()), dict(load(piped[when])["state_dict"]))
+    torch.testing.assert_close(dict(model.state_dict()), dict(load(pipelined[when])["state_dict"]))
     model(rows(3, seed=5).tensors[0])
 
 

@@ -55,10 +55,10 @@ def test_fit_under_trainer_options(tmp_path: Path, optimizer: str, options: dict
     build = partial(Classifier, optimizer=optimizer)
 
     plain = fitted(tmp_path, build=build, **options)
-    piped = fitted(tmp_path, GPipeStrategy([2, 4], chunks=4), build=build, devices=2, **options)
+    pipelined = fitted(tmp_path, GPipeStrategy([2, 4], chunks=4), build=build, devices=2, **options)
 
-    assert piped.global_step == plain.global_step
-    assert_same_weights(piped, plain)
+    assert pipelined.global_step == plain.global_step
+    assert_same_weights(pipelined, plain)
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.05}, {"accumulate_grad_batches": 3}])
@@ -89,9 +89,9 @@ def test_trainer_options_of_these_tests_matter(
 def test_fit_with_any_balance(
     tmp_path: Path, plain: L.Trainer, balance: Any, devices: int, chunks: int
 ) -> None:
-    piped = fitted(tmp_path, GPipeStrategy(balance, chunks), devices=devices)
+    pipelined = fitted(tmp_path, GPipeStrategy(balance, chunks), devices=devices)
 
-    assert_same_weights(piped, plain)
+    assert_same_weights(pipelined, plain)
 
 
 @pytest.mark.parametrize("mode", [*MODES, 0, 100])
@@ -101,17 +101,17 @@ def test_fit_with_any_recomputation(
 ) -> None:
     strategy = GPipeStrategy([3, 3], 4, activation_checkpointing=mode, threads=threads)
 
-    piped = fitted(tmp_path, strategy, devices=2)
+    pipelined = fitted(tmp_path, strategy, devices=2)
 
-    assert_same_weights(piped, plain)
+    assert_same_weights(pipelined, plain)
 
 
 def test_fit_on_shuffled_batches(tmp_path: Path, plain: L.Trainer) -> None:
     shuffled = fitted(tmp_path, shuffle=True)
 
-    piped = fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), devices=2, shuffle=True)
+    pipelined = fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), devices=2, shuffle=True)
 
-    assert_same_weights(piped, shuffled)
+    assert_same_weights(pipelined, shuffled)
     assert not torch.allclose(weights(shuffled)["head.weight"], weights(plain)["head.weight"])
 
 
@@ -120,9 +120,9 @@ def test_fit_with_a_learning_rate_schedule(tmp_path: Path, optimizer: str) -> No
     build = partial(Classifier, optimizer=optimizer, scheduled=True)
 
     plain = fitted(tmp_path, build=build)
-    piped = fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), build=build, devices=2)
+    pipelined = fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), build=build, devices=2)
 
-    assert_same_weights(piped, plain)
+    assert_same_weights(pipelined, plain)
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
@@ -133,24 +133,24 @@ def test_running_statistics_of_a_batch_norm(tmp_path: Path, chunks: int) -> None
         return Classifier(layers=layers)
 
     plain = fitted(tmp_path, build=build)
-    piped = fitted(tmp_path, GPipeStrategy([2, 1], chunks), build=build, devices=2)
+    pipelined = fitted(tmp_path, GPipeStrategy([2, 1], chunks), build=build, devices=2)
 
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         key = f"layers.0.{name}"
-        torch.testing.assert_close(weights(piped)[key], weights(plain)[key])
+        torch.testing.assert_close(weights(pipelined)[key], weights(plain)[key])
 
 
 def test_logged_values(tmp_path: Path) -> None:
-    plain, piped = History(), History()
+    plain, pipelined = History(), History()
 
     fitted(tmp_path, callbacks=[plain])
-    fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), devices=2, callbacks=[piped])
+    fitted(tmp_path, GPipeStrategy([3, 3], chunks=4), devices=2, callbacks=[pipelined])
 
-    assert len(piped.seen) == 3 * (3 + 1 + 1) + 1  # batches, validation, end; the sanity check
+    assert len(pipelined.seen) == 3 * (3 + 1 + 1) + 1  # batches, validation, end; the sanity check
     assert {"train_loss_step", "train_loss_epoch", "val_loss", "val_accuracy"} <= set(
-        piped.seen[-1]
+        pipelined.seen[-1]
     )
-    torch.testing.assert_close(piped.seen, plain.seen, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(pipelined.seen, plain.seen, rtol=1e-7, atol=1e-7)
 
 
 def test_dropout_is_the_same_under_the_same_seed(tmp_path: Path) -> None:

@@ -40,12 +40,12 @@ def model() -> Classifier:
 def test_evaluation(tmp_path: Path, model: Classifier, method: str) -> None:
     plain = getattr(trainer(tmp_path), method)(model, datamodule=Data(), verbose=False)
 
-    piped = getattr(trainer(tmp_path, strategy(), devices=2), method)(
+    pipelined = getattr(trainer(tmp_path, strategy(), devices=2), method)(
         model, datamodule=Data(), verbose=False
     )
 
-    assert len(piped) == 1 and len(piped[0]) == 2
-    torch.testing.assert_close(piped, plain)
+    assert len(pipelined) == 1 and len(pipelined[0]) == 2
+    torch.testing.assert_close(pipelined, plain)
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
@@ -91,20 +91,20 @@ def test_sanity_check_runs_in_the_pipeline(tmp_path: Path) -> None:
 def test_fast_dev_run(tmp_path: Path) -> None:
     plain = fitted(tmp_path, fast_dev_run=2)
 
-    piped = fitted(tmp_path, strategy(), devices=2, fast_dev_run=2)
+    pipelined = fitted(tmp_path, strategy(), devices=2, fast_dev_run=2)
 
-    assert piped.global_step == 2
-    assert_same_weights(piped, plain)
+    assert pipelined.global_step == 2
+    assert_same_weights(pipelined, plain)
 
 
 def test_overfit_batches(tmp_path: Path) -> None:
     # Evaluation runs over the training data, in order.
     plain = fitted(tmp_path, overfit_batches=2)
 
-    piped = fitted(tmp_path, strategy(), devices=2, overfit_batches=2)
+    pipelined = fitted(tmp_path, strategy(), devices=2, overfit_batches=2)
 
-    assert piped.global_step == 3 * 2
-    assert_same_weights(piped, plain)
+    assert pipelined.global_step == 3 * 2
+    assert_same_weights(pipelined, plain)
 
 
 def test_batch_with_fewer_rows_than_chunks(tmp_path: Path, model: Classifier) -> None:
@@ -125,10 +125,10 @@ def test_fit_twice_with_one_trainer(tmp_path: Path) -> None:
 
     plain = twice(fitted(tmp_path))
 
-    piped = twice(fitted(tmp_path, strategy(), devices=2))
+    pipelined = twice(fitted(tmp_path, strategy(), devices=2))
 
-    assert piped.current_epoch == 5
-    assert_same_weights(piped, plain)
+    assert pipelined.current_epoch == 5
+    assert_same_weights(pipelined, plain)
 
 
 def test_model_goes_from_one_trainer_to_the_next(tmp_path: Path, model: Classifier) -> None:
@@ -177,15 +177,15 @@ class Adversaries(Classifier):
 def test_manual_optimization_with_two_optimizers(tmp_path: Path, mode: Any) -> None:
     plain = fitted(tmp_path, build=Adversaries)
 
-    piped = fitted(
+    pipelined = fitted(
         tmp_path,
         GPipeStrategy([2, 4], 3, activation_checkpointing=mode),
         build=Adversaries,
         devices=2,
     )
 
-    assert_same_weights(piped, plain)
-    assert piped.lightning_module.seen == plain.lightning_module.seen
+    assert_same_weights(pipelined, plain)
+    assert pipelined.lightning_module.seen == plain.lightning_module.seen
 
 
 class Skipper(Classifier):
@@ -200,9 +200,9 @@ class Skipper(Classifier):
 def test_step_without_a_loss(tmp_path: Path) -> None:
     plain = fitted(tmp_path, build=Skipper)
 
-    piped = fitted(tmp_path, strategy(), build=Skipper, devices=2)
+    pipelined = fitted(tmp_path, strategy(), build=Skipper, devices=2)
 
-    assert_same_weights(piped, plain)
+    assert_same_weights(pipelined, plain)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")

@@ -44,10 +44,10 @@ def test_precision_inside_the_stages(
     strategy = GPipeStrategy([3, 2], 4, activation_checkpointing=mode, threads=threads)
 
     plain = run()
-    piped = run(strategy, devices=2)
+    pipelined = run(strategy, devices=2)
 
-    assert seen(piped.lightning_module) == [{dtype}, {dtype}] == seen(plain.lightning_module)
-    torch.testing.assert_close(weights(piped), weights(plain), rtol=tolerance, atol=tolerance)
+    assert seen(pipelined.lightning_module) == [{dtype}, {dtype}] == seen(plain.lightning_module)
+    torch.testing.assert_close(weights(pipelined), weights(plain), rtol=tolerance, atol=tolerance)
 
 
 def test_autocast_of_the_step_itself(tmp_path: Path) -> None:
@@ -61,6 +61,6 @@ def test_autocast_of_the_step_itself(tmp_path: Path) -> None:
     def build() -> Casting:
         return Casting(layers=recorded().layers).float()
 
-    piped = fitted(tmp_path, GPipeStrategy([3, 2], 4), build=build, devices=2)
+    pipelined = fitted(tmp_path, GPipeStrategy([3, 2], 4), build=build, devices=2)
 
-    assert seen(piped.lightning_module) == [{torch.bfloat16}, {torch.bfloat16}]
+    assert seen(pipelined.lightning_module) == [{torch.bfloat16}, {torch.bfloat16}]

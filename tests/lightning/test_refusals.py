@@ -180,9 +180,11 @@ def test_more_devices_than_layers(tmp_path: Path) -> None:
 def test_named_module_among_several(tmp_path: Path) -> None:
     class Looks(L.Callback):
         def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-            piped.extend("forward" in each.__dict__ for each in (pl_module.net["layers"], other))
+            pipelined.extend(
+                "forward" in each.__dict__ for each in (pl_module.net["layers"], other)
+            )
 
-    piped: list[bool] = []
+    pipelined: list[bool] = []
     other = six_layers()
     strategy = GPipeStrategy([3, 3], module="net.layers")
 
@@ -190,7 +192,7 @@ def test_named_module_among_several(tmp_path: Path) -> None:
         tmp_path, strategy, build=lambda: Holder(other), devices=2, max_steps=1, callbacks=[Looks()]
     )
 
-    assert piped == [True, False]
+    assert pipelined == [True, False]
 
 
 def test_layer_that_the_module_moves_away(tmp_path: Path) -> None:

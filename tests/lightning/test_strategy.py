@@ -170,15 +170,15 @@ def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> No
 def test_last_hooks_see_the_plain_module(tmp_path: Path) -> None:
     class Looks(L.Callback):
         def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-            piped.append("forward" in pl_module.layers.__dict__)
+            pipelined.append("forward" in pl_module.layers.__dict__)
 
         on_fit_end = on_train_end
 
         def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
             self.on_train_end(trainer, pl_module)
 
-    piped: list[bool] = []
+    pipelined: list[bool] = []
 
     fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_steps=1, callbacks=[Looks()])
 
-    assert piped == [True, False, False], "at the end of training; of the fit; at teardown"
+    assert pipelined == [True, False, False], "at the end of training; of the fit; at teardown"

@@ -39,10 +39,12 @@ class TiedOutside(Classifier):
 @pytest.mark.parametrize("build", [TiedInside, TiedOutside])
 def test_fit_and_checkpoint(build: Any, tmp_path: Path) -> None:
     plain = fitted(tmp_path / "plain", "auto", build=build, max_epochs=2)
-    piped = fitted(tmp_path / "piped", GPipeStrategy([3, 3]), devices=2, build=build, max_epochs=2)
+    pipelined = fitted(
+        tmp_path / "pipelined", GPipeStrategy([3, 3]), devices=2, build=build, max_epochs=2
+    )
 
-    assert_same_weights(piped, plain)
-    one, other = (saved(made, tmp_path / "saved.ckpt") for made in (piped, plain))
+    assert_same_weights(pipelined, plain)
+    one, other = (saved(made, tmp_path / "saved.ckpt") for made in (pipelined, plain))
     assert one["state_dict"].keys() == other["state_dict"].keys()
     (optimizer,), (expected,) = one["optimizer_states"], other["optimizer_states"]
     assert optimizer["state"].keys() == expected["state"].keys()

@@ -143,13 +143,13 @@ def pipe(case: Case, module: nn.Sequential) -> list[Record]:
 
 
 class Reference:
-    """What a pipeline of ``piped`` must do, done by a copy of the plain module."""
+    """What a pipeline of ``pipelined`` must do, done by a copy of the plain module."""
 
-    def __init__(self, case: Case, piped: nn.Sequential) -> None:
-        self.module = deepcopy(piped)
+    def __init__(self, case: Case, pipelined: nn.Sequential) -> None:
+        self.module = deepcopy(pipelined)
         self._case = case
         self._dropouts = []
-        for own, other in zip(self.module.modules(), piped.modules(), strict=True):
+        for own, other in zip(self.module.modules(), pipelined.modules(), strict=True):
             if isinstance(own, Dropout) and isinstance(other, Dropout):
                 own.masks = other.masks
                 self._dropouts.append(own)

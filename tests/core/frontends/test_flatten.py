@@ -314,14 +314,14 @@ def build(flat: bool) -> Frozen:
 
 
 def test_lightning_module_with_a_plain_checkpoint(tmp_path: Path) -> None:
-    piped = partial(GPipeStrategy, [3, 4, 4], chunks=3)
+    pipelined = partial(GPipeStrategy, [3, 4, 4], chunks=3)
     plain = fitted(tmp_path, build=partial(build, False), max_epochs=4)
-    half = fitted(tmp_path, piped(), devices=3, build=partial(build, True), max_epochs=2)
+    half = fitted(tmp_path, pipelined(), devices=3, build=partial(build, True), max_epochs=2)
     half.save_checkpoint(tmp_path / "half.ckpt")
 
     plain_again = {"build": partial(build, False)}
     flat_and_plain = {"build": partial(build, True)}
-    flat_and_piped = {"build": partial(build, True), "strategy": piped(), "devices": 3}
+    flat_and_piped = {"build": partial(build, True), "strategy": pipelined(), "devices": 3}
     for options in (plain_again, flat_and_plain, flat_and_piped):
         made: dict[str, Any] = {"ckpt_path": tmp_path / "half.ckpt", "max_epochs": 4, **options}
         assert_same_weights(fitted(tmp_path, **made), plain)

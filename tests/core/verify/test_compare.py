@@ -11,8 +11,8 @@ def tensor(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-def deviation(plain: Tensor | None, piped: Tensor | None) -> Deviation:
-    (found,) = deviations({"x": plain}, {"x": piped})
+def deviation(plain: Tensor | None, pipelined: Tensor | None) -> Deviation:
+    (found,) = deviations({"x": plain}, {"x": pipelined})
     return found
 
 
@@ -22,18 +22,18 @@ def test_difference_is_measured_by_the_largest_value() -> None:
 
 def test_small_value_is_measured_by_a_tenth_of_the_largest_of_its_kind() -> None:
     plain = {"zero but for rounding": tensor(1e-16), "large": tensor(2.0)}
-    piped = {"zero but for rounding": tensor(-1e-16), "large": tensor(2.0 + 1e-15)}
+    pipelined = {"zero but for rounding": tensor(-1e-16), "large": tensor(2.0 + 1e-15)}
 
-    found, _ = deviations(plain, piped)
+    found, _ = deviations(plain, pipelined)
 
     assert found.relative == pytest.approx(1e-15)
 
 
 def test_value_that_agrees_to_the_bit_does_not_make_others_small() -> None:
     plain = {"mask": tensor(0.0, -1e9), "mean": tensor(1.0)}
-    piped = {"mask": tensor(0.0, -1e9), "mean": tensor(1.5)}
+    pipelined = {"mask": tensor(0.0, -1e9), "mean": tensor(1.5)}
 
-    mask, mean = deviations(plain, piped)
+    mask, mean = deviations(plain, pipelined)
 
     assert (mask.relative, mean.relative) == (0.0, 0.5)
 
@@ -50,15 +50,15 @@ def test_special_value_does_not_measure_others() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
 def test_integers_must_be_equal(dtype: torch.dtype) -> None:
-    plain, piped = tensor(0, 1, dtype=dtype), tensor(1, 1, dtype=dtype)
+    plain, pipelined = tensor(0, 1, dtype=dtype), tensor(1, 1, dtype=dtype)
 
     assert deviation(plain, plain).relative == 0
-    assert deviation(plain, piped) == ("x", 1.0, math.inf, "")
-    assert str(deviation(plain, piped)) == "differs by up to 1 where it must be equal"
+    assert deviation(plain, pipelined) == ("x", 1.0, math.inf, "")
+    assert str(deviation(plain, pipelined)) == "differs by up to 1 where it must be equal"
 
 
 @pytest.mark.parametrize(
-    "plain, piped, expected",
+    "plain, pipelined, expected",
     [
         (tensor(1.0), None, "is present in the plain run only"),
         (None, tensor(1.0), "is present in the pipelined run only"),
@@ -71,9 +71,9 @@ def test_integers_must_be_equal(dtype: torch.dtype) -> None:
     ],
 )
 def test_values_that_cannot_be_subtracted(
-    plain: Tensor | None, piped: Tensor | None, expected: str
+    plain: Tensor | None, pipelined: Tensor | None, expected: str
 ) -> None:
-    found = deviation(plain, piped)
+    found = deviation(plain, pipelined)
 
     assert str(found) == expected
     assert found.relative == math.inf
