@@ -56,7 +56,7 @@ class Outcome:
     reports: list[dict[str, Any]] = field(default_factory=list)
 
 
-# Some tests may want a package that the machine has not; those for a GPU run all the same.
+# Some tests may need a package that the machine lacks; those for a GPU run anyway.
 GPU_TESTS = ("-m", "pytest", "-m", "gpu", "--quiet", "--continue-on-collection-errors")
 
 

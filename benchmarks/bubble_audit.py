@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     report = Report(
         given,
-        "Idle share of each worker in %, and what of it each cause adds",
+        "Idle share of each worker in %, and the part of each cause",
         columns=("", "worker", *Row._fields),
     )
     cases = [*on_cpu(given), *(on_gpu(given) if torch.cuda.is_available() else ())]

@@ -69,7 +69,7 @@ class Experiment:
             runs on a CPU.
         loss: Of the output and the target.
         target: For the images.
-        stated: What was published, and what of it was scaled.
+        stated: What was published, and which settings were scaled.
         deferred: Whether there are batch norms whose statistics could be deferred.
     """
 
@@ -253,7 +253,7 @@ def pipeline(
     *,
     deferred: bool,
 ) -> Iterator[Contestant]:
-    """Ours; theirs leaves the statistics of batch norms to each micro-batch, unless it is told."""
+    """Ours; theirs defers the statistics of batch norms only on request."""
     model = GPipe(
         task.copy_of_module(),
         balance,

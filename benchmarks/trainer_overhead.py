@@ -162,7 +162,7 @@ class Repeated(IterableDataset[Batch]):
 
 
 class Fit(Callback):
-    """A fit on a thread of its own, which stops after every batch until it is told to go on."""
+    """A fit on a thread of its own, which stops after every batch until it is resumed."""
 
     def __init__(self, model: L.LightningModule, strategy: Strategy | str, threads: int) -> None:
         self._model, self._threads = model, threads

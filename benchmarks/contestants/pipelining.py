@@ -120,7 +120,7 @@ def _cut(task: Task, balance: Sequence[int], *, chunks: int, **common: Any) -> l
 
 
 class Processes:
-    """Processes that each do what they are told, all at once, and tell what came of it."""
+    """Processes that each run a command at the same time, and return the result."""
 
     def __init__(self, processes: Sequence[BaseProcess], pipes: Sequence[Connection]) -> None:
         self._processes, self._pipes = processes, pipes
@@ -202,7 +202,7 @@ def _processes(parts: Sequence[Part], store: str) -> Iterator[Processes]:
 
 
 def _serve(pickled: bytes, rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    """Join the others, then do as told until the pipe is closed."""
+    """Join the others, then run commands until the pipe is closed."""
     try:
         part: Part = pickle.loads(pickled)
         torch.set_num_threads(part.threads)

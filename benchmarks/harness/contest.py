@@ -134,7 +134,7 @@ def contest(
         contestants: Who is timed.
         rounds: How many rounds count.
         warm_up: How many come before and do not.
-        synchronize: Waits until the device has done what it was told.
+        synchronize: Waits until the device is idle.
     """
     seconds: dict[str, list[float]] = {each.name: [] for each in contestants}
     gc.collect()

@@ -36,7 +36,7 @@ class Gauge:
         self._before = self._now(torch.cuda.memory_allocated, torch.cuda.memory_reserved)
 
     def synchronize(self) -> None:
-        """Wait until the devices have done what they were told."""
+        """Wait until the devices are idle."""
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
 

@@ -68,9 +68,9 @@ def test_too_few_devices(tmp_path: Path) -> None:
         fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices=3)
 
     assert str(error.value) == (
-        "the number of stages must be a multiple of the number of devices, so that each has as "
-        "many: got 4 stages for 3 devices. Write Trainer(devices=4). devices='auto' means one "
-        "device on the CPU and in a notebook, and all GPUs elsewhere."
+        "the number of stages must be a multiple of the number of devices, so that each device "
+        "has equally many: got 4 stages for 3 devices. Write Trainer(devices=4). devices='auto' means "
+        "one device on the CPU and in a notebook, and all GPUs elsewhere."
     )
 
 

@@ -1,12 +1,12 @@
-"""Promise: whatever the layers and the circumstances, the same numbers; for models that are drawn.
+"""Promise: the same numbers for any layers and any way to run them; tested on drawn models.
 
-Each case is a model from the grammar, a way to run it, and steps in a row. After each step the
-pipeline must be where the plain nn.Sequential is on one device: on the whole mini-batch or, if its
-layers mix, on one micro-batch after the other in one ordinary graph. Its dropouts take the masks
-that the pipeline's drew. (A recomputation that drew others would show: the outputs are of the one,
-the gradients of the other.)
+Each case is a model from the grammar, a way to run it, and several steps. After each step the
+pipeline must be equal to the plain nn.Sequential on one device, run on the whole mini-batch or, if
+its layers mix, on one micro-batch after the other in one ordinary graph. Its dropouts use the masks
+that the pipeline's drew. (A recomputation that drew other masks would be detected: the outputs are
+those of one mask, the gradients of another.)
 
-The suite draws a few cases, always the same; `make soak` 2,000 of each kind, always others.
+The suite draws a few cases, always the same; `make soak` 2,000 new ones of each kind.
 """
 
 from collections import Counter
@@ -143,7 +143,7 @@ def pipe(case: Case, module: nn.Sequential) -> list[Record]:
 
 
 class Reference:
-    """What a pipeline of ``pipelined`` must do, done by a copy of the plain module."""
+    """What a pipeline of ``pipelined`` must compute, computed by a copy of the plain module."""
 
     def __init__(self, case: Case, pipelined: nn.Sequential) -> None:
         self.module = deepcopy(pipelined)

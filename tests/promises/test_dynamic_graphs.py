@@ -1,7 +1,7 @@
 """Promise: what a layer does may differ from step to step, and from micro-batch to micro-batch.
 
-Nothing is traced and no shape is remembered. Where a layer decides by what it sees of the batch,
-it sees a micro-batch, so it is compared with the plain module run on each micro-batch by itself.
+Nothing is traced and no shape is recorded. A layer that decides by the values of its input decides
+by micro-batch, so it is compared with the plain module run on each micro-batch by itself.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Promise: no hang. What a layer raises reaches the caller, and the next step is a sound one."""
+"""Promise: no hang. An error in a layer reaches the caller, and the next step is correct."""
 
 import threading
 import traceback

@@ -1,6 +1,6 @@
-"""Promise: the same numbers, where drawn models once had others.
+"""Promise: the same numbers, in cases in which drawn models once found others.
 
-Each fault that they found is here by itself, as small as it could be made.
+Each fault that they found has a minimal test here.
 """
 
 import threading

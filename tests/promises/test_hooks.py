@@ -1,8 +1,8 @@
 """Promise: hooks see and change what they would on the plain module.
 
 A hook on a layer acts on each micro-batch; those here are linear in the gradient, so the
-micro-batches add up to what one mini-batch gives. A hook on a parameter, on the pipeline itself or
-on what is around it acts once per backward.
+micro-batches add up to the gradient of one mini-batch. A hook on a parameter, on the pipeline
+itself or on a module around it acts once per backward.
 """
 
 from collections import Counter

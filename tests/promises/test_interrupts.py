@@ -1,8 +1,8 @@
 """Promise: Ctrl-C at any line of the calling thread leaves the layers as they were.
 
-An interrupt strikes whatever the calling thread does just then. Here it strikes each line in turn
-of the modules that change something in the layers, and a step afterwards must be as one of the
-plain module.
+An interrupt can come at any line of the calling thread. Here it comes at each line in turn of the
+modules that change something in the layers, and a step afterwards must be equal to one of the plain
+module.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Promise: a pipeline is a module like any other: parts of a model, checkpointing, other pipelines.
 
-It may stand in several places of a graph, and what is around it may run it again.
+It may be used several times in a graph, and a module around it may run it again.
 """
 
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""Promise: what a step took it gives back, as soon as it can, and nothing adds up over steps."""
+"""Promise: a step frees its memory as soon as possible, and nothing accumulates over steps."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""Promise: what is not trained costs nothing, and what is learns as it does in the plain module.
+"""Promise: frozen layers cost nothing, and the others are trained as in the plain module.
 
 Frozen stages, parts trained beside a frozen base, and parameters that take turns.
 """

@@ -1,7 +1,7 @@
-"""What was found by running other pipelines, and which test shows that it is not so here.
+"""Defects found by running other pipelines, and which test shows that they are not present here.
 
-The defects are those of torchgpipe 0.0.7, and of torch.distributed.pipelining in torch 2.13 as far
-as they mean something in one process.
+They are those of torchgpipe 0.0.7, and of torch.distributed.pipelining in torch 2.13 if they apply
+to one process.
 """
 
 import ast

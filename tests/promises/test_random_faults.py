@@ -1,7 +1,7 @@
 """Promise: no hang, wherever and whenever something fails: 500 drawn faults.
 
-test_faults.py goes through the places one by one. Here all is drawn together: the pipeline, the
-action that fails, how, and in which step.
+test_faults.py tests the possible faults one by one. Here the pipeline, the action that fails, the
+kind of failure and the step are drawn together.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Promise: under a seed, what is drawn in several stages at once depends on no timing."""
+"""Promise: under a seed, random numbers drawn in several stages at once do not depend on timing."""
 
 import random
 import time

@@ -1,6 +1,6 @@
 """Promise: the running statistics of a batch norm are those that the whole mini-batch gives.
 
-They move once per mini-batch, whatever the micro-batches, and not again on recomputation.
+They are updated once per mini-batch, for any micro-batches, and not again on recomputation.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""Promise: forwards and backwards may follow one another in any order in which plain ones may.
+"""Promise: forwards and backwards may be called in any order that the plain module allows.
 
-Each forward has an activation or an input of its own to keep, and a recomputation in between must
-find the layers, their training mode, their buffers and their random numbers as its forward did.
+Each forward keeps its own activations or inputs, and a recomputation in between must use the
+layers, training mode, buffers and random numbers of its forward.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Promise: a skip connection is as in the plain nn.Sequential, and gives the same numbers.
 
-Whatever the balance, the chunks, the recomputation and the devices; also where tensors are shared,
-edited or absent, for which the plain module is the yardstick.
+For any balance, chunks, recomputation and devices; also if tensors are shared, edited or None, as
+compared with the plain module.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Promise: a pipeline's state dict is the plain module's, so it loads into it and into any balance.
 
-What Lightning makes of it, a checkpoint, is in tests/lightning/test_checkpoint.py.
+The checkpoints that Lightning saves are tested in tests/lightning/test_checkpoint.py.
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
-"""Promise: what goes from stage to stage may be any nested value, and another one in every step.
+"""Promise: stages may pass any nested value to one another, of another structure in every step.
 
-Tensors, masks, numbers and objects that PyTorch knows nothing of travel with the activations; what
-has rows is split and put together again, and what has none reaches every micro-batch.
+Tensors, masks, numbers and objects that are not PyTorch's are passed with the activations; tensors
+with rows are split and merged, and other values go to every micro-batch.
 """
 
 from dataclasses import dataclass

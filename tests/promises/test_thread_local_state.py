@@ -1,8 +1,8 @@
 """Promise: a layer sees the caller's state in forward, recomputation and backward.
 
-What the plain module's layers see is written down by a layer in their midst, and what those of a
-pipeline see must be the same: in forward *and* recomputation what forward sees, in backward what
-backward sees, wherever the state was entered.
+A layer records the state that it sees in the plain module, and must see the same in a pipeline: in
+forward *and* recomputation the state of forward, in backward that of backward, wherever the state
+was entered.
 """
 
 from collections.abc import Callable, Iterator

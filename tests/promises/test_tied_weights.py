@@ -1,7 +1,8 @@
 """Promise: a weight that layers share is one weight, on however many devices those layers are.
 
-Two devices take a GPU; a stage on the CPU beside one on a GPU will do. Without one, the second
-stage is told that the weight lives elsewhere: it then works on a copy, as it would there.
+Two devices require a GPU, such as one stage on the CPU and one on a GPU. Without a GPU, the weight
+is given another home than the second stage's device, so that the stage uses a copy, as it would on
+two devices.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Promise: PyTorch's tools do in every stage what they do in the plain module.
+"""Promise: PyTorch's tools work in every stage as in the plain module.
 
 Hooks on saved tensors pack, anomaly detection raises, modes change what is computed, FLOP counters
 and profilers count.

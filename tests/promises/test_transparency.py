@@ -1,4 +1,4 @@
-"""Promise: whatever the balance, the chunks, the recomputation and the devices, the same numbers.
+"""Promise: the same numbers for any balance, chunks, recomputation and devices.
 
 A pipeline must give the output, the loss, the gradient of every parameter and of the input that
 the plain nn.Sequential gives; up to the order of floating-point sums, so all is in float64.

@@ -1,6 +1,6 @@
-"""Promise: a parameter that a step or a micro-batch leaves out has the plain module's gradient.
+"""Promise: a parameter that a step or a micro-batch does not use has the plain module's gradient.
 
-Which may be none.
+That may be None.
 """
 
 import pytest

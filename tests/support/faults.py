@@ -1,4 +1,4 @@
-"""Layers that fail when told to, and ways to fail."""
+"""Layers that fail on request, and ways to fail."""
 
 import signal
 import threading

@@ -1,8 +1,8 @@
-"""A grammar of models and of ways to run them: what fits together.
+"""A grammar of models and of ways to run them.
 
-A drawn :class:`Case` is a value that prints, so that a failing example can be read and tried again.
-Its model is a row of words from the vocabulary, or of phrases (:class:`Passing`), in which a tensor
-goes through some of them in company.
+A drawn :class:`Case` is a value that prints, so that a failing example can be read and run again.
+Its model is a sequence of words from the vocabulary, or of phrases (:class:`Passing`), in which
+other values accompany the tensor through some of them.
 """
 
 from collections.abc import Callable

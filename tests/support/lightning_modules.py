@@ -23,7 +23,7 @@ FEATURES, WIDTH, CLASSES = 6, 8, 3
 
 
 def six_layers() -> nn.Sequential:
-    """What a :class:`Classifier` has in its pipeline unless told."""
+    """The layers that a :class:`Classifier` pipelines by default."""
     return nn.Sequential(
         nn.Linear(FEATURES, WIDTH),
         nn.Tanh(),
@@ -105,7 +105,7 @@ class Data(L.LightningDataModule):
 
 
 def trainer(root: Path, strategy: GPipeStrategy | str = "auto", **options: Any) -> L.Trainer:
-    """A Trainer that prints nothing, writes to ``root`` only, and runs on the CPU unless told."""
+    """A Trainer that prints nothing, writes to ``root`` only, and runs on the CPU by default."""
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "logger": False,

@@ -1,8 +1,8 @@
 """Meters of memory, and a module whose activations take 100 times what its boundaries do.
 
-Of a micro-batch that is recomputed a stage keeps its input, a *boundary*. What else it keeps are
-its activations. Both are measured in two ways: by what autograd saves, and by what is allocated
-and not freed yet. Micro-batches have a fixed size: a batch grows with their number m.
+A stage keeps the input of a micro-batch that is recomputed, a *boundary*; all else that it keeps
+are activations. Both are measured in two ways: by what autograd saves, and by what is allocated and
+not freed yet. Micro-batches have a fixed size: a batch grows with their number m.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""What belongs to the whole process: what a test changes and puts back, and the threads."""
+"""Process-wide state: settings that a test changes and restores, and the threads."""
 
 import gc
 import threading

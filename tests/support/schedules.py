@@ -1,4 +1,4 @@
-"""Schedules that the engine does not run yet, written as any new one is: as data."""
+"""Schedules that the engine does not run yet, written as data."""
 
 from collections.abc import Iterator
 

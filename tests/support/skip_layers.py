@@ -1,4 +1,4 @@
-"""Layers that stash and pop, each by a function."""
+"""Functions that make layers which stash and pop."""
 
 from collections.abc import Callable, Generator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Layouts and tasks for tests of transports, and a transport in which a test plays the others."""
+"""Layouts and tasks for tests of transports, and a transport whose other workers the test plays."""
 
 import contextvars
 from collections.abc import Callable, Sequence

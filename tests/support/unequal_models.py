@@ -1,4 +1,4 @@
-"""Layers for verify() to look at, and what it finds."""
+"""Layers on which verify() finds a difference, and what it reports."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The words of the grammar of models: runs of layers, and company for a tensor, each by its name.
 
-A run is one layer or more, which take and return a tensor of one shape. A stage may begin at any
-layer, so what travels between the layers of a run crosses stages too.
+A run is one or more layers that take and return a tensor of one shape. A stage may begin at any
+layer, so values between the layers of a run cross stages too.
 
-In most runs what becomes of a row depends on that row alone, so that they give the same for a
-mini-batch as for its micro-batches. The others mix: they look across rows, or move a state on with
-each forward, and what they give depends on which micro-batches they see.
+In most runs each row of the output depends on the same row of the input only, so that a mini-batch
+and its micro-batches give the same. The others mix: they compute across rows, or update a state in
+each forward, so their output depends on the micro-batches.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ EPS = 0.123
 
 
 class Dropout(nn.Module):
-    """Dropout that keeps its masks by the number of the draw, or takes those that are there.
+    """Dropout that records its masks by the number of the draw, or uses recorded ones.
 
     The number is a buffer, which a forward that is run again must find as the first one did.
 
     Attributes:
-        masks: The masks; of another's dropout, to take those.
+        masks: The masks; those of another dropout, to use them.
         taken: How many to take at once; 0 to draw one.
     """
 

@@ -1,7 +1,7 @@
-"""Waiting for other threads: as long as it takes, on a machine as busy as it may be.
+"""Waits for other threads for as long as needed, however busy the machine is.
 
-How long something takes says nothing where other programs have the cores. So a test does not
-measure time: it waits for what must come, and fails if that does not come at all.
+Durations mean nothing if other programs use the cores. So a test does not measure time: it waits
+for the expected event, and fails if it never comes.
 """
 
 import time
