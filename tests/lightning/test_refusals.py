@@ -69,8 +69,8 @@ def test_too_few_devices(tmp_path: Path) -> None:
 
     assert str(error.value) == (
         "the number of stages must be a multiple of the number of devices, so that each device "
-        "has equally many: got 4 stages for 3 devices. Write Trainer(devices=4). devices='auto' means "
-        "one device on the CPU and in a notebook, and all GPUs elsewhere."
+        "has equally many: got 4 stages for 3 devices. Write Trainer(devices=4). devices='auto' "
+        "means one device on the CPU and in a notebook, and all GPUs elsewhere."
     )
 
 

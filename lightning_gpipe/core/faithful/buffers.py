@@ -88,7 +88,7 @@ class Buffers:
         for module in self._modules:
             _set_buffers(module, self._saved.get(module, {}))
         for buffer, value in self._values.items():
-            if not torch.equal(buffer, value):  # equal ones may be saved by a graph
+            if not torch.equal(buffer, value):  # a graph may have saved an equal one
                 buffer.data.copy_(value)  # does not increment the version counter
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
