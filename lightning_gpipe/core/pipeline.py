@@ -168,7 +168,8 @@ class GPipe(nn.Module):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
-        self.patches.undo()  # those that an interrupted verification left
+        with self._engine.exclusive():
+            self.patches.undo()  # those that an interrupted verification left
         return self.run(input)
 
     def run(self, input: Any) -> Any:

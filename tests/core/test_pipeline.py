@@ -343,13 +343,31 @@ def test_flop_counter_counts_what_the_plain_module_takes(
     assert min(counts[0]) > 0
 
 
-def test_layer_that_runs_the_pipeline_it_is_part_of(pipe: Pipe) -> None:
+@pytest.mark.parametrize(
+    "arguments", [{}, {"threads": False}, {"devices": ["cpu"]}], ids=["threads", "inline", "one"]
+)
+def test_layer_that_runs_the_pipeline_it_is_part_of(pipe: Pipe, arguments: dict[str, Any]) -> None:
+    """Once the inner run took the shadows of the outer one away, where both were inline."""
     pipelines: list[GPipe] = []
+    linear = nn.Linear(3, 3).double()
     again = Call(lambda x: pipelines[0](x))
-    pipelines.append(pipe(nn.Sequential(nn.Identity(), again)))
+    pipelines.append(pipe(nn.Sequential(linear, again), copy=False, **arguments))
 
     with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
         pipelines[0](rows(4))
+
+    assert isinstance(linear.weight, nn.Parameter)
+    again.function = torch.tanh
+    assert pipelines[0](rows(4)).shape == (4, 3)
+
+
+def test_layer_that_runs_another_pipeline(pipe: Pipe) -> None:
+    inner = pipe(perceptron(2), threads=False)
+    module = nn.Sequential(nn.Linear(3, 3).double(), Call(inner), nn.Tanh())
+
+    pipeline = pipe(module, [1, 2], threads=False, copy=False)
+
+    assert pipeline(rows(4)).shape[0] == 4
 
 
 def test_layer_replaced_after_setup(pipeline: GPipe, module: nn.Sequential) -> None:

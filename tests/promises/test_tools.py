@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_gpipe.core.frontends.install import install, remove
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
-from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
+from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
 
 # Saved tensors.
 
@@ -297,3 +297,31 @@ def test_compiled_layer_stays_compiled_and_draws_the_same_again(pipe: Pipe, rate
 
     assert graphs
     torch.testing.assert_close(found[0], found[1])
+
+
+class Branches(nn.Module):
+    """Chooses by a higher-order operator, which runs one of two functions."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, self.dropout, torch.neg, (x,))
+
+
+@pytest.mark.skipif(not can_compile(), reason="torch.cond needs torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
+@with_and_without_threads
+@pytest.mark.parametrize("rate", [0.0, 0.5], ids=["without dropout", "with dropout"])
+def test_higher_order_operators(pipe: Pipe, rate: float) -> None:
+    """Once they failed in the dispatch mode in which draws are noticed."""
+    pipeline = pipe(nn.Sequential(Branches(rate), nn.Tanh()), [1, 1], chunks=2)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        with torch.no_grad():
+            outputs.append(pipeline(rows(6).detach().abs()))
+
+    torch.testing.assert_close(*outputs)

@@ -16,6 +16,7 @@ from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
+    ThreadState,
     refuse_cached_parametrizations,
     refuse_function_transforms,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Shadows",
     "SharedGenerators",
     "StageBuffers",
+    "ThreadState",
     "TrainingFlags",
     "Write",
     "check_batch_norms",

@@ -40,6 +40,11 @@ class Behaviors:
     def __init__(self) -> None:
         self._recorded: OrderedDict[Hashable, Behavior] = OrderedDict()
 
+    @property
+    def edited_buffers(self) -> set[Slot]:
+        """The slots whose buffers the layers edit for any call signature, as far as recorded."""
+        return {slot for each in self._recorded.values() for slot in each.edited_buffers or ()}
+
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""
         signature = flags, structure

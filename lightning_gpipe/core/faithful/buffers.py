@@ -11,7 +11,7 @@ copied in the first run, and in later runs only if the first run edited them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -71,17 +71,6 @@ class Buffers:
         unsaved = (slot for slot in self.edited if self._versions[slot][0] not in self._values)
         return next(unsaved, None)
 
-    def refuse_lost(self) -> None:
-        """Raise if a buffer was edited whose value was not saved."""
-        if self.lost is not None:
-            module, name = self.lost
-            raise RuntimeError(
-                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
-                "none: it did for the first time after an earlier run that did not, and the value "
-                "before is needed to run the forward again. Assign a new tensor to the buffer "
-                "instead of editing it, or write activation_checkpointing='never'."
-            )
-
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers and their values."""
@@ -125,9 +114,17 @@ class StageBuffers:
         self._modules = tuple(modules)
         self._deferred = deferred
 
-    def small(self) -> Buffers:
-        """A snapshot of all buffers, with the values of those that are not large."""
-        return Buffers(self._modules, copied=self._uncounted, ignored=self._unchanged)
+    def all(self) -> Buffers:
+        """A snapshot of all buffers and their values."""
+        return Buffers(self._modules, copied=lambda slot: True, ignored=self._unchanged)
+
+    def known(self, edited: Collection[Slot]) -> Buffers:
+        """A snapshot with the values of those that are small, or are known to be edited."""
+        return Buffers(
+            self._modules,
+            copied=lambda slot: slot in edited or self._uncounted(slot),
+            ignored=self._unchanged,
+        )
 
     def before(self, behavior: Behavior) -> Buffers:
         """A snapshot before a run of layers with this behavior."""
@@ -144,7 +141,14 @@ class StageBuffers:
         Raises:
             RuntimeError: If they edited one that they did not edit before.
         """
-        buffers.refuse_lost()
+        if buffers.lost is not None:
+            module, name = buffers.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
+                "none: it did for the first time after an earlier run that did not, and the value "
+                "before is needed for recomputation. Assign a new tensor to the buffer instead of "
+                "editing it, or write activation_checkpointing='never'."
+            )
         if behavior.edited_buffers is None:
             behavior.edited_buffers = buffers.edited
 
@@ -165,9 +169,12 @@ def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
 
 def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
     """Give ``module`` these buffers, and no others."""
-    for name in [name for name in module._buffers if name not in buffers]:
-        del module._buffers[name]
-    module._buffers.update(buffers)
+    slots = module._buffers
+    if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
+        for name in [name for name in slots if name not in buffers]:
+            del slots[name]
+    for name, buffer in buffers.items():
+        slots[name] = buffer
 
 
 def _version(buffer: Tensor) -> int:

@@ -39,10 +39,13 @@ class Lazily:
         self._managers = managers
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
+        self._stack = ExitStack()
+        try:
             for manager in self._managers():
-                stack.enter_context(manager)
-            self._stack = stack.pop_all()
+                self._stack.enter_context(manager)
+        except BaseException:
+            self._stack.close()
+            raise
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

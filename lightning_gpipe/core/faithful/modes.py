@@ -79,6 +79,43 @@ class _Pushed:
         self._pop()
 
 
+@dataclass(frozen=True)
+class ThreadState:
+    """How many modes a thread has entered, and its grad mode; to restore after an interrupt.
+
+    Attributes:
+        function: The number of function modes.
+        dispatch: The number of dispatch modes.
+        grad: Whether gradients are recorded.
+    """
+
+    function: int
+    dispatch: int
+    grad: bool
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        """The state of the calling thread."""
+        function = torch._C._len_torch_function_stack()
+        return cls(function, torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled())
+
+    def restore(self) -> None:
+        """Exit the modes that were entered since, and set grad mode.
+
+        There are none but after an interrupt just before a ``with`` block exits.
+        """
+        while torch._C._len_torch_dispatch_stack() > self.dispatch:
+            mode = dispatch._get_current_dispatch_mode_stack()[-1]
+            if type(mode).__module__.startswith(__package__):
+                mode.__exit__(None, None, None)
+            else:
+                dispatch._pop_mode()
+        while torch._C._len_torch_function_stack() > self.function:
+            overrides._pop_mode()
+        if torch.is_grad_enabled() != self.grad:
+            torch._C._set_grad_enabled(self.grad)
+
+
 def refuse_function_transforms() -> None:
     """Raise inside of ``torch.func`` transforms and forward-mode differentiation.
 

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.faithful.managers import Manager
@@ -196,6 +197,7 @@ class _RedirectedDraws(TorchDispatchMode):
         return True
 
     def __init__(self, seed: int, private: PrivateGenerators) -> None:
+        self.supports_higher_order_operators = True
         super().__init__()
         self._seed = seed
         self._private = private
@@ -209,6 +211,8 @@ class _RedirectedDraws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*map(self._redirected, args), **kwargs)
         if not _may_draw(func) or not _draws_now(func, args, kwargs):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs)
@@ -231,6 +235,17 @@ class _RedirectedDraws(TorchDispatchMode):
                 private.set_state(default.get_state())
                 default.set_state(before)
                 self._private.drew |= not torch.equal(own, private.get_state())
+
+    def _redirected(self, argument: Any) -> Any:
+        """A function among the arguments of an operator, such as a branch, as one in this mode."""
+        if not callable(argument) or isinstance(argument, Tensor):
+            return argument
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return run
 
     def _generator(self, device: torch.device) -> Generator:
         if device not in self._generators:

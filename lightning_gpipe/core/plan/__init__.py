@@ -7,7 +7,7 @@ from lightning_gpipe.core.plan.action import Action, Kind, successor
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.costs import parameter_costs
 from lightning_gpipe.core.plan.fill_drain import fill_drain
-from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, looped, one_each
+from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, one_each
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -56,7 +56,6 @@ __all__ = [
     "followed_slots",
     "is_plain",
     "lay_out",
-    "looped",
     "one_each",
     "parameter_costs",
     "shared_with_outside",

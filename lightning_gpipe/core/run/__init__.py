@@ -5,13 +5,11 @@ workers in between interpret the schedule and decide nothing.
 """
 
 from lightning_gpipe.core.run.engine import Engine
-from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.timeline import Timeline
 
 __all__ = [
     "Engine",
-    "MiniBatch",
     "Stage",
     "Timeline",
 ]

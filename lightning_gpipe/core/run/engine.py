@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -89,12 +89,16 @@ class Engine:
     def unchanged(self) -> Iterator[None]:
         """Keep no record of what runs in a ``with`` block, and call no observers."""
         timeline, observers = self.timeline, self._observers
-        self._observers = OrderedDict()
         try:
+            self._observers = OrderedDict()
             with self._draws.unchanged():
                 yield
         finally:
             self.timeline, self._observers = timeline, observers
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which no other thread runs mini-batches."""
+        return self._transport.exclusive()
 
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""

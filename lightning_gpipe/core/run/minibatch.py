@@ -24,6 +24,7 @@ from lightning_gpipe.core.faithful import (
     OwnGenerators,
     Randomness,
     SharedGenerators,
+    ThreadState,
     on_engine_thread,
     together,
 )
@@ -90,7 +91,7 @@ class MiniBatch:
                 outputs = self._draws.run(
                     flags,
                     partial(self._forward, microbatches),
-                    buffers=self._small_buffers if self._context.grad else None,
+                    buffers=self._buffers if self._context.grad else None,
                     modes=bool(self._context.modes),
                 )
             finally:
@@ -168,8 +169,9 @@ class MiniBatch:
             private = shared.private(stage.partition.index, grad=self._context.grad)
         return Randomness(own, private)
 
-    def _small_buffers(self) -> Iterator[Buffers]:
-        return (stage.buffers.small() for stage in self._stages)
+    def _buffers(self, first: bool) -> Iterator[Buffers]:
+        """Snapshots to run forward again, for the first time with these training flags or not."""
+        return (stage.snapshot(first=first) for stage in self._stages)
 
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
@@ -200,12 +202,14 @@ class MiniBatch:
             exchange.send(action, value)
         tasks = [w.task(schedule, exchange, context, self.timeline) for w in self._workers]
         inline = transport is transport.inline()
+        state = ThreadState.capture()
         try:
             transport.run(exchange, tasks)
         finally:
             if inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 for stage in self._stages:
                     stage.journal.undo()
+                state.restore()
         if inline:
             context.clear_autocast_cache()
         return exchange

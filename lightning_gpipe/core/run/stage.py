@@ -16,6 +16,7 @@ from lightning_gpipe.core.faithful import (
     Attributes,
     Behavior,
     Behaviors,
+    Buffers,
     DeferredStatistics,
     Journal,
     Manager,
@@ -102,6 +103,10 @@ class Stage:
     def statistics(self) -> DeferredStatistics | None:
         """Where batch norms collect the statistics of one mini-batch, if they are deferred."""
         return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
+
+    def snapshot(self, *, first: bool) -> Buffers:
+        """A snapshot of the buffers to run forward again; ``first``: nothing is known of it yet."""
+        return self.buffers.all() if first else self.buffers.known(self._behaviors.edited_buffers)
 
     def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""

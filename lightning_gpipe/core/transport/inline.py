@@ -6,8 +6,10 @@ enter, and for a caller on a thread of autograd, which must not be blocked.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
 
 from typing_extensions import override
 
@@ -16,6 +18,11 @@ from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Task, Transport
+
+NESTED = (
+    "a layer must not run the pipeline that it is part of: it would wait for itself. Call the "
+    "layers that are needed one by one instead."
+)
 
 
 class InlineExchange(Exchange):
@@ -57,7 +64,19 @@ class InlineTransport(Transport):
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
+        self.refuse_nested()
         return self._exclusion.entered()
+
+    def refuse_nested(self) -> None:
+        """Raise if the calling thread is in a run of this transport.
+
+        The stack is searched for it, because a flag could survive an interrupt.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is InlineTransport.run.__code__ and frame.f_locals["self"] is self:
+                raise RuntimeError(NESTED)
+            frame = frame.f_back
 
     @override
     def open(self, phase: Schedule) -> InlineExchange:
@@ -68,7 +87,7 @@ class InlineTransport(Transport):
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         assert isinstance(exchange, InlineExchange)
-        with self.exclusive(), ExitStack() as sessions:
+        with ExitStack() as sessions:
             for task in tasks:
                 sessions.enter_context(task.session())
             for worker, row in exchange.phase.turns:

@@ -20,7 +20,7 @@ from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
-from lightning_gpipe.core.transport.inline import InlineTransport
+from lightning_gpipe.core.transport.inline import NESTED, InlineTransport
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
 from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
 
@@ -106,11 +106,9 @@ class LocalTransport(Transport):
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
+        self._inline.refuse_nested()
         if any(thread.current for thread in self._pool.threads):
-            raise RuntimeError(
-                "a layer must not run the pipeline that it is part of: it would wait for itself. "
-                "Call the layers that are needed one by one instead."
-            )
+            raise RuntimeError(NESTED)
         return self._exclusion.entered()
 
     @override

@@ -68,8 +68,13 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
     Returns:
         What was compared, and the first difference if there is one.
     """
-    pipeline.patches.undo()  # those that an interrupted verification left
     context = Context.capture(pipeline.devices)
+    with pipeline.engine.exclusive():
+        pipeline.patches.undo()  # those that an interrupted verification left
+        return _verify(pipeline, input, tolerance, context)
+
+
+def _verify(pipeline: GPipe, input: Any, tolerance: float | None, context: Context) -> Parity:
     with _saving(context), without_dropout(pipeline.modules(), pipeline.patches):
         with state_preserved(pipeline):
             pipelined = run_pipelined(pipeline, input)

@@ -171,7 +171,7 @@ def test_running_statistics_are_always_copied_unless_they_are_deferred(training:
 def test_buffers_are_put_back_with_their_values() -> None:
     module = State()
     buffer = module.calls
-    found = StageBuffers([module], deferred=False).small()
+    found = StageBuffers([module], deferred=False).all()
 
     module(X)
     module.calls = nn.Buffer(torch.ones(()))
@@ -179,3 +179,34 @@ def test_buffers_are_put_back_with_their_values() -> None:
 
     assert module.calls is buffer
     assert buffer == 0
+
+
+def test_buffers_that_are_known_to_be_edited_are_saved() -> None:
+    module = State()
+    buffers = StageBuffers([module], deferred=False)
+    known, unknown = buffers.known({(module, "mask")}), buffers.known(())
+
+    module.mask.mul_(2)
+
+    assert known.lost is None
+    assert unknown.lost == (module, "mask")
+    known.restore()
+    assert module.mask.max() == 1
+
+
+# On Python 3.14 and later torch.jit.script is "not supported" instead of "deprecated".
+@pytest.mark.filterwarnings("ignore:`torch.jit.script.*` is (deprecated|not supported)")
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.BatchNorm1d(2)])
+def test_buffers_of_a_scripted_module(layer: nn.Module) -> None:
+    """Its buffers are kept in C++, and their container is not a dict."""
+    try:
+        module = torch.jit.script(layer)
+    except RuntimeError as error:  # torch.jit does not support this Python
+        pytest.skip(str(error))
+    found = StageBuffers([module], deferred=False).all()
+
+    module(torch.randn(3, 2))
+    found.restore()
+
+    for name, buffer in layer.named_buffers():
+        torch.testing.assert_close(dict(module.named_buffers())[name], buffer.clone())

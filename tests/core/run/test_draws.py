@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
     return Draws([CPU, CPU])
 
 
-def buffers() -> Iterator[Buffers]:
+def buffers(first: bool) -> Iterator[Buffers]:
     return iter(())
 
 
@@ -102,6 +103,10 @@ class Moves(nn.Module):
         self.calls = nn.Buffer(torch.zeros(size))
 
 
+def saved(module: nn.Module, *, large: bool = True) -> Callable[[bool], list[Buffers]]:
+    return lambda first: [Buffers([module], copied=lambda slot: large)]
+
+
 def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
     module = Moves(1)
     forward = Forward(draws=False)
@@ -114,7 +119,10 @@ def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
         return Forward(draws=True)(shared)
 
     draws.run(
-        TRAIN, late, buffers=lambda: [Buffers([module], copied=lambda slot: True)], modes=False
+        TRAIN,
+        late,
+        buffers=lambda first: [Buffers([module], copied=lambda slot: True)],
+        modes=False,
     )
 
     assert seen == [0, 0]
@@ -128,9 +136,12 @@ def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
         module.calls.add_(1)
         return Forward(draws=True)(shared)
 
-    with pytest.raises(RuntimeError, match="Moves must edit its buffer 'calls'"):
+    with pytest.raises(RuntimeError, match="Moves must not edit its large buffer 'calls'"):
         draws.run(
-            TRAIN, late, buffers=lambda: [Buffers([module], copied=lambda slot: False)], modes=False
+            TRAIN,
+            late,
+            buffers=lambda first: [Buffers([module], copied=lambda slot: False)],
+            modes=False,
         )
 
 
@@ -178,3 +189,46 @@ def test_what_is_known_is_bounded(draws: Draws) -> None:
         run(draws, Forward(draws=False), tuple(map(bool, map(int, f"{k:09b}"))))
 
     assert len(draws._recorded) < 100
+
+
+def test_what_draws_only_at_first_loses_its_private_generators(draws: Draws) -> None:
+    """An initialisation that draws once made every later mini-batch slow."""
+    forward = Forward(draws=True)
+    run(draws, forward)
+    forward.draws = False
+
+    for _ in range(3):
+        run(draws, forward)
+
+    assert forward.private == [True, True, False, False]
+
+
+def test_what_drew_twice_keeps_them(draws: Draws) -> None:
+    forward = Forward(draws=True)
+    run(draws, forward)
+    run(draws, forward)
+    forward.draws = False
+
+    run(draws, forward)
+    run(draws, forward)
+
+    assert forward.private == [True] * 4
+
+
+@pytest.mark.parametrize("assumed", [None, module_under_test._Seen.NEVER])
+def test_all_buffers_are_saved_where_nothing_is_known(
+    monkeypatch: pytest.MonkeyPatch, assumed: Any
+) -> None:
+    """Where a model is assumed to draw nothing at first, as on torch 2.8, it may all the same."""
+    monkeypatch.setattr(module_under_test, "_ASSUMED", assumed)
+    asked: list[bool] = []
+
+    def snapshots(first: bool) -> Iterator[Buffers]:
+        asked.append(first)
+        return iter(())
+
+    draws = Draws([CPU, CPU])
+    for _ in range(2):
+        draws.run(TRAIN, Forward(draws=False), buffers=snapshots, modes=False)
+
+    assert asked == ([False] if assumed is None else [True, False])
