@@ -80,9 +80,13 @@ class InlineTransport(Transport):
 
     @override
     def open(self, phase: Schedule) -> InlineExchange:
+        return InlineExchange(phase, self.copies())
+
+    def copies(self) -> Copies:
+        """The copies between the devices, with their side streams; made when first needed."""
         if self._copies is None:
             self._copies = Copies(self._layout)
-        return InlineExchange(phase, self._copies)
+        return self._copies
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:

@@ -98,7 +98,6 @@ class LocalTransport(Transport):
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._devices = layout.devices
-        self._copies: Copies | None = None
         self._pool = _Pool()
         self._exclusion = Exclusion(before=self._pool.finish)
         self._inline = InlineTransport(layout, self._exclusion)
@@ -113,9 +112,7 @@ class LocalTransport(Transport):
 
     @override
     def open(self, phase: Schedule) -> LocalExchange:
-        if self._copies is None:
-            self._copies = Copies(self._layout)
-        return LocalExchange(self._layout, self._copies)
+        return LocalExchange(self._layout, self._inline.copies())
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
