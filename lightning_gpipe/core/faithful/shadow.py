@@ -10,6 +10,9 @@ A shadow is a leaf that aliases a parameter's storage and its version counter. T
 micro-batches end in the shadows, autograd itself adds the gradients up in place, one parameter at a
 time, and ``shadow.grad`` is passed to the parameter at the end without a copy.
 
+A shadow also has the class of its parameter, and shares its attributes: a layer reads a scale that
+is kept on the parameter, a subclass keeps its operators, and what a layer writes there stays.
+
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
 mini-batch, so it follows every change of the parameter. The gradients of copies are added to that
@@ -19,9 +22,11 @@ at home.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.plan import Slot
@@ -81,10 +86,7 @@ class Shadows:
         found = self._of.get(id(parameter))
         if found is not None:
             return found[1]
-        value = parameter.detach()
-        if follows:
-            value = value.to(device, copy=True)
-        shadow = nn.Parameter(value, parameter.requires_grad)
+        shadow = _leaf_like(parameter, parameter.requires_grad, device if follows else None)
         self._of[id(parameter)] = parameter, shadow
         return shadow
 
@@ -114,7 +116,7 @@ class Shadows:
         """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
         for slots, name, parameter in self._frozen:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
-                yield slots, name, nn.Parameter(parameter.detach(), requires_grad=False)
+                yield slots, name, _leaf_like(parameter, requires_grad=False)
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The sums of the parameters' gradients; the shadows no longer hold them."""
@@ -125,6 +127,31 @@ class Shadows:
                 shadow.grad = None
                 taken.append((parameter, gradient))
         return taken
+
+
+def _leaf_like(
+    parameter: nn.Parameter, requires_grad: bool, copied_to: torch.device | None = None
+) -> nn.Parameter:
+    """A leaf of the parameter's class with its attributes: an alias, or a copy on a device."""
+    kind: Any = type(parameter)
+    if kind is not nn.Parameter and is_lazy(parameter):
+        raise ValueError(
+            f"parameters must be initialised before a pipeline runs: got {kind.__name__}. Run the "
+            "layer once on a small batch first."
+        )
+    value: Tensor = parameter
+    if copied_to is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            value = parameter.detach().to(copied_to, copy=True)
+    attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        leaf = Tensor._make_subclass(kind, value, requires_grad)
+    else:  # made of tensors that are attributes, so only its class can alias or copy it
+        leaf = value.detach().requires_grad_(requires_grad)
+        if copied_to is not None:
+            attributes = {**attributes, **leaf.__dict__}
+    leaf.__dict__ = attributes
+    return cast(nn.Parameter, leaf)
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

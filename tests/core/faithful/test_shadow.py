@@ -1,6 +1,12 @@
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map
 
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.shadow import Shadows
@@ -38,6 +44,140 @@ def test_shadows_are_swapped_in_and_out() -> None:
 
 class Marked(nn.Parameter):
     """A parameter of the user's own kind."""
+
+
+class Doubling(nn.Parameter):
+    """A parameter whose class changes what operators do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return 2 * result if func is nn.functional.linear else result
+
+
+class Wrapped(nn.Parameter):
+    """A parameter made of another tensor, as quantised weights are."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> "Wrapped":
+        made: Wrapped = Tensor._make_wrapper_subclass(
+            cls, held.shape, dtype=held.dtype, requires_grad=True
+        )
+        made.held = held
+        return made
+
+    def __init__(self, held: Tensor) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without @classmethod
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(lambda x: x.held if isinstance(x, Wrapped) else x, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        stays = func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
+        return Wrapped(result) if stays else result
+
+
+KINDS: dict[str, Callable[[Tensor], nn.Parameter]] = {
+    "plain": nn.Parameter,
+    "a subclass": Marked,
+    "a subclass with operators of its own": Doubling,
+    "a subclass made of another tensor": Wrapped,
+    "a tensor subclass": lambda value: nn.Parameter(TwoTensor(value, value.clone())),
+}
+
+
+@pytest.fixture(params=KINDS)
+def layer(request: pytest.FixtureRequest) -> nn.Linear:
+    """A layer with a weight of some kind, which has an attribute."""
+    layer = linear()
+    layer.weight = KINDS[request.param](layer.weight.detach())
+    vars(layer.weight)["scale"] = 3
+    return layer
+
+
+@pytest.fixture(params=["at home", "elsewhere"])
+def shadows(request: pytest.FixtureRequest, layer: nn.Linear) -> Shadows:
+    followed = {(layer, "weight")} if request.param == "elsewhere" else ()
+    return Shadows([layer], grad=True, device=CPU, followed=followed)
+
+
+def test_shadow_is_of_the_parameters_class_with_its_attributes(
+    layer: nn.Linear, shadows: Shadows
+) -> None:
+    """Once every shadow was a plain nn.Parameter without any."""
+    weight = layer.weight
+
+    with shadows.swapped_in(Journal()):
+        inside = layer.weight
+
+    assert inside is not weight
+    assert type(inside) is type(weight)
+    assert isinstance(inside, nn.Parameter)
+    assert inside.requires_grad
+    assert inside.is_leaf
+    assert vars(inside)["scale"] == 3
+
+
+def test_layer_computes_with_a_shadow_as_with_its_parameter(
+    layer: nn.Linear, shadows: Shadows
+) -> None:
+    x = torch.ones(1, 2)
+    layer(x).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+
+    with shadows.swapped_in(Journal()):
+        layer(x).sum().backward()
+
+    gradient = gradient_of(shadows, layer)
+    assert expected is not None
+    assert gradient is not None
+    assert type(gradient) is type(expected)
+    assert repr(gradient) == repr(expected)
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_writes_on_a_parameter_stays(kind: str) -> None:
+    layer = linear()
+    layer.weight = KINDS[kind](layer.weight.detach())
+
+    with shadows_of(layer).swapped_in(Journal()):
+        vars(layer.weight)["calls"] = 1
+
+    assert vars(layer.weight)["calls"] == 1
+
+
+def test_attributes_stay_when_shadows_are_gone() -> None:
+    layer = linear()
+    vars(layer.weight)["scale"] = torch.ones(1)
+
+    for _ in range(3):
+        shadows_of(layer)
+        gc.collect()
+
+    assert torch.equal(vars(layer.weight)["scale"], torch.ones(1))
+
+
+def test_edit_of_a_parameter_of_another_kind_is_seen_in_its_graph(layer: nn.Linear) -> None:
+    with shadows_of(layer).swapped_in(Journal()):
+        y = (layer(torch.ones(1, 2, requires_grad=True)) * 1).exp()
+
+    with torch.no_grad():
+        layer.weight.add_(1)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
+def test_lazy_parameter_has_no_shadow() -> None:
+    with pytest.raises(ValueError, match="must be initialised .* got UninitializedParameter"):
+        shadows_of(nn.LazyLinear(3))
 
 
 def test_parameter_of_a_subclass_has_a_shadow() -> None:

@@ -1,0 +1,76 @@
+"""Promise: a layer finds its parameters as it made them, with their class and their attributes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.models import assert_same_steps, rows
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
+
+pytestmark = [every_mode, with_and_without_threads]
+
+W = 3
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a scale, by which its operators multiply."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * vars(args[1])["scale"] if func is nn.functional.linear else result
+
+
+class ByScale(nn.Module):
+    """Reads an attribute of its parameter, and counts its calls there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, W * W, dtype=torch.float64).view(W, W))
+        self.attributes["scale"] = 3.0
+        self.attributes["seen"] = False
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return vars(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attributes["seen"] = True
+        return nn.functional.linear(x, self.weight) * self.attributes["scale"]
+
+
+def by_attribute() -> nn.Module:
+    return ByScale()
+
+
+def by_operator() -> nn.Module:
+    layer = nn.Linear(W, W).double()
+    layer.weight = Scaled(layer.weight.detach())
+    vars(layer.weight)["scale"] = 3.0
+    return layer
+
+
+@pytest.mark.parametrize("make", [by_attribute, by_operator])
+def test_layer_that_computes_by_its_parameters_class_or_attributes(
+    pipe: Pipe, make: Callable[[], nn.Module]
+) -> None:
+    """Once layers ran with plain nn.Parameters: AttributeError, or another result."""
+    plain, same = (nn.Sequential(make(), nn.Tanh(), make()) for _ in range(2))
+    same.load_state_dict(plain.state_dict())
+    pipeline = pipe(same, copy=False)  # a parameter's copy has no attributes
+
+    assert_same_steps(pipeline, plain, [rows(7), rows(5)])
+
+
+def test_what_a_layer_writes_on_its_parameter_stays(pipe: Pipe) -> None:
+    first, last = ByScale(), ByScale()
+    pipeline = pipe(nn.Sequential(first, last), copy=False)
+
+    pipeline(rows(7))
+
+    assert first.attributes["seen"]
+    assert last.attributes["seen"]
