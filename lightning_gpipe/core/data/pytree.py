@@ -44,6 +44,14 @@ class FlatTree(NamedTuple):
         detached = {id(leaf): _detached(leaf) for leaf in self.leaves}
         return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
 
+    def aliased(self) -> FlatTree:
+        """The same tree detached, with new objects for the tensors that could require a gradient.
+
+        A layer that calls ``requires_grad_()`` on one does not mark the caller's tensor.
+        """
+        aliases = {id(leaf): _aliased(leaf) for leaf in self.leaves}
+        return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
+
 
 def tree_flatten(tree: Any) -> FlatTree:
     """Flatten ``tree``.
@@ -91,6 +99,16 @@ def _detached(leaf: Any) -> Any:
     if isinstance(leaf, Tensor) and leaf.requires_grad:
         return copy_marks(leaf, leaf.detach().requires_grad_(torch.is_grad_enabled()))
     return leaf
+
+
+def _aliased(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and not leaf.requires_grad and _differentiable(leaf):
+        return copy_marks(leaf, leaf.detach())
+    return _detached(leaf)
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _name_of(key: Any) -> Any:

@@ -27,7 +27,7 @@ class MutationGuard:
     Args:
         behavior: What the layers edit, as recorded before; the first run records it here.
         leaves: The inputs.
-        grad: Whether gradients are recorded; if not, only marked tensors are guarded.
+        marked: Whether to guard marked tensors only, because nothing else needs the inputs again.
 
     Attributes:
         leaves: The inputs to run the layers on, copied where needed. A tensor that appears twice
@@ -45,13 +45,13 @@ class MutationGuard:
         "leaves",
     )
 
-    def __init__(self, behavior: Behavior, leaves: list[Any], *, grad: bool) -> None:
+    def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:
         self._behavior = behavior
         self._given = leaves
         guarded = [
             k
             for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (grad or is_whole(leaf) or is_aliased(leaf))
+            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf))
         ]
         self._guarded = tuple(guarded)
         self._expected = behavior.edited_inputs.get(self._guarded)

@@ -131,7 +131,7 @@ class MiniBatch:
         """Run the first phase; also tell whether anything was drawn from private generators."""
         self._begin(shared)
         last, m = len(self._stages), len(microbatches)
-        sent = {Action(Kind.FORWARD, i, 0): x.detached() for i, x in enumerate(microbatches)}
+        sent = {Action(Kind.FORWARD, i, 0): x.aliased() for i, x in enumerate(microbatches)}
         exchange = self._run(_FORWARD, sent, self._context)
         outputs = [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
         return outputs, any(each.randomness.drew for each in self._passes)

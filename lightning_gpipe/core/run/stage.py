@@ -39,6 +39,7 @@ class Stage:
     Attributes:
         partition: The layers.
         device: Where their parameters are.
+        last: Whether its outputs are the caller's.
         arriving: The routes of skip tensors from other stages.
         leaving: The routes of skip tensors to other stages.
         skip_bytes: The bytes of those that leave, in the latest micro-batch.
@@ -52,6 +53,7 @@ class Stage:
     def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
         self.partition: Partition = layout.partitions[j]
         self.device: torch.device = layout.device_of(j)
+        self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)
         self.leaving: tuple[Route, ...] = layout.leaving(j)
         self.skip_bytes: dict[SkipName, int] = {}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import (
     FlatTree,
+    copy_marks,
     mark_aliased,
     memory,
     tree_flatten,
@@ -51,7 +52,14 @@ class _Kept(NamedTuple):
 
     inputs: FlatTree
     roots: list[Root | None] | None  # where backward of the outputs starts; None if dropped
-    buffers: Buffers | None = None  # from before the first forward, if it will be recomputed
+    # If it will be recomputed: the buffers from before, and the version counters of the inputs.
+    buffers: Buffers | None = None
+    versions: tuple[int, ...] = ()
+
+    @property
+    def edited(self) -> bool:
+        """Whether an input was edited since forward, although it will be needed again."""
+        return self.roots is None and _versions(self.inputs) != self.versions
 
 
 class StagePass:
@@ -114,7 +122,9 @@ class StagePass:
             with self._context.dropping():
                 outputs = self._run(i, inputs, first=True)
             self.stage.buffers.after(behavior, buffers)
-            kept = _Kept(inputs, None, buffers)
+            if self.stage.last:
+                outputs = _apart(outputs, inputs)
+            kept = _Kept(inputs, None, buffers, _versions(inputs))
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
         else:
             with self._context.saving():
@@ -143,7 +153,8 @@ class StagePass:
         """
         if i not in self._microbatches:
             return FlatTree([])  # nothing in it requires a gradient
-        (leaves, _), roots, _ = self._microbatches.pop(i)
+        kept = self._microbatches.pop(i)
+        leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
         run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
@@ -160,6 +171,7 @@ class StagePass:
         """Raise if a recomputation would not compute what forward computed."""
         if all(kept.roots is not None for kept in self._microbatches.values()):
             return
+        self._check_inputs()
         kept = [each.buffers for each in self._microbatches.values() if each.buffers is not None]
         if self.shadows.edited:
             change = "parameters must not be edited", "an edit, such as an optimizer step"
@@ -174,6 +186,16 @@ class StagePass:
             f"{rule} between a forward and its backward: got {found} in {self.stage}, and its "
             "forward is yet to be recomputed. Change the model after backward."
         )
+
+    def _check_inputs(self) -> None:
+        i = next((i for i, kept in self._microbatches.items() if kept.edited), None)
+        if i is not None:
+            raise RuntimeError(
+                f"the input of {self.stage} must not be edited between a forward and its backward: "
+                f"got an edit in place of micro-batch {i}, and its forward is yet to be "
+                "recomputed. Edit a copy, write the next batch after backward, or write "
+                "activation_checkpointing='never'."
+            )
 
     def finish_forward(self) -> None:
         """Update running statistics, and record the version counters of the parameters.
@@ -219,7 +241,7 @@ class StagePass:
         return FlatTree(sent, outputs.spec)
 
     def _repeat(self, i: int) -> None:
-        inputs, _, buffers = self._microbatches[i]
+        inputs, buffers = self._microbatches[i].inputs, self._microbatches[i].buffers
         assert buffers is not None, "kept for every micro-batch that is recomputed"
         saved = buffers.swapped_in(self.stage.journal)
         with together([*self._as_in_forward(), self._context.saving(), *saved]):
@@ -239,7 +261,9 @@ class StagePass:
 
     def _run(self, i: int, inputs: FlatTree, *, first: bool) -> FlatTree:
         stage = self.stage
-        guard = MutationGuard(self._behavior(inputs), inputs.leaves, grad=self._context.grad)
+        # The first stage's inputs are the caller's, which a layer must not edit.
+        marked = not self._context.grad and stage.partition.index > 0
+        guard = MutationGuard(self._behavior(inputs), inputs.leaves, marked=marked)
         x, skips = self._arrived(guard.leaves, inputs.spec)
         bare = first and self._bare and self.shadows.in_place
         with NOTHING if bare else self._around(i, skips, first=first):
@@ -279,3 +303,25 @@ class StagePass:
         if self._latest is None or self._latest[0] is not inputs.spec:
             self._latest = inputs.spec, self.stage.behavior(self._flags, inputs.spec)
         return self._latest[1]
+
+
+def _versions(inputs: FlatTree) -> tuple[int, ...]:
+    """The version counters of the tensors among the leaves; inference tensors have none."""
+    return tuple(
+        leaf._version
+        for leaf in inputs.leaves
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    )
+
+
+def _apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
+    """The outputs without the memory of the inputs, for the caller, who may edit them in place."""
+    kept = {memory(leaf) for leaf in inputs.leaves} - {None}
+    shared = [memory(leaf) in kept for leaf in outputs.leaves]
+    if not any(shared):
+        return outputs
+    leaves = [
+        copy_marks(leaf, leaf.clone()) if copied else leaf
+        for leaf, copied in zip(outputs.leaves, shared, strict=True)
+    ]
+    return FlatTree(leaves, outputs.spec)

@@ -15,7 +15,7 @@ X = torch.arange(6.0).reshape(2, 3)
 
 
 def test_copies_of_one_tensor_are_one_tensor() -> None:
-    guard = MutationGuard(Behavior(), [X, X[:, :], X[:1], "name"], grad=True)
+    guard = MutationGuard(Behavior(), [X, X[:, :], X[:1], "name"], marked=False)
 
     assert guard.leaves[0] is guard.leaves[1]
     assert guard.leaves[0] is not guard.leaves[2]
@@ -25,10 +25,10 @@ def test_copies_of_one_tensor_are_one_tensor() -> None:
 
 def test_what_is_not_edited_is_not_copied_again() -> None:
     behavior = Behavior()
-    MutationGuard(behavior, [X, X[:, :]], grad=True).close()
+    MutationGuard(behavior, [X, X[:, :]], marked=False).close()
     leaves = [X, X[:, :]]
 
-    guard = MutationGuard(behavior, leaves, grad=True)
+    guard = MutationGuard(behavior, leaves, marked=False)
 
     assert all(map(lambda a, b: a is b, guard.leaves, leaves))
 
