@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             balance=pipeline.balance,
             chunks=pipeline.chunks,
             mode=pipeline.activation_checkpointing,
+            microbatching=str(pipeline.microbatching),
         )
 
     monkeypatch.setattr(GPipeStrategy, "setup", setup)
@@ -89,7 +91,8 @@ def test_class_path(tmp_path: Path, seen: dict[str, Any]) -> None:
         args=["fit", "--config", config(tmp_path, STRATEGY)],
     )
 
-    assert seen == {"balance": [2, 4], "chunks": 3, "mode": "always"}
+    rows = "Rows(at_least=1)"
+    assert seen == {"balance": [2, 4], "chunks": 3, "mode": "always", "microbatching": rows}
     assert_same_weights(cli.trainer, fitted(tmp_path))
 
 
@@ -99,6 +102,27 @@ def test_name(tmp_path: Path, seen: dict[str, Any]) -> None:
     assert strategy_of(cli).strategy_name == "gpipe"
     assert (len(seen["balance"]), seen["chunks"], seen["mode"]) == (2, 8, "except_last")
     assert_same_weights(cli.trainer, fitted(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments, name",
+    [
+        ({"dim": 1, "output_dim": 0}, "Rows(at_least=1, dim=1, output_dim=0)"),
+        ({"dim": {"x": 1}}, "Rows(at_least=1, dim={'x': 1})"),
+        ({"dim": {0: 1}}, "Rows(at_least=1, dim={0: 1})"),
+    ],
+)
+def test_way_to_split(
+    tmp_path: Path, seen: dict[str, Any], arguments: dict[str, Any], name: str
+) -> None:
+    rows = {"class_path": "lightning_gpipe.Rows", "init_args": arguments}
+    init_args = {"balance": [2, 4], "chunks": 1, "microbatching": rows}
+    strategy = {"class_path": STRATEGY["class_path"], "init_args": init_args}
+
+    with suppress(ValueError):  # the model has its rows in dim 0
+        main(["fit", "--config", config(tmp_path, strategy, fast_dev_run=True)])
+
+    assert seen["microbatching"] == name
 
 
 def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:
@@ -111,7 +135,7 @@ def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> N
         ]
     )
 
-    assert seen == {"balance": [2, 4], "chunks": 5, "mode": 2}
+    assert (seen["balance"], seen["chunks"], seen["mode"]) == ([2, 4], 5, 2)
 
 
 def test_strategy_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:

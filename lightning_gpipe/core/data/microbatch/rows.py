@@ -15,30 +15,62 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.core.data.marks import is_whole, whole
+from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
+from lightning_gpipe.core.data.microbatch.merging import flattened, merge_leaf
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
 
 class Rows(MicroBatching):
-    """Splits along dim 0 as evenly as possible, and concatenates.
+    """Splits along the dim of the rows as evenly as possible, and concatenates.
+
+    Example::
+
+        Rows(at_least=2)  # for batch norms
+        Rows(dim=1)  # (time, rows, features) in and out
+        Rows(dim=1, output_dim=0)  # (time, rows, features) in, (rows, classes) out
+        Rows(dim={"x": 1})  # x is (time, rows, features), other entries are (rows, ...)
 
     Args:
         at_least: The smallest number of rows in a micro-batch, unless the whole batch has fewer.
+        dim: The dim of the rows in the tensors of a batch. A tensor without that dim, such as
+            labels of shape ``(rows,)``, is split along dim 0. A dict gives the dim for entries:
+            keys of the outermost dict, indices in the outermost tuple or list, or fields of the
+            outermost dataclass; others are split along dim 0.
+        output_dim: The dim along which outputs are concatenated, likewise. None takes ``dim``.
+
+    Raises:
+        TypeError: If a dim is not an integer.
+        ValueError: If ``at_least`` is less than 1, or a dim less than 0.
     """
 
-    def __init__(self, at_least: int = 1) -> None:
+    def __init__(
+        self,
+        at_least: int = 1,
+        *,
+        dim: int | dict[int | str, int] = 0,
+        output_dim: int | dict[int | str, int] | None = None,
+    ) -> None:
         if at_least < 1:
             raise ValueError(f"at_least must be 1 or more, a number of rows: got {at_least}.")
+        check_dim("dim", dim)
+        if output_dim is not None:
+            check_dim("output_dim", output_dim)
         self._at_least = at_least
+        self._dim = dim
+        self._output_dim = output_dim
 
     def __repr__(self) -> str:
-        return f"Rows(at_least={self._at_least})"
+        dims = f", dim={self._dim}" if self._dim != 0 else ""
+        if self._output_dim is not None:
+            dims += f", output_dim={self._output_dim}"
+        return f"Rows(at_least={self._at_least}{dims})"
 
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
         """Split ``batch`` into at most ``chunks`` micro-batches of the same structure.
 
-        Tensors of shape ``(rows, ...)`` are split along dim 0, the larger pieces first; all must
+        Tensors with rows are split along the dim of the rows, the larger pieces first; all must
         have the same number of rows. Everything else goes to every micro-batch: 0-dim tensors,
         tensors marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None, numbers. A
         batch of fewer rows than chunks makes fewer micro-batches.
@@ -51,44 +83,52 @@ class Rows(MicroBatching):
             ValueError: If no tensor has a batch dimension, the tensors disagree on its size, or one
                 cannot be split because it is sparse or nested.
         """
-        rows = count_rows(batch)
-        return split_rows(batch, even_sizes(rows, min(chunks, rows // self._at_least)))
+        rows = count_rows(batch, self._dim)
+        sizes = even_sizes(rows, min(chunks, rows // self._at_least))
+        return split_rows(batch, sizes, self._dim)
 
     @override
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
         """Merge the outputs of all micro-batches into the output of the mini-batch.
 
-        Tensors are concatenated along dim 0 in order, 0-dim tensors are stacked to shape ``(m,)``.
-        Marked tensors and values other than tensors must be equal for all micro-batches, and are
-        returned once.
+        Tensors are concatenated in order along ``output_dim``, those without that dim along dim 0,
+        and 0-dim tensors are stacked to shape ``(m,)``. Marked tensors and values other than
+        tensors must be equal for all micro-batches, and are returned once.
 
         Raises:
-            ValueError: If the outputs differ in structure, or in a value that must be equal.
+            ValueError: If the outputs differ in structure, or in a value that must be equal, or do
+                not have their rows in the ``dim`` of the input and no ``output_dim`` was given.
         """
         if len(outputs) == 1:
             return outputs[0]
-        flat = [tree_flatten(output) for output in outputs]
-        specs = [spec for _, spec in flat]
-        if any(spec != specs[0] for spec in specs):
-            raise ValueError(
-                "the outputs of all micro-batches must have one structure: got "
-                + ", ".join(f"{spec} for micro-batch {i}" for i, spec in enumerate(specs))
-            )
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        merged = [_merge_leaf(k, column) for k, column in enumerate(columns)]
-        return tree_unflatten(FlatTree(merged, specs[0]))
+        flat = flattened(outputs)
+        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        if self._output_dim is not None:
+            dims = dims_of(outputs[0], self._output_dim)
+        elif self._dim == 0:
+            dims = [0] * len(columns)
+        else:
+            dims = dims_of(outputs[0], self._dim, strict=False)
+            _check_rows(columns, dims, even_sizes(count_rows(batch, self._dim), len(outputs)))
+        merged = [
+            merge_leaf(k, column, dim)
+            for k, (column, dim) in enumerate(zip(columns, dims, strict=True))
+        ]
+        return tree_unflatten(FlatTree(merged, flat[0].spec))
 
 
-def count_rows(batch: Any) -> int:
+def count_rows(batch: Any, dim: Dim = 0) -> int:
     """The number of rows that all tensors of ``batch`` have.
 
     Raises:
         ValueError: If they disagree, or no tensor has rows.
     """
-    rows = {leaf.size(0) for leaf in tree_flatten(batch).leaves if has_rows(leaf)}
-    if len(rows) != 1:
-        raise ValueError(_no_common_rows(batch))
-    return rows.pop()
+    leaves = tree_flatten(batch).leaves
+    dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
+    found = {leaf.size(k) for leaf, k in zip(leaves, dims, strict=True) if has_rows(leaf)}
+    if len(found) != 1:
+        raise ValueError(_no_common_rows(batch, dims))
+    return found.pop()
 
 
 def even_sizes(rows: int, chunks: int) -> list[int]:
@@ -98,13 +138,15 @@ def even_sizes(rows: int, chunks: int) -> list[int]:
     return [small + 1] * larger + [small] * (m - larger)
 
 
-def split_rows(batch: Any, sizes: list[int]) -> list[Any]:
+def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
     """Split ``batch`` into micro-batches of consecutive rows, as many as each size says."""
     if len(sizes) == 1:
         return [batch]
     leaves, spec = tree_flatten(batch)
+    dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
     pieces = [
-        leaf.split(sizes) if has_rows(leaf) else [_unsplit(leaf)] * len(sizes) for leaf in leaves
+        _pieces(leaf, sizes, k) if has_rows(leaf) else [_unsplit(leaf)] * len(sizes)
+        for leaf, k in zip(leaves, dims, strict=True)
     ]
     return [tree_unflatten(FlatTree(list(piece), spec)) for piece in zip(*pieces, strict=True)]
 
@@ -126,63 +168,52 @@ def has_rows(leaf: Any) -> bool:
     return leaf.dim() > 0
 
 
+def _pieces(tensor: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    pieces = tensor.split(sizes, dim)
+    # Layers may view what is contiguous in the plain module.
+    return [piece.contiguous() for piece in pieces] if dim and tensor.is_contiguous() else pieces
+
+
 def _unsplit(leaf: Any) -> Any:
     """The leaf for every micro-batch; a tensor is marked, so that it is recognised as output."""
     return whole(leaf) if isinstance(leaf, Tensor) and not is_whole(leaf) else leaf
 
 
-def _merge_leaf(k: int, values: Sequence[Any]) -> Any:
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if len(tensors) == len(values) and not all(map(is_whole, tensors)):
-        return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors)
-    if not all(_same(value, values[0]) for value in values):
-        raise ValueError(
-            "an output without a row per sample, one that is not a tensor or is marked by whole(), "
-            f"must be the same for all micro-batches: got {list(values)} for leaf {k}. Return it "
-            "as a tensor with a row per sample."
-        )
-    return values[0]
+def _check_rows(columns: Sequence[Sequence[Any]], dims: Sequence[int], sizes: list[int]) -> None:
+    """Raise if outputs do not have their rows where the input has them, or may have them elsewhere.
+
+    Outputs of shape ``(time, rows)`` and ``(rows, classes)`` may have the same sizes.
+    """
+    for column, dim in zip(columns, dims, strict=True):
+        tensors = [x for x in column if has_rows(x)]
+        if len(tensors) < len(sizes):
+            continue  # marked, or no tensors
+        fitting = [
+            k
+            for k in range(min(x.dim() for x in tensors))
+            if all(x.size(k) == size for x, size in zip(tensors, sizes, strict=True))
+        ]
+        if dim not in fitting or (fitting == [0, 1] and tensors[0].dim() == 2):
+            raise ValueError(
+                f"outputs must have the rows of their micro-batch in dim {dim}, as the input: got "
+                f"shapes {[tuple(x.shape) for x in tensors]} for micro-batches of {sizes} rows. "
+                "Say where the rows of outputs are, for example Rows(dim=1, output_dim=0)."
+            )
 
 
-def _same(value: Any, other: Any) -> bool:
-    if value is other:
-        return True
-    if type(value) is not type(other):
-        return False
-    if isinstance(value, Tensor):
-        if not is_whole(value) or value.layout != other.layout or value.shape != other.shape:
-            return False
-        return all(map(_equal, _dense_parts(value), _dense_parts(other)))
-    equal = value == other
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare by element
-
-
-def _equal(tensor: Tensor, other: Tensor) -> bool:
-    if (tensor.data_ptr(), tensor.stride()) == (other.data_ptr(), other.stride()):
-        return tensor.shape == other.shape  # the same memory: nothing to compare
-    there = tensor.to(other.device)
-    if not there.dtype.is_floating_point:
-        return torch.equal(there, other)
-    return torch.allclose(there, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors that are equal if the tensors that they represent are."""
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
-
-
-def _no_common_rows(batch: Any) -> str:
-    tensors = [(name, leaf) for name, leaf in named_leaves(batch) if isinstance(leaf, Tensor)]
-    found = ", ".join(f"input{name} of shape {tuple(leaf.shape)}" for name, leaf in tensors)
-    if not any(has_rows(leaf) for _, leaf in tensors):
+def _no_common_rows(batch: Any, dims: Sequence[int]) -> str:
+    named = zip(named_leaves(batch), dims, strict=True)
+    tensors = [(name, leaf, dim) for (name, leaf), dim in named if isinstance(leaf, Tensor)]
+    found = ", ".join(f"input{name} of shape {tuple(leaf.shape)}" for name, leaf, _ in tensors)
+    if not any(has_rows(leaf) for _, leaf, _ in tensors):
         return (
             "the pipeline's input must hold a tensor with a batch dimension to split into "
             f"micro-batches: got {found or f'no tensor in {type(batch).__name__}'}."
         )
+    where = " and ".join(map(str, sorted({dim for _, leaf, dim in tensors if has_rows(leaf)})))
+    others = "" if where == "0" else " Rows(dim={...}) gives the dim of single entries."
     return (
-        f"all tensors of a batch must have the same size in dim 0: got {found}. Write "
-        "whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole."
+        f"all tensors of a batch must have the same size in dim {where}: got {found}. Write "
+        f"whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole."
+        f"{others}"
     )
