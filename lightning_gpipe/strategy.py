@@ -21,6 +21,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_gpipe.averages import Averages
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
 from lightning_gpipe.core.frontends import install, locate, on_meta, place_around, remove
@@ -116,6 +117,7 @@ class GPipeStrategy(ParallelStrategy):
         self._verify = verify
         self._pipeline: GPipe | None = None
         self._sequential: nn.Sequential | None = None
+        self._averages = Averages()
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -193,10 +195,12 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
         refuse_devices(self._devices)
         refuse_several_processes(self.cluster_environment)
         refuse_layer_sync(self._layer_sync)
         super().setup_environment()
+        self._averages.hold_back(self.lightning_module)
 
     @contextmanager
     @override
@@ -207,7 +211,8 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._set_up_pipeline()
@@ -217,6 +222,12 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
+        self._averages.follow(self.lightning_module)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        self._averages.follow_in_epoch(self.lightning_module)
 
     @override
     def model_to_device(self) -> None:
@@ -229,6 +240,7 @@ class GPipeStrategy(ParallelStrategy):
             remove(self._sequential)
         if self._pipeline is not None:
             self._pipeline.close()
+        self._averages.release()
         self._sequential = self._pipeline = None
         module = self._lightning_module
         if module is not None and (on_meta(module) or metrics_on_meta(module)):

@@ -27,6 +27,8 @@ from torch import nn
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import (
+    FEATURES,
+    WIDTH,
     Classifier,
     Data,
     assert_same_weights,
@@ -87,21 +89,76 @@ def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:
     assert_same_weights(pipelined, plain)
 
 
-def test_stochastic_weight_averaging(tmp_path: Path) -> None:
+def stochastic(**options: Any) -> Callback:
+    return StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, **options)
+
+
+def moving(**options: Any) -> Callback:
+    return library.EMAWeightAveraging(decay=0.8, **options)
+
+
+on_every_average = pytest.mark.parametrize(
+    "average",
+    [
+        stochastic,
+        pytest.param(
+            moving,
+            marks=pytest.mark.skipif(
+                not hasattr(library, "EMAWeightAveraging"), reason="new in Lightning 2.6"
+            ),
+        ),
+    ],
+)
+
+
+class Normed(Classifier):
+    """Has batch norms in both stages."""
+
+    def __init__(self) -> None:
+        first, second = nn.BatchNorm1d(FEATURES), nn.BatchNorm1d(WIDTH)
+        linear = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(layers=nn.Sequential(first, linear[0], second, linear[1], nn.Tanh()))
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("build", [Classifier, Normed])
+@on_every_average
+def test_average_of_the_weights(
+    tmp_path: Path, average: Any, build: type[Classifier], device: str | None
+) -> None:
+    # One chunk, so that a batch norm normalises as on one device.
     def run(*args: Any, **options: Any) -> L.Trainer:
-        average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
-        return fitted(tmp_path, *args, max_epochs=4, callbacks=[average], **options)
+        own = average(device=device)
+        return fitted(tmp_path, *args, max_epochs=4, build=build, callbacks=[own], **options)
+
+    balance = [2, len(build().layers) - 2]
+
+    pipelined = run(GPipeStrategy(balance, chunks=1), devices=2)
+
+    plain = run()
+    assert_same_weights(pipelined, plain)
+    torch.testing.assert_close(pipelined.callback_metrics, plain.callback_metrics)
+
+
+@on_every_average
+def test_average_in_a_plain_trainer_after_a_pipeline(tmp_path: Path, average: Any) -> None:
+    def run(*args: Any, **options: Any) -> L.Trainer:
+        own = average(device=None)
+        fitted(tmp_path, *args, callbacks=[own], **options)
+        assert vars(own)["_device"] is None, "the callback is not as the user made it"
+        return fitted(tmp_path, callbacks=[own])
 
     assert_same_weights(run(strategy(), devices=2), run())
 
 
-@pytest.mark.skipif(not hasattr(library, "EMAWeightAveraging"), reason="new in Lightning 2.6")
-def test_moving_average_of_the_weights(tmp_path: Path) -> None:
-    def run(*args: Any, **options: Any) -> L.Trainer:
-        average = library.EMAWeightAveraging(decay=0.8)
-        return fitted(tmp_path, *args, callbacks=[average], **options)
+@on_every_average
+def test_average_of_a_model_without_memory(tmp_path: Path, average: Any) -> None:
+    made = trainer(tmp_path, strategy(), devices=2, callbacks=[average()])
+    with made.init_module(empty_init=True):
+        model = Classifier()
 
-    assert_same_weights(run(strategy(), devices=2), run())
+    with pytest.raises(ValueError, match="WeightAveraging copies the model.*must have memory"):
+        made.fit(model, datamodule=Data())
 
 
 class Example(Classifier):
