@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -28,6 +29,15 @@ def refuse_devices(devices: Sequence[torch.device]) -> None:
         raise ValueError(
             "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
             f"CUDA devices: got {kinds}."
+        )
+
+
+def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:
+    """Refuse to be given to another Trainer than the one whose accelerator this is."""
+    if accelerator is not None:
+        raise RuntimeError(
+            "a GPipeStrategy object belongs to one Trainer: got one that another Trainer has. "
+            "Write GPipeStrategy(...) again for this Trainer, or use the first Trainer again."
         )
 
 

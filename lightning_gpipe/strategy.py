@@ -9,12 +9,14 @@ the output on the device of its targets; the pipeline moves its own input to the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -24,7 +26,15 @@ from typing_extensions import override
 from lightning_gpipe.averages import Averages
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
-from lightning_gpipe.core.frontends import install, locate, on_meta, place_around, remove
+from lightning_gpipe.core.frontends import (
+    Installed,
+    check_free,
+    install,
+    is_installed,
+    locate,
+    on_meta,
+    place_around,
+)
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import (
     balance_by_parameters,
@@ -39,6 +49,7 @@ from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.refusals import (
     AUTO_DEVICES,
     metrics_on_meta,
+    refuse_a_second_trainer,
     refuse_devices,
     refuse_layer_sync,
     refuse_metrics_on_meta,
@@ -46,6 +57,7 @@ from lightning_gpipe.refusals import (
     refuse_several_processes,
     warn_of_one_device,
 )
+from lightning_gpipe.watch import Watch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -118,11 +130,34 @@ class GPipeStrategy(ParallelStrategy):
         self._pipeline: GPipe | None = None
         self._sequential: nn.Sequential | None = None
         self._averages = Averages()
+        self._installed: Installed | None = None
+        self._watch: Watch | None = None
 
     @property
     def pipeline(self) -> GPipe | None:
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
         return self._pipeline
+
+    # One Trainer, which reads the private attribute of a strategy object, and later sets the other.
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        refuse_a_second_trainer(self._accelerator_of_trainer)
+        return None
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator_of_trainer = accelerator
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator_of_trainer
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator_of_trainer = accelerator
 
     # One process.
 
@@ -236,15 +271,15 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._sequential is not None:
-            remove(self._sequential)
+        if self._installed is not None:
+            self._installed.remove()
         if self._pipeline is not None:
             self._pipeline.close()
         self._averages.release()
-        self._sequential = self._pipeline = None
+        self._sequential = self._pipeline = self._installed = self._watch = None
         module = self._lightning_module
-        if module is not None and (on_meta(module) or metrics_on_meta(module)):
-            self._lightning_module = None  # setup failed, and meta tensors cannot be moved
+        if module is not None and _must_stay(module):
+            self._lightning_module = None
         super().teardown()
         self._lightning_module = module
 
@@ -258,7 +293,9 @@ class GPipeStrategy(ParallelStrategy):
         assert module is not None
         refuse_metrics_on_meta(module)
         path, sequential = locate(module, self._module)
-        balance = self._balance_for(sequential, f"{type(module).__name__}.{path}")
+        name = f"{type(module).__name__}.{path}"
+        check_free(sequential, name)
+        balance = self._balance_for(sequential, name)
         self._pipeline = GPipe(
             sequential,
             balance,
@@ -275,7 +312,8 @@ class GPipeStrategy(ParallelStrategy):
         run = self._pipeline.forward
         if self._verify:
             run = VerifiedOnce(self._pipeline, sequential, on_result=_report)
-        install(sequential, run)
+        self._installed = install(sequential, run, name)
+        self._watch = Watch(module, path, self._installed)
 
     def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
         balance, devices = self._balance, len(self._devices)
@@ -286,6 +324,32 @@ class GPipeStrategy(ParallelStrategy):
         check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
         warn_of_one_device(len(balance), devices)
         return balance
+
+    # The pipeline ran, or the user is told.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._watch is not None and self.lightning_module is not None
+        step = partial(super().training_step, *args, **kwargs)
+        return self._watch.training(step, automatic=self.lightning_module.automatic_optimization)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("test_step", super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+
+    def _evaluate(
+        self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        assert self._watch is not None
+        return self._watch.evaluation(name, partial(step, *args, **kwargs))
 
     # Plain checkpoints.
 
@@ -304,6 +368,15 @@ class GPipeStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
+
+
+def _must_stay(module: nn.Module) -> bool:
+    """Whether the module cannot be moved, or must not be.
+
+    Setup has failed: tensors are on the meta device, or another Trainer's pipeline is in use.
+    """
+    pipelined = any(map(is_installed, module.modules()))
+    return pipelined or on_meta(module) or bool(metrics_on_meta(module))
 
 
 def _report(parity: Parity) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.modules import module as every_module
 
-from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.frontends.install import install
 from tests.support.hooks import (
     LAYERS,
     assert_same_twice,
@@ -162,7 +162,7 @@ def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, 
     """Once it also saw the pipeline that runs in place of the user's module: a call too many."""
     seen: list[str] = []
     pipeline = pipe(plain, copy=False)
-    install(plain, pipeline.forward)
+    installed = install(plain, pipeline.forward)
     handle = every_module.register_module_forward_hook(
         lambda layer, x, y: seen.append(type(layer).__name__)
     )
@@ -170,7 +170,7 @@ def test_hook_on_every_module_sees_the_users_modules_only(plain: nn.Sequential, 
         plain(rows(7))
     finally:
         handle.remove()
-        remove(plain)
+        installed.remove()
 
     assert Counter(seen) == {"Sequential": 1, "Linear": 3 * M, "Tanh": 3 * M}
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
@@ -224,10 +224,12 @@ class Pipelined(L.LightningModule):
 def test_flops_in_lightnings_summary(pipe: Pipe, depth: int) -> None:
     model = Pipelined()
     expected = ModelSummary(model, max_depth=depth)
-    install(model.layers, pipe(model.layers, stages=3, mode="always", copy=False).forward)
+    installed = install(
+        model.layers, pipe(model.layers, stages=3, mode="always", copy=False).forward
+    )
 
     found = ModelSummary(model, max_depth=depth)
-    remove(model.layers)
+    installed.remove()
 
     assert found.total_flops == expected.total_flops == 2 * 7 * (16 + 32 + 64 + 16)
     assert found.flop_counts == expected.flop_counts

@@ -6,19 +6,26 @@ before anything has run.
 
 from lightning_gpipe.core.frontends.devices import choose_devices, with_index
 from lightning_gpipe.core.frontends.flatten import flatten
-from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.frontends.install import (
+    Installed,
+    check_free,
+    install,
+    is_installed,
+)
 from lightning_gpipe.core.frontends.locate import locate
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around
 
 __all__ = [
+    "Installed",
+    "check_free",
     "choose_devices",
     "flatten",
     "install",
+    "is_installed",
     "locate",
     "move",
     "on_meta",
     "place",
     "place_around",
-    "remove",
     "with_index",
 ]

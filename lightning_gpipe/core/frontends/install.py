@@ -14,27 +14,63 @@ from typing import Any
 from torch import nn
 
 
-def install(module: nn.Module, run: Callable[[Any], Any]) -> None:
-    """Make ``module`` call ``run`` instead of its forward, until :func:`remove`."""
-    module.forward = _Installed(module, run)
+class Installed:
+    """The forward of a module that runs as a pipeline.
 
-
-def remove(module: nn.Module) -> None:
-    """Make ``module`` run its own forward again."""
-    module.__dict__.pop("forward", None)
-
-
-class _Installed:
-    """The forward of a module that runs as a pipeline."""
+    Attributes:
+        runs: How often the module was called.
+    """
 
     def __init__(self, module: nn.Module, run: Callable[[Any], Any]) -> None:
         self._module = module
         self._run = run
+        self.runs = 0
 
     def __call__(self, input: Any) -> Any:
+        self.runs += 1
         return self._run(input)
+
+    def remove(self) -> None:
+        """Make the module run its own forward again, unless another pipeline was installed."""
+        if self._module.__dict__.get("forward") is self:
+            del self._module.__dict__["forward"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
         # copy has no instance attributes yet, so it returns the forward of the class.
         return getattr, (self._module, "forward")
+
+
+def install(module: nn.Module, run: Callable[[Any], Any], name: str = "module") -> Installed:
+    """Make ``module`` call ``run`` instead of its forward.
+
+    Args:
+        module: The module.
+        run: What runs it as a pipeline.
+        name: The user's name for the module, for error messages.
+
+    Returns:
+        What was installed; its ``remove()`` ends it.
+
+    Raises:
+        RuntimeError: If the module runs as a pipeline already.
+    """
+    check_free(module, name)
+    installed = Installed(module, run)
+    module.forward = installed
+    return installed
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Whether the module runs as a pipeline."""
+    return isinstance(module.__dict__.get("forward"), Installed)
+
+
+def check_free(module: nn.Module, name: str = "module") -> None:
+    """Refuse a module that runs as a pipeline already."""
+    if is_installed(module):
+        raise RuntimeError(
+            f"a module has one pipeline at a time: {name} is the pipeline of another Trainer, "
+            "whose fit or evaluation has not ended. Evaluate in that Trainer's own loop, or give "
+            "this one copy.deepcopy(model)."
+        )

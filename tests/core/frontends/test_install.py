@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.install import install, remove
+from lightning_gpipe.core.frontends.install import Installed, install
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.pipes import Pipe
 
@@ -34,6 +34,13 @@ def pipeline(model: Model, pipe: Pipe) -> GPipe:
     pipeline = pipe(model.body, [2, 1], chunks=2, copy=False)
     install(model.body, pipeline.forward)
     return pipeline
+
+
+@pytest.fixture
+def installed(model: Model, pipeline: GPipe) -> Installed:
+    found = model.body.forward
+    assert isinstance(found, Installed)
+    return found
 
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)
@@ -89,8 +96,11 @@ def test_copy_can_be_made_a_pipeline_of_its_own(model: Model, pipeline: GPipe, p
     assert own.timeline is not None
 
 
-def test_removed_pipeline_leaves_the_plain_module(model: Model, pipeline: GPipe) -> None:
-    remove(model.body)
+def test_removed_pipeline_leaves_the_plain_module(
+    model: Model, pipeline: GPipe, installed: Installed
+) -> None:
+    installed.remove()
+    installed.remove()
 
     model(X)
 
@@ -98,12 +108,22 @@ def test_removed_pipeline_leaves_the_plain_module(model: Model, pipeline: GPipe)
     assert vars(model.body).keys() == vars(Model().body).keys()
 
 
-def test_removing_nothing_changes_nothing() -> None:
-    body = Body(nn.Linear(2, 2))
+def test_second_pipeline_of_a_module(model: Model, pipeline: GPipe) -> None:
+    with pytest.raises(RuntimeError, match="one pipeline at a time: Model.body is the pipeline of"):
+        install(model.body, pipeline.forward, "Model.body")
 
-    remove(body)
 
-    assert body(X).shape == (4, 2)
+def test_removing_leaves_what_was_installed_later(
+    model: Model, pipeline: GPipe, installed: Installed
+) -> None:
+    installed.remove()
+    later = install(model.body, pipeline.forward)
+
+    installed.remove()
+
+    model(X)
+    assert later.runs == 1
+    assert pipeline.timeline is not None
 
 
 def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> None:

@@ -1,0 +1,162 @@
+"""Tells whether the steps of a LightningModule run its pipeline or go around it.
+
+The pipeline runs where the nn.Sequential is called. ``for layer in self.layers: x = layer(x)``, the
+usual way to write a transformer, never calls it: its layers run one by one on the whole batch, the
+loss is right, and nothing is pipelined. The same is true of ``self.layers[:3](x)``, and of another
+module that was assigned to ``self.layers`` after the pipeline was set up.
+
+A training step that does this is refused; a step in evaluation is warned of. A training step that
+needs no layer at all, as in a GAN that trains its parts in turns, must not be refused. So before
+the first run, and after a step without one, hooks on the layers record which of them run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_gpipe.core.frontends import Installed
+
+
+class Watch:
+    """Watches the steps of a LightningModule.
+
+    Args:
+        root: The LightningModule.
+        path: The path of the pipelined module in it.
+        installed: What that module runs instead of its forward.
+    """
+
+    def __init__(self, root: nn.Module, path: str, installed: Installed) -> None:
+        self._root = root
+        self._path = path
+        self._sequential = root.get_submodule(path)
+        self._installed = installed
+        self._record = True  # which layers run in the next training step
+        self._told: set[str] = set()  # the steps that ran the pipeline, or were warned of
+
+    def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
+        """Run ``training_step``.
+
+        Args:
+            step: Runs it.
+            automatic: Whether optimization is automatic, where a result None skips the batch.
+
+        Returns:
+            Its result.
+
+        Raises:
+            RuntimeError: If it went around the pipeline.
+        """
+        name, runs = "training_step", self._installed.runs
+        if not self._record:
+            result, around = step(), None
+        else:
+            with self._recorded() as ran:
+                try:
+                    result = step()
+                except Exception as error:
+                    if ran and self._installed.runs == runs:
+                        error.add_note(self._bypassed(name, ran))  # on other devices it may fail
+                    raise
+            around = self._bypassed(name, ran) if ran else None
+        self._record = self._installed.runs == runs
+        if not self._record:
+            self._told.add(name)
+        elif around is not None or self._replaced:
+            raise RuntimeError(self._replacement(name) if self._replaced else around)
+        elif not (automatic and result is None):
+            self._warn_once(name)
+        return result
+
+    def evaluation(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run a step of an evaluation; warn if the first one does not run the pipeline.
+
+        Args:
+            name: Its name, such as ``"validation_step"``.
+            step: Runs it.
+        """
+        if name in self._told:
+            return step()
+        runs = self._installed.runs
+        result = step()
+        if self._installed.runs == runs:
+            self._warn_once(name)
+        self._told.add(name)
+        return result
+
+    def _warn_once(self, name: str) -> None:
+        if name in self._told:
+            return
+        self._told.add(name)
+        if self._replaced:
+            rank_zero_warn(self._replacement(name))
+        else:
+            rank_zero_warn(
+                f"{name} did not run the pipeline {self._name}. If it loops over "
+                f"{self._here}, takes a slice of it or calls its layers one by one, nothing is "
+                f"pipelined: write {self._here}(x)."
+            )
+
+    @contextmanager
+    def _recorded(self) -> Iterator[list[int]]:
+        """A ``with`` block that yields the indices of the layers that run in it, in order."""
+        ran: list[int] = []
+        with ExitStack() as hooks:
+            for k, layer in enumerate(self._sequential.children()):
+                if _takes_hooks(layer):
+                    record = _Record(ran, k)
+                    hooks.callback(layer.register_forward_pre_hook(record).remove)
+            yield ran
+
+    @property
+    def _replaced(self) -> bool:
+        """Whether another module has taken the place of the pipelined one."""
+        now = dict(self._root.named_modules(remove_duplicate=False))
+        return now.get(self._path) is not self._sequential
+
+    @property
+    def _name(self) -> str:
+        return ".".join(filter(None, [type(self._root).__name__, self._path]))
+
+    @property
+    def _here(self) -> str:
+        """The pipelined module, as the user writes it in a step."""
+        return ".".join(filter(None, ["self", self._path]))
+
+    def _bypassed(self, name: str, ran: list[int]) -> str:
+        layers = ", ".join(map(str, dict.fromkeys(ran)))
+        return (
+            f"{name} must call {self._name}, which runs as a pipeline: it ran the layers {layers} "
+            f"one by one instead, as `for layer in {self._here}` and {self._here}[:k](x) do. Write "
+            f"{self._here}(x). What happens between two layers belongs into a layer, and a tensor "
+            "that a later layer needs into a skip connection, see lightning_gpipe.skip."
+        )
+
+    def _replacement(self, name: str) -> str:
+        return (
+            f"{self._name} must stay the module that was set up as the pipeline: {name} found "
+            "another one in its place, which is not pipelined. Replace it before the pipeline is "
+            "set up: in __init__, setup or configure_model."
+        )
+
+
+def _takes_hooks(layer: nn.Module) -> bool:
+    """Not a scripted layer, nor one compiled in place, into which the hook would be compiled."""
+    return not isinstance(layer, torch.jit.ScriptModule) and layer._compiled_call_impl is None
+
+
+class _Record:
+    """A forward pre-hook that records the index of its layer."""
+
+    def __init__(self, ran: list[int], k: int) -> None:
+        self._ran = ran
+        self._k = k
+
+    def __call__(self, *_: Any) -> None:
+        self._ran.append(self._k)
