@@ -4,6 +4,7 @@ Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
+from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal
 from lightning_gpipe.core.data.marks import copy_marks, is_aliased, is_whole, mark_aliased, whole
 from lightning_gpipe.core.data.microbatch.interface import (
     MicroBatching,
@@ -25,9 +26,12 @@ __all__ = [
     "MicroBatching",
     "PaddedSequences",
     "Rows",
+    "bytes_of",
     "check_chunks",
     "check_microbatching",
     "copy_marks",
+    "copy_values",
+    "equal",
     "identity",
     "is_aliased",
     "is_whole",

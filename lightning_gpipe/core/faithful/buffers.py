@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.behavior import Behavior
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
@@ -52,7 +52,7 @@ class Buffers:
                 if buffer is None or ignored((module, name)):
                     continue
                 self._versions[module, name] = buffer, _version(buffer)
-                small = buffer.nbytes <= _LARGE or buffer.is_inference()
+                small = bytes_of(buffer) <= _LARGE or buffer.is_inference()
                 if small or copied((module, name)):
                     self._values[buffer] = buffer.clone()
 
@@ -71,14 +71,13 @@ class Buffers:
         unsaved = (slot for slot in self.edited if self._versions[slot][0] not in self._values)
         return next(unsaved, None)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers and their values."""
         for module in self._modules:
             _set_buffers(module, self._saved.get(module, {}))
         for buffer, value in self._values.items():
-            if not torch.equal(buffer, value):  # a graph may have saved an equal one
-                buffer.data.copy_(value)  # does not increment the version counter
+            if not equal(buffer, value):  # a graph may have saved an equal one
+                copy_values(buffer, value)
 
     def swapped_in(self, journal: Journal) -> list[Manager]:
         """Give the modules the saved buffers for the duration of a ``with`` block.

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import (
     FlatTree,
+    bytes_of,
     copy_marks,
     mark_aliased,
     memory,
@@ -277,7 +278,7 @@ class StagePass:
             return outputs
         leaving = tensors_leaving(skips, stage.leaving)
         for route, tensor in zip(stage.leaving, leaving, strict=True):
-            stage.skip_bytes[route.name] = 0 if tensor is None else tensor.nbytes
+            stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
         return FlatTree([*outputs.leaves, *leaving], outputs.spec)
 
     def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
