@@ -6,12 +6,9 @@ module.
 """
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 import lightning_gpipe
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.verification import verify
+from tests.support.interrupts import interrupted
 from tests.support.models import gradients
 from tests.support.pipes import Pipe
 
@@ -31,33 +29,6 @@ ENGINE = {str(path) for room in ROOMS for path in (CORE / room).glob("*.py")} | 
 VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/preserved.py")}
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
-
-
-def interrupted(run: Callable[[], object], files: set[str], at: int) -> bool:
-    """Run, with an interrupt at the line of that number; whether there were as many."""
-    seen = 0
-
-    def on_line(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if event == "line":
-            seen += 1
-            if seen == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return on_line
-
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        return on_line if frame.f_code.co_filename in files else None
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 class Counts(nn.Module):

@@ -14,8 +14,7 @@ whole mini-batch. Recomputation records nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,7 +66,8 @@ class DeferredStatistics:
     """The statistics that the batch norms of one stage collect during one mini-batch."""
 
     def __init__(self, batch_norms: Iterable[_BatchNorm]) -> None:
-        self._calls: dict[_BatchNorm, list[list[Moments]]] = {bn: [] for bn in batch_norms}
+        self._calls: dict[_BatchNorm, list[_Forward]] = {bn: [] for bn in batch_norms}
+        self._outer = {bn: _deferred_by(bn) for bn in self._calls}
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> DeferredStatistics | None:
@@ -78,7 +78,7 @@ class DeferredStatistics:
             if isinstance(module, _BatchNorm)
             and module.training
             and module.running_mean is not None
-            and _is_plain(module)
+            and (_is_plain(module) or _deferred_by(module) is not None)
         ]
         return cls(updating) if updating else None
 
@@ -91,20 +91,32 @@ class DeferredStatistics:
         """
         writes: list[Write] = []
         for bn, calls in self._calls.items():
-            seen: list[Moments] = []
+            forward = _Forward(bn)
             if record:
-                calls.append(seen)
-            writes.append((vars(bn), "forward", partial(_normalise, bn, seen)))
+                calls.append(forward)
+            writes.append((vars(bn), "forward", forward))
         return journal.changed(writes)
 
-    @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics, once for each call that the layers made."""
-        for bn, microbatches in self._calls.items():
-            for call in range(max(map(len, microbatches), default=0)):
-                _update(
-                    bn, merge_moments([seen[call] for seen in microbatches if call < len(seen)])
-                )
+        """Update the running statistics, once for each call that the layers made.
+
+        All batch norms of the stage are updated in one operation, so that Ctrl-C comes before it or
+        after it. In a layer of another pipeline, which defers them too, the merged moments are left
+        to that pipeline.
+        """
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        for bn, forwards in self._calls.items():
+            merged = list(_merged_calls([forward.seen for forward in forwards]))
+            outer = self._outer[bn]
+            if outer is not None:
+                outer.seen += merged
+            elif merged:
+                found, updated = zip(*_updates(bn, merged), strict=True)
+                old += found
+                new += updated
+        if old:
+            torch._foreach_copy_(old, new)
 
 
 def merge_moments(moments: Iterable[Moments]) -> Moments:
@@ -124,25 +136,56 @@ def merge_moments(moments: Iterable[Moments]) -> Moments:
     return Moments(total, mean, spread / (total - 1))
 
 
-def _normalise(bn: _BatchNorm, seen: list[Moments], x: Tensor) -> Tensor:
-    """Run a batch norm in training, and append its input's moments to ``seen``, not its buffers."""
-    bn._check_input_dim(x)
-    assert bn.running_mean is not None and bn.running_var is not None
-    mean, variance = torch.zeros_like(bn.running_mean), torch.zeros_like(bn.running_var)
-    y = F.batch_norm(x, mean, variance, bn.weight, bn.bias, True, 1.0, bn.eps)
-    seen.append(Moments(x.numel() / x.size(1), mean, variance))
-    return y
+class _Forward:
+    """The forward of a batch norm while its statistics are deferred.
+
+    Attributes:
+        seen: The moments of its inputs so far, one for each call.
+    """
+
+    def __init__(self, bn: _BatchNorm) -> None:
+        self._bn = bn
+        self.seen: list[Moments] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run the batch norm in training, and append its input's moments, not to its buffers."""
+        bn = self._bn
+        bn._check_input_dim(x)
+        assert bn.running_mean is not None and bn.running_var is not None
+        mean, variance = torch.zeros_like(bn.running_mean), torch.zeros_like(bn.running_var)
+        y = F.batch_norm(x, mean, variance, bn.weight, bn.bias, True, 1.0, bn.eps)
+        self.seen.append(Moments(x.numel() / x.size(1), mean, variance))
+        return y
 
 
-def _update(bn: _BatchNorm, moments: Moments) -> None:
+def _merged_calls(microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
+    """The moments of the whole mini-batch, for each call that the layers made."""
+    for call in range(max(map(len, microbatches), default=0)):
+        yield merge_moments([seen[call] for seen in microbatches if call < len(seen)])
+
+
+def _updates(bn: _BatchNorm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The buffers of a batch norm, each with its value after these calls."""
     assert bn.running_mean is not None and bn.running_var is not None
-    factor = bn.momentum
-    if bn.num_batches_tracked is not None:
-        bn.num_batches_tracked.add_(1)
-        if factor is None:  # a cumulative average
-            factor = 1.0 / float(bn.num_batches_tracked)
-    bn.running_mean.lerp_(moments.mean, factor or 0.0)
-    bn.running_var.lerp_(moments.variance, factor or 0.0)
+    mean, variance, number = bn.running_mean, bn.running_var, bn.num_batches_tracked
+    for moments in calls:
+        factor = bn.momentum
+        if number is not None:
+            number = number + 1
+            if factor is None:  # a cumulative average
+                factor = 1.0 / float(number)
+        mean = mean.lerp(moments.mean, factor or 0.0)
+        variance = variance.lerp(moments.variance, factor or 0.0)
+    yield bn.running_mean, mean
+    yield bn.running_var, variance
+    if bn.num_batches_tracked is not None and number is not None:
+        yield bn.num_batches_tracked, number
+
+
+def _deferred_by(module: _BatchNorm) -> _Forward | None:
+    """The forward that another pipeline, of which this one is a layer, has given the batch norm."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, _Forward) else None
 
 
 def _is_plain(module: _BatchNorm) -> bool:

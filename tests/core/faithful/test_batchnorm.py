@@ -3,7 +3,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad_mode
+from torch.utils import _contextlib
 
+from lightning_gpipe.core.faithful import batchnorm
 from lightning_gpipe.core.faithful.batchnorm import (
     DeferredStatistics,
     Moments,
@@ -11,6 +14,7 @@ from lightning_gpipe.core.faithful.batchnorm import (
     merge_moments,
 )
 from lightning_gpipe.core.faithful.journal import Journal
+from tests.support.interrupts import interrupted
 
 SHAPES = {
     "1d": (nn.BatchNorm1d, (10, 3)),
@@ -169,3 +173,36 @@ def test_batch_norm_with_a_patched_forward_is_refused() -> None:
 
     with pytest.raises(ValueError, match="BatchNorm1d in layer 0"):
         check_batch_norms([norm])
+
+
+def collected() -> tuple[list[nn.BatchNorm1d], DeferredStatistics]:
+    """Two batch norms that have run on three micro-batches."""
+    norms = [nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=None)]
+    statistics = DeferredStatistics.of(norms)
+    assert statistics is not None
+    for microbatch in torch.linspace(-1, 1, 18).reshape(3, 2, 3):
+        with statistics.collecting(Journal(), record=True):
+            for bn in norms:
+                bn(microbatch)
+    return norms, statistics
+
+
+def test_interrupted_commit_updates_all_statistics_or_none() -> None:
+    """Once a mean was updated without its variance, and grad mode stayed off."""
+    files = {str(batchnorm.__file__), str(_contextlib.__file__), str(grad_mode.__file__)}
+    norms, statistics = collected()
+    before = [bn.state_dict() for bn in collected()[0]]
+    statistics.commit()
+    after = [bn.state_dict() for bn in norms]
+
+    at, there_was_one = 0, True
+    while there_was_one:
+        at += 1
+        norms, statistics = collected()
+        there_was_one = interrupted(statistics.commit, files, at)
+        assert torch.is_grad_enabled(), f"after line {at}"
+        found = str([bn.state_dict() for bn in norms])
+        assert found in (str(before), str(after)), f"after line {at}"
+
+    assert at > 10
+    assert str([bn.state_dict() for bn in norms]) == str(after)
