@@ -4,9 +4,11 @@
 # takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3
 #
 # Tests run beside one another, in a process for each core. JOBS=0 runs them in one, as pytest does.
+# Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
 PYTHON ?= python3
 JOBS ?= auto
+PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
 BIN := .venv/bin
@@ -20,7 +22,7 @@ endif
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
-	@echo "make test    make check, then all tests (under 10 minutes on 2 cores)"
+	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
 	@echo "make soak    4,000 drawn models, always others (a few minutes)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -32,7 +34,8 @@ demo: $(READY)
 	$(BIN)/python -m examples.char_lm
 
 test: check
-	$(BIN)/pytest --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
+	$(BIN)/pytest $(PARALLEL)
+	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
 
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \

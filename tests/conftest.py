@@ -25,8 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The fixtures that all tests may take.
+# The fixtures that all tests may take. Simulated GPUs come before torch, which the others import.
 pytest_plugins = ["tests.support.pipes", "tests.support.process"]
+if "SIMULATED_GPUS" in os.environ:
+    pytest_plugins.insert(0, "tests.simcuda.plugin")
 
 # Cases are not made smaller in the suite: that takes longer than a test may.
 settings.register_profile(
