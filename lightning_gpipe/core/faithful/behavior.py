@@ -25,13 +25,16 @@ class Behavior:
         edited_inputs: The indices of the input leaves that they edit, for each set of guarded
             leaves.
         edited_buffers: The slots of the buffers that they edit, or None before the first run.
+        captures: Whether they use tensors from outside that require a gradient, or None before the
+            first run.
     """
 
-    __slots__ = ("edited_buffers", "edited_inputs")
+    __slots__ = ("captures", "edited_buffers", "edited_inputs")
 
     def __init__(self) -> None:
         self.edited_inputs: dict[tuple[int, ...], set[int]] = {}
         self.edited_buffers: set[Slot] | None = None
+        self.captures: bool | None = None
 
 
 class Behaviors:

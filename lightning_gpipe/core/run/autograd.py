@@ -1,9 +1,9 @@
 """The pipeline as one ordinary node in the caller's graph.
 
-The node's inputs are the micro-batches and the parameters, its outputs those of the last stage. Its
-backward runs the backward phase of the schedule and returns each parameter's gradient once, so
-everything that uses gradients works as usual: hooks, gradient scalers, data parallelism,
-``torch.autograd.grad(loss, parameters)``.
+The node's inputs are the micro-batches, the parameters and what layers captured from outside, its
+outputs those of the last stage. Its backward runs the backward phase of the schedule and returns
+each parameter's gradient once, so everything that uses gradients works as usual: hooks, gradient
+scalers, data parallelism, ``torch.autograd.grad(loss, parameters)``.
 
 # Note [The blocking node must be a CPU node]
 The node's backward waits for workers that run backward themselves. PyTorch's engine has one thread
@@ -53,7 +53,7 @@ def attach(
     if not output_leaves:
         return list(outputs)
     input_leaves = _requiring_grad(inputs)
-    sources = [inputs[i].leaves[k] for i, k in input_leaves] + minibatch.parameters
+    sources = [inputs[i].leaves[k] for i, k in input_leaves] + minibatch.leaves
     # The anchor makes backward run even if only tensors that nn.Module does not know need it.
     anchor = torch.zeros((), device="cpu", requires_grad=True)
     output_gradients = _OutputGradients(outputs)
@@ -121,9 +121,9 @@ class _Run(Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         output_gradients: _OutputGradients = ctx.output_gradients
         output_gradients.refuse_another_pass()
-        inputs, parameters = ctx.minibatch.backward(output_gradients.take())
+        inputs, leaves = ctx.minibatch.backward(output_gradients.take())
         input_gradients = [inputs[i][k] if inputs[i] else None for i, k in ctx.input_leaves]
-        return (None, None, None, None, *input_gradients, *parameters)
+        return (None, None, None, None, *input_gradients, *leaves)
 
 
 class _Attach(Function):

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import (
@@ -55,7 +55,8 @@ class MiniBatch:
 
     Attributes:
         timeline: What ran when.
-        parameters: After forward, those that will have a gradient, each once.
+        leaves: After forward, those that will have a gradient, each once: parameters, and those
+            that layers captured from outside.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MiniBatch:
         self._workers: list[Worker] = []
         self._input_devices: list[list[torch.device | None]] = []
         self.timeline = Timeline(schedule, [])
-        self.parameters: list[nn.Parameter] = []
+        self.leaves: list[Tensor] = []
 
     def forward(self, microbatches: Sequence[FlatTree]) -> list[FlatTree]:
         """Run the first phase, and return each micro-batch's output on the last device."""
@@ -98,7 +99,7 @@ class MiniBatch:
                 self._rejoin()
             for each in self._passes:
                 each.finish_forward()
-        self.parameters = self._participation.parameters()
+        self.leaves = self._participation.leaves()
         return outputs
 
     def backward(self, output_gradients: Sequence[Gradients]) -> tuple[list[Gradients], Gradients]:
@@ -110,7 +111,7 @@ class MiniBatch:
         Returns:
             For each micro-batch the gradients of the leaves of its input, on the devices of those
             leaves (the list may be empty if no input requires a gradient), and the gradients of
-            :attr:`parameters`, summed over all micro-batches and stages.
+            :attr:`leaves`, summed over all micro-batches and stages.
         """
         try:
             with self._transport.exclusive():
@@ -119,9 +120,9 @@ class MiniBatch:
             with together([worker.streaming() for worker in self._workers]):
                 m = self._schedule.m
                 input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
-                parameters = self._take_gradients()
+                gradients = self._take_gradients()
             self._rejoin()
-            return input_gradients, parameters
+            return input_gradients, gradients
         finally:
             self._release()
 
@@ -236,17 +237,17 @@ class MiniBatch:
         ]
 
     def _take_gradients(self) -> Gradients:
-        """The gradients of :attr:`parameters`, summed over all micro-batches and stages."""
-        taken: dict[int, tuple[nn.Parameter, list[Tensor]]] = {}
+        """The gradients of :attr:`leaves`, summed over all micro-batches and stages."""
+        taken: dict[int, tuple[Tensor, list[Tensor]]] = {}
         for each in self._passes:
-            for parameter, gradient in each.shadows.take_gradients():
-                _, gradients = taken.setdefault(id(parameter), (parameter, []))
-                gradients.append(gradient.to(parameter.device))
-        found = [_total(taken.pop(id(each), (each, []))[1]) for each in self.parameters]
-        for parameter, gradients in taken.values():
+            for leaf, gradient in each.take_gradients():
+                _, gradients = taken.setdefault(id(leaf), (leaf, []))
+                gradients.append(gradient.to(leaf.device))
+        found = [_total(taken.pop(id(each), (each, []))[1]) for each in self.leaves]
+        for leaf, gradients in taken.values():
             # Not an input of the node, because no forward used it, but a recomputation did: one of
             # another stage, which uses it without having registered it with nn.Module.
-            run_backward([root_of(parameter)], [_total(gradients)])
+            run_backward([root_of(leaf)], [_total(gradients)])
         return found
 
     def _rejoin(self) -> None:
@@ -259,7 +260,7 @@ class MiniBatch:
         for each in self._passes:
             each.release()
         self._participation = Participation(())
-        self._passes, self._workers, self.parameters = [], [], []
+        self._passes, self._workers, self.leaves = [], [], []
 
 
 def _device_of(leaf: Any) -> torch.device | None:

@@ -1,23 +1,30 @@
-"""Which parameters took part in a mini-batch.
+"""Which leaves took part in a mini-batch: parameters, and tensors captured from outside.
 
 Autograd calls a hook on a parameter only if the parameter has a gradient. The pipeline's node has
 all parameters as inputs, so hooks on parameters that no layer used would be called with None. So if
-any parameter has a hook, the graphs of all micro-batches are searched for shadows; otherwise the
-search is skipped.
+any parameter has a hook, the graphs of all micro-batches are searched for shadows.
+
+A layer may also use a tensor that is neither its input nor a parameter of its stage: the scale that
+another network has computed, a learned code in a list. Autograd would write the gradients of such
+leaves itself, also under ``torch.autograd.grad``, and free the graph that all micro-batches share
+after the first of them. So the leaves behind it are further inputs of the pipeline's node. The
+first run of each call signature is searched for them, and later runs only if there were some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpipe.core.faithful import Shadows, has_hooks
+from lightning_gpipe.core.run.roots import leaves_behind, root_of
 
 
 class Participation:
-    """The parameters that will have a gradient after one mini-batch.
+    """The leaves that will have a gradient after one mini-batch; used from several threads.
 
     Args:
         shadows: The shadows of each stage.
@@ -27,32 +34,51 @@ class Participation:
         self._shadows = shadows
         self._searches = any(has_hooks(p) for each in shadows for p in each.parameters)
         self._used: set[int] = set()
+        self._captured: dict[int, Tensor] = {}
 
-    def record(self, outputs: Iterable[Any]) -> None:
-        """Search the graphs of a stage's outputs; called by workers, from their threads."""
-        if self._searches:
-            self._used.update(_leaves_behind(outputs))
+    def record(
+        self, outputs: Iterable[Any], inputs: Iterable[Any], *, captures: bool
+    ) -> Sequence[Tensor]:
+        """Search the graphs of a stage's outputs, where that is needed.
 
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters, each once."""
-        found: dict[int, nn.Parameter] = {}
+        Args:
+            outputs: The outputs for a micro-batch.
+            inputs: The inputs, which are leaves of these graphs.
+            captures: Whether the stage may have captured tensors from outside.
+
+        Returns:
+            Those that were found, as leaves.
+        """
+        if not (self._searches or captures):
+            return ()
+        found = {id(leaf): leaf for leaf in leaves_behind(map(root_of, outputs))}
+        self._used.update(found)
+        outside = {key: found[key] for key in found.keys() - self._own - set(map(id, inputs))}
+        self._captured.update(outside)
+        return list(outside.values())
+
+    def captured(self, leaf: Tensor) -> bool:
+        """Whether ``leaf`` was captured from outside."""
+        return id(leaf) in self._captured
+
+    def foreign(self, leaf: Tensor) -> bool:
+        """Whether ``leaf`` is no parameter of the pipeline, used by a stage that has not got it."""
+        return all(leaf is not p for each in self._shadows for p in each.parameters)
+
+    def leaves(self) -> list[Tensor]:
+        """The parameters, each once, and the leaves that were captured."""
+        found: dict[int, Tensor] = {}
         for shadows in self._shadows:
             for parameter in shadows.parameters:
                 if not self._searches or id(shadows.shadow_of(parameter)) in self._used:
                     found[id(parameter)] = parameter
-        return list(found.values())
+        return list((found | self._captured).values())
 
-
-def _leaves_behind(outputs: Iterable[Any]) -> set[int]:
-    """The ids of the leaves that backward would reach from ``outputs``."""
-    waiting = [x.grad_fn for x in outputs if isinstance(x, Tensor) and x.grad_fn is not None]
-    seen = set(waiting)
-    found = set()
-    while waiting:
-        node = waiting.pop()
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        new = {after for after, _ in node.next_functions if after is not None} - seen
-        seen |= new
-        waiting += new
-    return found
+    @cached_property
+    def _own(self) -> set[int]:
+        """The ids of the shadows."""
+        return {
+            id(shadows.shadow_of(parameter))
+            for shadows in self._shadows
+            for parameter in shadows.parameters
+        }

@@ -1,8 +1,8 @@
-"""Where backward through a stage starts, and how it is run."""
+"""Where backward through a stage starts, which leaves it reaches, and how it is run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,53 @@ def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None
     This is what ``torch.autograd.backward`` does after it has checked its arguments, which takes as
     long as backward through a small layer.
     """
-    given = [
-        (r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None
-    ]
-    if given:
+    if given := _given(roots, gradients):
         starts, values = zip(*given, strict=True)
         _engine_run_backward(
             starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+
+
+def gradients_of(
+    leaves: Sequence[Tensor], roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of ``leaves``, which are not accumulated; keeps the graph for other backwards.
+
+    Otherwise the same as :func:`run_backward`.
+    """
+    given = _given(roots, gradients)
+    if not given or not leaves:
+        return [None] * len(leaves)
+    starts, values = zip(*given, strict=True)
+    found: Sequence[Tensor | None] = _engine_run_backward(
+        starts, values, True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(found)
+
+
+def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
+    """The leaves that backward from ``roots`` would reach."""
+    waiting = [_node_of(root) for root in roots if root is not None]
+    seen = set(waiting)
+    found = []
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return found
+
+
+def _node_of(root: Root) -> Any:
+    return root.grad_fn if isinstance(root, Tensor) else root.node
+
+
+def _given(
+    roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+) -> list[tuple[Root, Tensor]]:
+    """The roots that have a gradient."""
+    return [
+        (r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None
+    ]

@@ -12,6 +12,7 @@ once, if a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,7 +38,13 @@ from lightning_gpipe.core.faithful import (
     together,
 )
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import Root, root_of, run_backward
+from lightning_gpipe.core.run.roots import (
+    Root,
+    gradients_of,
+    leaves_behind,
+    root_of,
+    run_backward,
+)
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import (
     Table,
@@ -100,6 +107,8 @@ class StagePass:
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
+        self._captures = False  # whether any tensor was captured from outside
+        self._captured: dict[int, tuple[Tensor, Tensor]] = {}  # the leaves behind, their gradients
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
@@ -135,7 +144,7 @@ class StagePass:
             needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
-            self._participation.record(outputs.leaves)
+            self._record(inputs, outputs)
         return self._sent(outputs)
 
     def recompute(self, i: int) -> None:
@@ -157,7 +166,7 @@ class StagePass:
         kept = self._microbatches.pop(i)
         leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
-        run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
+        self._run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
             return FlatTree([leaves[0].grad])
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
@@ -167,6 +176,12 @@ class StagePass:
                 for k, leaf in enumerate(leaves)
             ]
         )
+
+    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The sums of the gradients of parameters and captured leaves, no longer held here."""
+        taken = [*self.shadows.take_gradients(), *self._captured.values()]
+        self._captured.clear()
+        return taken
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
@@ -187,6 +202,44 @@ class StagePass:
             f"{rule} between a forward and its backward: got {found} in {self.stage}, and its "
             "forward is yet to be recomputed. Change the model after backward."
         )
+
+    def _record(self, inputs: FlatTree, outputs: FlatTree) -> None:
+        """Record which parameters took part, and which tensors the layers captured.
+
+        Raises:
+            RuntimeError: If a captured tensor has a hook.
+        """
+        behavior = self._behavior(inputs)
+        search = behavior.captures is not False
+        found = self._participation.record(outputs.leaves, inputs.leaves, captures=search)
+        self._captures |= bool(found)
+        if search and not behavior.captures:
+            behavior.captures = bool(found)
+        foreign = filter(self._participation.foreign, found)
+        hooked = next((leaf for leaf in foreign if leaf._backward_hooks), None)
+        if hooked is not None:
+            raise RuntimeError(
+                f"a tensor that {self.stage} uses without being given it must have no hooks: one "
+                f"of shape {tuple(hooked.shape)} has a hook on its gradient, which would be called "
+                "for each micro-batch. Pass the tensor with the input, marked by whole(tensor)."
+            )
+
+    def _run_backward(
+        self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Run backward; the gradients of captured leaves are added up on the side."""
+        if not self._captures:
+            run_backward(roots, gradients)
+            return
+        leaves = leaves_behind(roots)
+        for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
+            if gradient is None:
+                continue
+            if self._participation.captured(leaf):
+                _, before = self._captured.get(id(leaf), (leaf, None))
+                self._captured[id(leaf)] = leaf, _sum(before, gradient)
+            else:
+                leaf.grad = _sum(leaf.grad, gradient)
 
     def _check_inputs(self) -> None:
         i = next((i for i, kept in self._microbatches.items() if kept.edited), None)
@@ -313,6 +366,10 @@ def _versions(inputs: FlatTree) -> tuple[int, ...]:
         for leaf in inputs.leaves
         if isinstance(leaf, Tensor) and not leaf.is_inference()
     )
+
+
+def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
+    return gradient if before is None else before + gradient
 
 
 def _apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:

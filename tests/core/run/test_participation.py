@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +13,8 @@ def run(layer: nn.Module, *used: nn.Module) -> list[str]:
     participation = Participation([shadows])
     with shadows.swapped_in(Journal()):
         outputs: list[Tensor] = [module(torch.ones(1, 2)) for module in used]
-    participation.record([*outputs, "not a tensor", torch.ones(1)])
-    found = {id(parameter) for parameter in participation.parameters()}
+    participation.record([*outputs, "not a tensor", torch.ones(1)], [], captures=False)
+    found = {id(parameter) for parameter in participation.leaves()}
     return [name for name, parameter in layer.named_parameters() if id(parameter) in found]
 
 
@@ -42,4 +43,22 @@ def test_shared_parameter_is_there_once() -> None:
         Shadows(layer.modules(), grad=True, device=torch.device("cpu")) for layer in layers
     )
 
-    assert len(Participation([one, other]).parameters()) == 3
+    assert len(Participation([one, other]).leaves()) == 3
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_leaf_that_is_neither_a_parameter_nor_an_input_is_captured(searched: bool) -> None:
+    layer, (code, x) = nn.Linear(2, 2), torch.ones(2, 1, 2, requires_grad=True).unbind()
+    code, x = code.detach().requires_grad_(), x.detach().requires_grad_()
+    shadows = Shadows(layer.modules(), grad=True, device=torch.device("cpu"))
+    participation = Participation([shadows])
+    with shadows.swapped_in(Journal()):
+        y = layer(x * code)
+
+    found = participation.record([y], [x], captures=searched)
+
+    assert [leaf is code for leaf in found] == [True] * searched
+    assert participation.captured(code) == searched
+    assert participation.foreign(code)
+    assert not participation.foreign(layer.weight)
+    assert len(participation.leaves()) == 2 + searched

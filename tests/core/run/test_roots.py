@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.run.roots import root_of, run_backward
+from lightning_gpipe.core.run.roots import gradients_of, leaves_behind, root_of, run_backward
 
 
 class Double(torch.autograd.Function):
@@ -49,3 +49,22 @@ def test_roots_without_a_gradient_are_left_out() -> None:
 
     assert x.grad is not None
     assert y.grad is None
+
+
+def test_leaves_behind_roots() -> None:
+    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+
+    found = leaves_behind([root_of(x * y), None, root_of(Double.apply(y).unbind()[0]), root_of(z)])
+
+    assert {id(leaf) for leaf in found} == {id(x), id(y), id(z)}
+
+
+def test_gradients_that_are_not_accumulated_and_leave_the_graph() -> None:
+    x, y = (torch.full((2,), k, requires_grad=True) for k in (2.0, 3.0))
+    product = x * y
+
+    for _ in range(2):
+        dx, dy = gradients_of([x, y], [root_of(product), None], [torch.ones(2), None])
+        torch.testing.assert_close((dx, dy), (y.detach(), x.detach()))
+    assert x.grad is None
+    assert gradients_of([x], [root_of(product)], [None]) == [None]
