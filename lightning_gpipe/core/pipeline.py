@@ -9,12 +9,11 @@ forward belongs to the user (the layers) or to the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import override
 
 from lightning_gpipe.core.data import (
     MicroBatching,
@@ -31,7 +30,14 @@ from lightning_gpipe.core.faithful import (
     refuse_function_transforms,
     rows_needed,
 )
-from lightning_gpipe.core.frontends import choose_devices, move, place, with_index
+from lightning_gpipe.core.frontends import (
+    StandIn,
+    choose_devices,
+    move,
+    place,
+    place_own,
+    with_index,
+)
 from lightning_gpipe.core.plan import (
     ActivationCheckpointing,
     Layout,
@@ -50,7 +56,7 @@ from lightning_gpipe.core.skip import routes_of, skips_of
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport
 
 
-class GPipe(nn.Module):
+class GPipe(StandIn):
     """Runs an nn.Sequential as a pipeline over several devices; used like the nn.Sequential.
 
     Example::
@@ -61,7 +67,9 @@ class GPipe(nn.Module):
         loss.backward()
 
     The layers stay the same objects under the same names, so the state dict is that of ``module``.
-    They are moved to their devices at once, and must stay there. A parameter that layers on several
+    Its hooks, and parameters and buffers of its own, are the pipeline's too: the hooks are called
+    with the pipeline as the module, the tensors are moved to the last device. The layers are moved
+    to their devices at once, and must stay there. A parameter that layers on several
     devices share is on the first of them, and the others follow it with copies. The input is split
     into micro-batches along dim 0, and their outputs are merged on the last device: see
     :class:`~lightning_gpipe.Rows`.
@@ -109,11 +117,11 @@ class GPipe(nn.Module):
         microbatching: MicroBatching | None = None,
         threads: bool = True,
     ) -> None:
-        super().__init__()
         check_chunks(chunks)
         check_activation_checkpointing(activation_checkpointing)
         check_microbatching(microbatching)
         layout = _lay_out(module, balance, devices)
+        super().__init__(module)
         if deferred_batch_norm:
             check_batch_norms(module)
         self.balance = list(balance)
@@ -123,13 +131,10 @@ class GPipe(nn.Module):
         self.microbatching = microbatching or Rows(at_least=rows_needed(module))
         self.patches = Journal()
 
-        _place(layout)
+        _place(module, layout)
         self._engine = Engine(
             layout, _connect(layout, threads=threads), deferred_batch_norm=deferred_batch_norm
         )
-        # The same layers under the same names; a child of an nn.Sequential is never None.
-        self._modules = cast(dict[str, nn.Module | None], module._modules)
-        self.__dict__["_module"] = module  # by assignment nn.Module would register it as a child
 
     @property
     def layout(self) -> Layout:
@@ -241,21 +246,6 @@ class GPipe(nn.Module):
         chosen = list(self)[index]
         return nn.Sequential(*chosen) if isinstance(chosen, list) else chosen
 
-    @property
-    def _sequential(self) -> nn.Sequential:
-        module: nn.Sequential = self.__dict__["_module"]
-        return module
-
-    # A FlatSequential has names with dots, and its own way to look them up and load their keys.
-
-    @override
-    def get_submodule(self, target: str) -> nn.Module:
-        return self._sequential.get_submodule(target) if target else self
-
-    @override
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._sequential._load_from_state_dict(*args)
-
     def _schedule(self, m: int) -> Schedule:
         """The schedule of a mini-batch of ``m`` micro-batches."""
         recomputed = 0
@@ -290,7 +280,8 @@ def _lay_out(
     chosen = choose_devices(devices, len(partitions))
     layout = lay_out(partitions, chosen, routes_of(skips_of(module, partitions), partitions))
     check_sharing(layout)
-    return layout
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    return layout.with_homes(dict.fromkeys(own, layout.device_of(layout.n - 1)))
 
 
 def _connect(layout: Layout, *, threads: bool) -> Transport:
@@ -300,8 +291,9 @@ def _connect(layout: Layout, *, threads: bool) -> Transport:
     return InlineTransport(layout)
 
 
-def _place(layout: Layout) -> None:
-    """Move the layers to their devices."""
+def _place(module: nn.Sequential, layout: Layout) -> None:
+    """Move the layers to their devices, and what only the module itself has to the last one."""
+    place_own(module, layout.device_of(layout.n - 1))
     for j, partition in enumerate(layout.partitions):
         for layer in partition.layers:
             place(layer, layout.device_of(j))

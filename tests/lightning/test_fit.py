@@ -13,7 +13,14 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.lightning_modules import WIDTH, Classifier, assert_same_weights, fitted, weights
+from tests.support.lightning_modules import (
+    WIDTH,
+    Classifier,
+    assert_same_weights,
+    fitted,
+    six_layers,
+    weights,
+)
 from tests.support.pipes import MODES, with_and_without_threads
 
 
@@ -163,3 +170,30 @@ def test_dropout_is_the_same_under_the_same_seed(tmp_path: Path) -> None:
     )
 
     assert all(map(torch.equal, weights(one).values(), weights(other).values()))
+
+
+class Scaled(nn.Sequential):
+    """Layers with a parameter of their own, which a hook uses."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.calls = 0
+        self.register_forward_hook(Scaled.after)
+
+    def after(self, x: Any, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y * self.scale
+
+
+def test_hook_on_the_layers_and_a_parameter_of_the_sequential(tmp_path: Path) -> None:
+    def build() -> Classifier:
+        return Classifier(layers=Scaled(*six_layers()))
+
+    plain = fitted(tmp_path, build=build)
+    pipelined = fitted(tmp_path, GPipeStrategy([2, 4], chunks=4), build=build, devices=2)
+
+    assert_same_weights(pipelined, plain)
+    assert weights(plain)["layers.scale"] != 1
+    layers: list[Any] = [made.lightning_module.layers for made in (plain, pipelined)]
+    assert layers[1].calls == layers[0].calls > 0

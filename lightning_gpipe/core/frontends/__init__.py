@@ -13,10 +13,12 @@ from lightning_gpipe.core.frontends.install import (
     is_installed,
 )
 from lightning_gpipe.core.frontends.locate import locate
-from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around
+from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
+from lightning_gpipe.core.frontends.stand_in import StandIn
 
 __all__ = [
     "Installed",
+    "StandIn",
     "check_free",
     "choose_devices",
     "flatten",
@@ -27,5 +29,6 @@ __all__ = [
     "on_meta",
     "place",
     "place_around",
+    "place_own",
     "with_index",
 ]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.core.plan import is_plain
+from lightning_gpipe.core.plan import has_own_forward, is_plain
 
 
 def flatten(
@@ -184,7 +184,7 @@ def _only_runs_its_layers(module: nn.Module) -> bool:
     """Whether this is an nn.Sequential that could be replaced by its layers."""
     return (
         is_plain(module)
-        and "forward" not in module.__dict__
+        and not has_own_forward(module)
         and not module._parameters
         and not module._buffers
         and not _hooks(module)

@@ -41,8 +41,13 @@ def place_around(root: nn.Module, inner: nn.Module, device: torch.device) -> Non
         return
     for child in root.children():
         place_around(child, inner, device)
-    _materialise(root, device)
-    root._apply(lambda tensor: tensor.to(device), recurse=False)
+    place_own(root, device)
+
+
+def place_own(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of ``module`` itself, and none of the modules within it."""
+    _materialise(module, device)
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
 def on_meta(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from lightning_gpipe.core.plan.partition import (
     check_enough_layers,
     check_sequential,
     cut,
+    has_own_forward,
     is_plain,
 )
 from lightning_gpipe.core.plan.recompute import (
@@ -54,6 +55,7 @@ __all__ = [
     "cut",
     "fill_drain",
     "followed_slots",
+    "has_own_forward",
     "is_plain",
     "lay_out",
     "one_each",

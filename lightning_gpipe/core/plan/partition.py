@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MethodType
 from typing import TypeGuard
 
 from torch import nn
@@ -76,6 +77,14 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a ``forward`` was assigned to this object, other than that of its class."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, MethodType):  # in a copy of a module that ran as a pipeline
+        return forward.__func__ is not type(module).forward
+    return forward is not None
+
+
 def check_sequential(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that is not a plain nn.Sequential of distinct, initialised layers."""
     kind = type(module).__qualname__
@@ -90,6 +99,12 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
             f"{name} must have the forward of nn.Sequential: got {kind}, which overrides it, and "
             f"stages run the layers without it. Move what it adds into a layer, or call a plain "
             f"nn.Sequential from it and pipeline that one."
+        )
+    if has_own_forward(module):
+        raise TypeError(
+            f"{name} must have the forward of nn.Sequential: got a {kind} object to which another "
+            f"one was assigned, {module.forward!r}, and stages run the layers without it. Move "
+            f"what it adds into a layer, and remove it with `del {name}.forward`."
         )
     if not len(module):
         raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
