@@ -24,8 +24,8 @@ from lightning_gpipe.core.faithful.randomness import (
     OwnGenerators,
     Randomness,
     SharedGenerators,
-    default_generator,
 )
+from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 
 __all__ = [

@@ -19,34 +19,28 @@ state of the shared generator, which is checked once per mini-batch: then the st
 the forward is run again with the dispatch mode. What the first run changed is undone (buffers,
 inputs edited in place), except what layers did in Python.
 
-The shared generator advances by one draw for a mini-batch that draws, and not at all for one that
-does not: a model without dropout gets the same shuffled batches as in a plain run.
+What is drawn in backward, as by a hook that adds noise to a gradient, comes from other private
+generators in the same way. But a backward cannot be run again, so if a model draws there for the
+first time after a backward that did not, the numbers are valid but depend on timing: a warning.
+
+The mode sees operators only. A custom one that draws must be tagged as one that does, and functions
+in C++ are not seen at all. Both draw from the shared generator, which is checked for it.
+
+The shared generator advances by one draw for a forward or a backward that draws, and not at all for
+one that does not: a model without dropout gets the same shuffled batches as in a plain run.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from collections.abc import Iterable
+from functools import cached_property
 from hashlib import blake2b
-from types import FrameType
-from typing import Any
 
 import torch
-from torch import Generator, Tensor
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from lightning_gpipe.core.faithful.managers import Manager
-
-
-def default_generator(device: torch.device) -> Generator:
-    """The generator from which operators on ``device`` draw by default."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return torch.cuda.default_generators[index]
-    return torch.default_generator
+from lightning_gpipe.core.faithful.managers import NOTHING, Manager
+from lightning_gpipe.core.faithful.redirect import PrivateGenerators, default_generator
 
 
 class OwnGenerators:
@@ -93,30 +87,6 @@ class _Replaying:
         self._generators.restore(self._before)
 
 
-class PrivateGenerators:
-    """A generator for each micro-batch of one stage, which no other thread draws from.
-
-    Attributes:
-        devices: The devices whose default generators they replace.
-        grad: Whether the stage runs with gradients.
-        drew: Whether anything was drawn so far.
-    """
-
-    def __init__(
-        self, seed: bytes, j: int, devices: Iterable[torch.device], *, grad: bool = False
-    ) -> None:
-        self.devices = frozenset(devices)
-        self.grad = grad
-        self.drew = False
-        self._seed = seed
-        self._j = j
-
-    def drawing(self, i: int) -> Manager:
-        """Redirect draws to the generator of micro-batch ``i``, newly seeded."""
-        digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
-        return _RedirectedDraws(int.from_bytes(digest), self)
-
-
 class Randomness:
     """Where a stage's random numbers come from while it runs one mini-batch.
 
@@ -129,11 +99,11 @@ class Randomness:
     def __init__(self, own: OwnGenerators, private: PrivateGenerators | None) -> None:
         self._own = own
         self._private = private
+        self._in_backward: PrivateGenerators | None = None
 
-    @property
-    def drew(self) -> bool:
-        """Whether the stage drew from private generators."""
-        return self._private is not None and self._private.drew
+    def begin_backward(self, private: PrivateGenerators | None) -> None:
+        """Set the generators that replace the shared ones in backward."""
+        self._in_backward = private
 
     @property
     def redirected(self) -> bool:
@@ -148,6 +118,10 @@ class Randomness:
         """The context managers for the first forward of micro-batch ``i``."""
         return [] if self._private is None else [self._private.drawing(i)]
 
+    def drawing_in_backward(self, i: int) -> Manager:
+        """The context manager for the backward of micro-batch ``i``."""
+        return NOTHING if self._in_backward is None else self._in_backward.drawing(i)
+
     def replaying(self, i: int) -> list[Manager]:
         """The context managers for the recomputation, which draws the same numbers again."""
         own: list[Manager] = [self._own.replaying(i)] if self._own else []
@@ -160,19 +134,44 @@ class SharedGenerators:
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._devices = frozenset(devices)
         self._generators = [default_generator(device) for device in self._devices]
-        self._before = [generator.get_state() for generator in self._generators]
+        self._before = self._states()
+        self._private: list[PrivateGenerators] = []
 
     def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
-        """The generators of stage ``j``; ``grad``: whether it runs with gradients."""
-        return PrivateGenerators(self._seed, j, self._devices, grad=grad)
+        """The generators of stage ``j`` in forward; ``grad``: whether it runs with gradients."""
+        return self._new(PrivateGenerators(self._seed, j, self._devices, grad=grad))
+
+    def private_in_backward(self, j: int) -> PrivateGenerators:
+        """The generators of stage ``j`` in backward."""
+        return self._new(PrivateGenerators(self._seed + b"backward", j, self._devices))
+
+    @property
+    def drew(self) -> bool:
+        """Whether anything was drawn from private generators."""
+        return any(each.drew for each in self._private)
+
+    @property
+    def untagged(self) -> list[str]:
+        """The names of custom operators that drew from the shared generators themselves."""
+        return sorted(set().union(*(each.untagged for each in self._private)))
 
     @cached_property
     def _seed(self) -> bytes:
         return blake2b(b"".join(bytes(state.numpy()) for state in self._before)).digest()
 
-    def moved(self) -> bool:
-        """Whether anything was drawn from the generators themselves."""
-        return not all(map(torch.equal, self._before, (g.get_state() for g in self._generators)))
+    def moved(self, *, but_for: SharedGenerators | None = None) -> bool:
+        """Whether anything was drawn from the generators themselves.
+
+        Args:
+            but_for: Others that are older. To have their state means that nothing was drawn: a
+                layer with checkpointing of its own set it.
+        """
+        now = self._states()
+        older = self if but_for is None else but_for
+        return any(
+            not torch.equal(state, before) and not torch.equal(state, other)
+            for state, before, other in zip(now, self._before, older._before, strict=True)
+        )
 
     def rewind(self) -> None:
         """Restore the states from before the mini-batch."""
@@ -184,131 +183,9 @@ class SharedGenerators:
         for device, generator in zip(self._devices, self._generators, strict=True):
             torch.empty((), dtype=torch.int64, device=device).random_(generator=generator)
 
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
 
-class _RedirectedDraws(TorchDispatchMode):
-    """Makes operators draw from private generators."""
-
-    # Held while the default generator of a device has a private state, for one draw.
-    _lock = threading.Lock()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` ignore the mode while it compiles, not when its code runs."""
-        return True
-
-    def __init__(self, seed: int, private: PrivateGenerators) -> None:
-        self.supports_higher_order_operators = True
-        super().__init__()
-        self._seed = seed
-        self._private = private
-        self._generators: dict[torch.device, Generator] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return func(*map(self._redirected, args), **kwargs)
-        if not _may_draw(func) or not _draws_now(func, args, kwargs):
-            return func(*args, **kwargs)
-        device = _device_of(args, kwargs)
-        default = default_generator(device)
-        if device not in self._private.devices or not _same(kwargs.get("generator"), default):
-            return func(*args, **kwargs)
-
-        if self._private.grad:
-            _refuse_checkpointing()
-        private = self._generator(device)
-        if _takes_generator(func):
-            self._private.drew = True
-            return func(*args, **{**kwargs, "generator": private})
-        with self._lock:
-            before, own = default.get_state(), private.get_state()
-            default.set_state(own)
-            try:
-                return func(*args, **kwargs)
-            finally:
-                private.set_state(default.get_state())
-                default.set_state(before)
-                self._private.drew |= not torch.equal(own, private.get_state())
-
-    def _redirected(self, argument: Any) -> Any:
-        """A function among the arguments of an operator, such as a branch, as one in this mode."""
-        if not callable(argument) or isinstance(argument, Tensor):
-            return argument
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return argument(*args, **kwargs)
-
-        return run
-
-    def _generator(self, device: torch.device) -> Generator:
-        if device not in self._generators:
-            self._generators[device] = Generator(device).manual_seed(self._seed)
-        return self._generators[device]
-
-
-def _refuse_checkpointing() -> None:
-    """Raise if a layer draws within a ``torch.utils.checkpoint`` of its own.
-
-    That would restore the state of the shared generator and draw from it: another mask.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    reentrant = not torch.is_grad_enabled() and _called_by("torch.utils.checkpoint")
-    if reentrant or (hooks is not None and _module_of(hooks[0]) == "torch.utils.checkpoint"):
-        raise RuntimeError(
-            "a layer must not draw random numbers under torch.utils.checkpoint in a pipeline whose "
-            "workers share a generator, as all do on the CPU: its backward would draw others. Use "
-            "the pipeline's activation_checkpointing instead, or checkpoint only what does not "
-            "draw."
-        )
-
-
-def _module_of(function: Any) -> str | None:
-    return getattr(function, "__module__", None)
-
-
-def _called_by(module: str) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _same(generator: Generator | None, default: Generator) -> bool:
-    # The dispatcher makes a new Python object for the same C++ generator.
-    return generator is None or generator._cdata == default._cdata  # type: ignore[attr-defined]
-
-
-@cache
-def _may_draw(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@cache
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-def _draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """False for attention kernels, tagged as drawing, that were given no dropout."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-            return bool(given > 0)
-    return True
-
-
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where the operator draws: its device argument, or its first tensor's device."""
-    device = kwargs.get("device")
-    if device is None:
-        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-    return torch.device(device)
+    def _new(self, private: PrivateGenerators) -> PrivateGenerators:
+        self._private.append(private)
+        return private

@@ -1,4 +1,4 @@
-"""Runs a forward so that the numbers that it draws do not depend on the timing of threads.
+"""Runs a mini-batch so that the numbers that it draws do not depend on the timing of threads.
 
 See Note [Drawing from private generators]. Whether a model draws is recorded for each training mode
 of its modules, in the first mini-batch, which always runs with private generators.
@@ -6,10 +6,12 @@ of its modules, in the first mini-batch, which always runs with private generato
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from typing import TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import Buffers, SharedGenerators, TrainingFlags
 
+T = TypeVar("T")
 Outputs = list[FlatTree]
-Forward = Callable[[SharedGenerators | None], tuple[Outputs, bool]]
+Forward = Callable[[SharedGenerators | None], Outputs]
 Snapshot = Callable[[bool], Iterable[Buffers]]
 
 
@@ -36,6 +39,22 @@ _CAPACITY = 64  # training modes; the least recently used are dropped, and recor
 # dispatch mode. There a model is assumed to draw nothing until it does.
 _ASSUMED = None if hasattr(TorchDispatchMode, "ignore_compile_internals") else _Seen.NEVER
 
+_STRAYED = (
+    "layers must draw random numbers by PyTorch's operators, or by custom ones tagged with "
+    "torch.Tag.nondeterministic_seeded, and must not seed a generator: the generator that the "
+    "workers share was used or set while a mini-batch ran with others in its place. What was drawn "
+    "from it depends on the timing of threads."
+)
+_RECOMPUTED = (
+    " If a layer drew it, its recomputation draws other numbers and its gradient is wrong: then "
+    "write activation_checkpointing='never'."
+)
+_FIRST_IN_BACKWARD = (
+    "layers must draw random numbers in their first backward if they do in later ones: they did "
+    "for the first time after a backward in which they did not, and the numbers of this one depend "
+    "on the timing of threads. Those of later ones do not."
+)
+
 
 class Draws:
     """Records whether a pipeline draws random numbers, and redirects its draws.
@@ -51,78 +70,172 @@ class Draws:
         shared = {device for device, workers in Counter(devices).items() if workers > 1}
         several = len(devices) > 1
         self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
-        self._recorded: OrderedDict[TrainingFlags, _Seen] = OrderedDict()
+        self._forward = _Record()
+        self._backward = _Record()
+        self._told: set[str] = set()  # the warnings that were given
 
     def run(
         self,
         flags: TrainingFlags,
         forward: Forward,
         *,
+        generators: SharedGenerators,
         buffers: Snapshot | None,
         modes: bool,
+        recomputed: bool = False,
     ) -> Outputs:
         """Run ``forward``, and run it again if it draws although it did not before.
 
         Args:
             flags: The training flags of all modules.
-            forward: Runs the stages, with private generators if it is given the shared ones;
-                returns the outputs, and whether anything was drawn from private generators.
+            forward: Runs the stages, with private generators if it is given the shared ones.
+            generators: The shared ones, as they are now.
             buffers: Takes a snapshot of the buffers that forward may change, to run it again: of
                 all of them if it is given True; None if nothing will be recomputed. The stages
                 guard the inputs themselves.
             modes: Whether the caller has active function or dispatch modes: one more costs little
                 then, and a counter must not see the forward twice.
+            recomputed: Whether any micro-batch will be recomputed.
+
+        Raises:
+            RuntimeError: If a recomputation would draw other numbers.
         """
         if not self.shared:
-            return forward(None)[0]
-        shared = SharedGenerators(self.shared)
-        seen = self._recorded.get(flags, _ASSUMED)
+            return forward(None)
+        seen = self._forward.of(flags)
         if seen is _Seen.NEVER and not modes:
-            return self._run_bare(flags, forward, shared, buffers)
-        outputs, drew = forward(shared)
-        self._record(flags, _after(seen, drew))
-        if drew:
-            shared.advance()
+            return self._run_bare(flags, forward, generators, buffers, recomputed)
+        outputs = forward(generators)
+        self._forward.set(flags, _after(seen, generators.drew))
+        self._settle(generators, generators.drew, recomputed)
         return outputs
+
+    def run_backward(
+        self,
+        flags: TrainingFlags,
+        backward: Callable[[SharedGenerators | None], T],
+        *,
+        forward: SharedGenerators,
+        modes: bool,
+    ) -> T:
+        """Run ``backward``, which cannot be run again.
+
+        Args:
+            flags: The training flags of all modules in forward.
+            backward: Runs the stages, with private generators if it is given the shared ones.
+            forward: The shared ones as they were before forward. Layers with activation
+                checkpointing of their own set this state, and at last that of another stage.
+            modes: Whether there are active function or dispatch modes.
+        """
+        if not self.shared:
+            return backward(None)
+        generators = SharedGenerators(self.shared)
+        seen = self._backward.of(flags)
+        bare = seen is _Seen.NEVER and not modes
+        try:
+            result = backward(None if bare else generators)
+            strayed = generators.moved(but_for=forward)
+        finally:
+            generators.rewind()
+        self._backward.set(
+            flags, _Seen.ALWAYS if bare and strayed else _after(seen, generators.drew)
+        )
+        if strayed or generators.drew:
+            generators.advance()
+        if strayed:
+            self._warn(_FIRST_IN_BACKWARD if bare else _STRAYED)
+        return result
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Discard at the end of a ``with`` block what was recorded in it."""
-        recorded = self._recorded.copy()
+        forward, backward = self._forward.copy(), self._backward.copy()
         try:
             yield
         finally:
-            self._recorded = recorded
+            self._forward, self._backward = forward, backward
 
     def _run_bare(
         self,
         flags: TrainingFlags,
         forward: Forward,
-        shared: SharedGenerators,
+        generators: SharedGenerators,
         buffers: Snapshot | None,
+        recomputed: bool,
     ) -> Outputs:
         """Run without private generators, and again with them if that drew from the shared ones."""
-        first = flags not in self._recorded
-        before = None if buffers is None else list(buffers(first))
-        outputs, _ = forward(None)
-        if not shared.moved():
-            self._record(flags, _Seen.NEVER)
+        before = None if buffers is None else list(buffers(flags not in self._forward))
+        outputs = forward(None)
+        if not generators.moved():
+            self._forward.set(flags, _Seen.NEVER)
             return outputs
-        shared.rewind()
+        generators.rewind()
         if before is None:  # the numbers drawn are valid, but not reproducible
-            self._recorded.pop(flags, None)
+            self._forward.forget(flags)
         else:
-            self._record(flags, _Seen.ALWAYS)
+            self._forward.set(flags, _Seen.ALWAYS)
             _restore(before)
-            outputs, _ = forward(shared)
-        shared.advance()
+            outputs = forward(generators)
+        self._settle(generators, True, recomputed)
         return outputs
 
-    def _record(self, flags: TrainingFlags, seen: _Seen) -> None:
-        self._recorded[flags] = seen
-        self._recorded.move_to_end(flags)
-        if len(self._recorded) > _CAPACITY:
-            self._recorded.popitem(last=False)
+    def _settle(self, generators: SharedGenerators, drew: bool, recomputed: bool) -> None:
+        """Advance the shared generators once if anything was drawn from them or private ones.
+
+        To have been drawn from they must have moved although private ones replaced them.
+        """
+        strayed = generators.moved()
+        if strayed and recomputed and generators.untagged:
+            raise RuntimeError(
+                "operators that draw random numbers must be tagged as such in layers that are "
+                f"recomputed: got {', '.join(generators.untagged)}, untagged, which would draw "
+                "others on recomputation. Give its definition "
+                "tags=(torch.Tag.nondeterministic_seeded,), or write "
+                "activation_checkpointing='never'."
+            )
+        if strayed:
+            generators.rewind()
+        if strayed or drew:
+            generators.advance()
+        if strayed:
+            self._warn(_STRAYED + (_RECOMPUTED if recomputed else ""))
+
+    def _warn(self, message: str) -> None:
+        """Warn, once for each message."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+class _Record:
+    """What was seen with each combination of training flags, for those that were used last."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[TrainingFlags, _Seen] = OrderedDict()
+
+    def of(self, flags: TrainingFlags) -> _Seen | None:
+        """In which mini-batches the layers were seen to draw, or None before the first."""
+        return self._seen.get(flags, _ASSUMED)
+
+    def __contains__(self, flags: TrainingFlags) -> bool:
+        return flags in self._seen
+
+    def set(self, flags: TrainingFlags, seen: _Seen) -> None:
+        """Record what was seen."""
+        self._seen[flags] = seen
+        self._seen.move_to_end(flags)
+        if len(self._seen) > _CAPACITY:
+            self._seen.popitem(last=False)
+
+    def forget(self, flags: TrainingFlags) -> None:
+        """Discard what was seen."""
+        self._seen.pop(flags, None)
+
+    def copy(self) -> _Record:
+        """The same, as it is now."""
+        copied = _Record()
+        copied._seen = self._seen.copy()
+        return copied
 
 
 def _after(seen: _Seen | None, drew: bool) -> _Seen:

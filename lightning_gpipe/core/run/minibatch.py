@@ -9,7 +9,6 @@ freed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,12 +18,14 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import (
+    NOTHING,
     Buffers,
     Context,
     OwnGenerators,
     Randomness,
     SharedGenerators,
     ThreadState,
+    TrainingFlags,
     on_engine_thread,
     together,
 )
@@ -75,6 +76,8 @@ class MiniBatch:
         self._draws = draws
         self._context = Context.capture(layout.devices)
         self._participation = Participation(())
+        self._flags: TrainingFlags = ()
+        self._generators = SharedGenerators(())  # in their states before forward
         self._passes: list[StagePass] = []
         self._workers: list[Worker] = []
         self._input_devices: list[list[torch.device | None]] = []
@@ -87,13 +90,16 @@ class MiniBatch:
         with self._transport.exclusive():
             for stage in self._stages:
                 stage.refresh()
-            flags = tuple(flag for stage in self._stages for flag in stage.training_flags)
+            self._flags = tuple(flag for stage in self._stages for flag in stage.training_flags)
+            self._generators = SharedGenerators(self._draws.shared)
             try:
                 outputs = self._draws.run(
-                    flags,
+                    self._flags,
                     partial(self._forward, microbatches),
+                    generators=self._generators,
                     buffers=self._buffers if self._context.grad else None,
                     modes=bool(self._context.modes),
+                    recomputed=self._recomputes,
                 )
             finally:
                 self._rejoin()
@@ -128,14 +134,13 @@ class MiniBatch:
 
     def _forward(
         self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
-    ) -> tuple[list[FlatTree], bool]:
-        """Run the first phase; also tell whether anything was drawn from private generators."""
+    ) -> list[FlatTree]:
+        """Run the first phase, with private generators in the place of ``shared`` ones if any."""
         self._begin(shared)
         last, m = len(self._stages), len(microbatches)
         sent = {Action(Kind.FORWARD, i, 0): x.aliased() for i, x in enumerate(microbatches)}
         exchange = self._run(_FORWARD, sent, self._context)
-        outputs = [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
-        return outputs, any(each.randomness.drew for each in self._passes)
+        return [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
 
     def _begin(self, shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
@@ -184,12 +189,26 @@ class MiniBatch:
         try:
             for each in self._passes:
                 each.check_unchanged()
-            with self._as_in_forward():
+            with self._context.default_dtype_set() if self._recomputes else NOTHING:
                 # Recomputation needs grad mode; backward itself runs without it.
                 context = replace(Context.capture(self._layout.devices), grad=True)
-                return self._run(_BACKWARD, sent, context)
+                return self._draws.run_backward(
+                    self._flags,
+                    partial(self._run_backward, sent, context),
+                    forward=self._generators,
+                    modes=bool(self._context.modes or context.modes),
+                )
         finally:
             self._rejoin()
+
+    def _run_backward(
+        self, sent: Mapping[Action, FlatTree], context: Context, shared: SharedGenerators | None
+    ) -> Exchange:
+        """Run the second phase, with private generators in the place of ``shared`` ones if any."""
+        for j, each in enumerate(self._passes):
+            private = None if shared is None else shared.private_in_backward(j)
+            each.randomness.begin_backward(private)
+        return self._run(_BACKWARD, sent, context)
 
     def _run(self, phase: int, sent: Mapping[Action, FlatTree], context: Context) -> Exchange:
         """Run the workers in ``context``, given what the caller sends them."""
@@ -215,17 +234,10 @@ class MiniBatch:
             context.clear_autocast_cache()
         return exchange
 
-    def _as_in_forward(self) -> ExitStack:
-        """Set the process-wide state that recomputation needs, and restore shared generators after.
-
-        Layers with activation checkpointing of their own set the state of generators.
-        """
-        stack = ExitStack()
-        if any(self._schedule.recomputed(j) for j in range(self._schedule.n)):
-            stack.enter_context(self._context.default_dtype_set())
-        if self._draws.shared:
-            stack.callback(SharedGenerators(self._draws.shared).rewind)
-        return stack
+    @property
+    def _recomputes(self) -> bool:
+        """Whether any micro-batch is recomputed."""
+        return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
 
     def _input_gradients(self, i: int, exchange: Exchange) -> Gradients:
         """The gradients of the leaves of the input of micro-batch ``i``, on their devices."""

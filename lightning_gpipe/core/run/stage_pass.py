@@ -166,7 +166,8 @@ class StagePass:
         kept = self._microbatches.pop(i)
         leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
-        self._run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
+        with self.randomness.drawing_in_backward(i):
+            self._run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
         if len(leaves) == 1 and isinstance(leaves[0], Tensor):
             return FlatTree([leaves[0].grad])
         first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}

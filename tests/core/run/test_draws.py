@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +22,14 @@ class Forward:
         self.draws = draws
         self.private: list[bool] = []
 
-    def __call__(self, shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+    def __call__(self, shared: SharedGenerators | None) -> list[FlatTree]:
         self.private.append(shared is not None)
         if not self.draws:
-            return [FlatTree([0.0])], False
+            return [FlatTree([0.0])]
         if shared is None:
-            return [FlatTree([torch.rand(()).item()])], False
+            return [FlatTree([torch.rand(()).item()])]
         with shared.private(0).drawing(0):
-            return [FlatTree([torch.rand(()).item()])], True
+            return [FlatTree([torch.rand(()).item()])]
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,23 @@ def state() -> Tensor:
     return torch.default_generator.get_state()
 
 
-def run(draws: Draws, forward: Forward, flags: tuple[bool, ...] = TRAIN) -> None:
-    draws.run(flags, forward, buffers=buffers, modes=False)
+def run(
+    draws: Draws,
+    forward: Callable[[SharedGenerators | None], list[FlatTree]],
+    flags: tuple[bool, ...] = TRAIN,
+    *,
+    buffers: Callable[[bool], Iterable[Buffers]] | None = buffers,
+    modes: bool = False,
+    recomputed: bool = False,
+) -> None:
+    draws.run(
+        flags,
+        forward,
+        generators=SharedGenerators(draws.shared),
+        buffers=buffers,
+        modes=modes,
+        recomputed=recomputed,
+    )
 
 
 def test_what_never_draws_has_private_generators_once(draws: Draws) -> None:
@@ -113,17 +128,12 @@ def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
     run(draws, forward)
     seen: list[float] = []
 
-    def late(shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+    def late(shared: SharedGenerators | None) -> list[FlatTree]:
         seen.append(module.calls.item())
         module.calls.add_(1)
         return Forward(draws=True)(shared)
 
-    draws.run(
-        TRAIN,
-        late,
-        buffers=lambda first: [Buffers([module], copied=lambda slot: True)],
-        modes=False,
-    )
+    run(draws, late, buffers=lambda first: [Buffers([module], copied=lambda slot: True)])
 
     assert seen == [0, 0]
 
@@ -132,26 +142,21 @@ def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
     module = Moves(2**19)
     run(draws, Forward(draws=False))
 
-    def late(shared: SharedGenerators | None) -> tuple[list[FlatTree], bool]:
+    def late(shared: SharedGenerators | None) -> list[FlatTree]:
         module.calls.add_(1)
         return Forward(draws=True)(shared)
 
     with pytest.raises(RuntimeError, match="Moves must not edit its large buffer 'calls'"):
-        draws.run(
-            TRAIN,
-            late,
-            buffers=lambda first: [Buffers([module], copied=lambda slot: False)],
-            modes=False,
-        )
+        run(draws, late, buffers=lambda first: [Buffers([module], copied=lambda slot: False)])
 
 
 def test_what_will_not_be_recomputed_is_not_run_again(draws: Draws) -> None:
     forward = Forward(draws=False)
-    draws.run(TRAIN, forward, buffers=None, modes=False)
+    run(draws, forward, buffers=None)
     forward.draws = True
 
     for _ in range(2):
-        draws.run(TRAIN, forward, buffers=None, modes=False)
+        run(draws, forward, buffers=None)
 
     assert forward.private == [True, False, True]
 
@@ -159,7 +164,7 @@ def test_what_will_not_be_recomputed_is_not_run_again(draws: Draws) -> None:
 def test_lone_worker_has_its_generators_to_itself() -> None:
     forward = Forward(draws=True)
 
-    Draws([CPU]).run(TRAIN, forward, buffers=buffers, modes=False)
+    run(Draws([CPU]), forward)
 
     assert forward.private == [False]
 
@@ -169,7 +174,7 @@ def test_under_modes_of_the_caller_nothing_is_run_twice(draws: Draws) -> None:
     run(draws, forward)
     forward.draws = True
 
-    draws.run(TRAIN, forward, buffers=buffers, modes=True)
+    run(draws, forward, modes=True)
 
     assert forward.private == [True, True]
 
@@ -188,7 +193,7 @@ def test_what_is_known_is_bounded(draws: Draws) -> None:
     for k in range(300):
         run(draws, Forward(draws=False), tuple(map(bool, map(int, f"{k:09b}"))))
 
-    assert len(draws._recorded) < 100
+    assert len(draws._forward._seen) < 100
 
 
 def test_what_draws_only_at_first_loses_its_private_generators(draws: Draws) -> None:
@@ -229,6 +234,6 @@ def test_all_buffers_are_saved_where_nothing_is_known(
 
     draws = Draws([CPU, CPU])
     for _ in range(2):
-        draws.run(TRAIN, Forward(draws=False), buffers=snapshots, modes=False)
+        run(draws, Forward(draws=False), buffers=snapshots)
 
     assert asked == ([False] if assumed is None else [True, False])

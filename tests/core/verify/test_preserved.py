@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import GPipe, verify
-from lightning_gpipe.core.faithful.randomness import default_generator
+from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.plan import Partition, lay_out
 from lightning_gpipe.core.profile.walk import following
 from lightning_gpipe.core.run.stage import Stage
@@ -78,7 +78,8 @@ def state(pipeline: GPipe) -> dict[str, Any]:
         "hooks": {name: len(module._forward_hooks) for name, module in modules.items()},
         "rates": {name: getattr(module, "p", None) for name, module in modules.items()},
         "timeline": id(pipeline.timeline),
-        "draws": dict(pipeline.engine._draws._recorded),
+        "draws": dict(pipeline.engine._draws._forward._seen),
+        "draws in backward": dict(pipeline.engine._draws._backward._seen),
     }
 
 
