@@ -9,6 +9,7 @@ forward belongs to the user (the layers) or to the engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +170,8 @@ class GPipe(StandIn):
         Raises:
             TypeError: If ``input``, or the output of a stage, has tensors within other objects than
                 pytrees and dataclasses.
-            ValueError: If the tensors of ``input`` disagree on their number of rows.
+            ValueError: If the tensors of ``input`` disagree on their number of rows, or layers mix
+                the rows, as attention does with ``batch_first=False``.
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
@@ -182,14 +184,16 @@ class GPipe(StandIn):
         refuse_function_transforms()
         refuse_cached_parametrizations()
         self._check_layers()
-        microbatches = list(map(tree_flatten, self.microbatching.split(input, self.chunks)))
+        pieces = self.microbatching.split(input, self.chunks)
+        microbatches = list(map(tree_flatten, pieces))
         m = len(microbatches)
         if m == 0:
             raise ValueError(
                 f"{type(self.microbatching).__name__}.split must make at least one micro-batch: "
                 "got none."
             )
-        outputs = self._engine.run(microbatches, self._schedule(m))
+        division = partial(self.microbatching.division, pieces)
+        outputs = self._engine.run(microbatches, self._schedule(m), division)
         return self.microbatching.merge(list(map(tree_unflatten, outputs)), input)
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:

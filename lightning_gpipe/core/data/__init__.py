@@ -6,6 +6,7 @@ Nothing here depends on stages or devices.
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
 from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal
 from lightning_gpipe.core.data.marks import copy_marks, is_aliased, is_whole, mark_aliased, whole
+from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import (
     MicroBatching,
     check_chunks,
@@ -22,6 +23,7 @@ from lightning_gpipe.core.data.pytree import (
 )
 
 __all__ = [
+    "Division",
     "FlatTree",
     "MicroBatching",
     "PaddedSequences",

@@ -26,6 +26,7 @@ from lightning_gpipe.core.faithful.randomness import (
     SharedGenerators,
 )
 from lightning_gpipe.core.faithful.redirect import default_generator
+from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "MutationGuard",
     "OwnGenerators",
     "Randomness",
+    "RowWatch",
+    "RowWatches",
     "Shadows",
     "SharedGenerators",
     "StageBuffers",

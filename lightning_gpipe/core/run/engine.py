@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.plan import Layout, Schedule
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
@@ -62,12 +62,23 @@ class Engine:
         for stage in self.stages:
             stage.follow(layout)
 
-    def run(self, microbatches: Sequence[FlatTree], schedule: Schedule) -> list[FlatTree]:
-        """Run the micro-batches by ``schedule``, and return their outputs in the caller's graph."""
+    def run(
+        self,
+        microbatches: Sequence[FlatTree],
+        schedule: Schedule,
+        division: Callable[[], Division | None] = lambda: None,
+    ) -> list[FlatTree]:
+        """Run the micro-batches by ``schedule``, and return their outputs in the caller's graph.
+
+        Args:
+            microbatches: The micro-batches.
+            schedule: What to run.
+            division: Tells how many rows each has, if that is known.
+        """
         minibatch = MiniBatch(
             self.stages, self._layout, schedule, transport=self._transport, draws=self._draws
         )
-        outputs = minibatch.forward(microbatches)
+        outputs = minibatch.forward(microbatches, division)
         self.timeline = minibatch.timeline
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)

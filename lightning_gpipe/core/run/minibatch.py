@@ -8,7 +8,7 @@ freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Buffers,
     Context,
     OwnGenerators,
     Randomness,
+    RowWatch,
     SharedGenerators,
     ThreadState,
     TrainingFlags,
@@ -79,19 +80,29 @@ class MiniBatch:
         self._flags: TrainingFlags = ()
         self._generators = SharedGenerators(())  # in their states before forward
         self._passes: list[StagePass] = []
+        self._watches: list[RowWatch | None] = []
         self._workers: list[Worker] = []
         self._input_devices: list[list[torch.device | None]] = []
         self.timeline = Timeline(schedule, [])
         self.leaves: list[Tensor] = []
 
-    def forward(self, microbatches: Sequence[FlatTree]) -> list[FlatTree]:
-        """Run the first phase, and return each micro-batch's output on the last device."""
+    def forward(
+        self, microbatches: Sequence[FlatTree], division: Callable[[], Division | None]
+    ) -> list[FlatTree]:
+        """Run the first phase, and return each micro-batch's output on the last device.
+
+        Args:
+            microbatches: The micro-batches.
+            division: Tells how many rows each has, if that is known.
+        """
         self._input_devices = [[_device_of(leaf) for leaf in flat.leaves] for flat in microbatches]
         with self._transport.exclusive():
             for stage in self._stages:
                 stage.refresh()
             self._flags = tuple(flag for stage in self._stages for flag in stage.training_flags)
             self._generators = SharedGenerators(self._draws.shared)
+            signature = bytes(self._flags), microbatches[0].spec
+            self._watches = [stage.watch(signature, division) for stage in self._stages]
             try:
                 outputs = self._draws.run(
                     self._flags,
@@ -105,6 +116,7 @@ class MiniBatch:
                 self._rejoin()
             for each in self._passes:
                 each.finish_forward()
+            self._watches = []
         self.leaves = self._participation.leaves()
         return outputs
 
@@ -159,6 +171,7 @@ class MiniBatch:
                 self._randomness(stage, shared),
                 shadows[j],
                 self._participation,
+                self._watches[j],
             )
             for j, stage in enumerate(self._stages)
         ]

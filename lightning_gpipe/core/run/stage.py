@@ -7,11 +7,12 @@ between a mini-batch's forward and its backward belongs to its pass, see
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import nn
 
+from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import (
     Attributes,
     Behavior,
@@ -20,6 +21,8 @@ from lightning_gpipe.core.faithful import (
     DeferredStatistics,
     Journal,
     Manager,
+    RowWatch,
+    RowWatches,
     Shadows,
     StageBuffers,
     TrainingFlags,
@@ -114,6 +117,12 @@ class Stage:
         """The behavior of the layers with these training flags, for this structure of inputs."""
         return self._behaviors.of(flags, structure)
 
+    def watch(
+        self, signature: Hashable, division: Callable[[], Division | None]
+    ) -> RowWatch | None:
+        """What notices layers that mix rows, in the first mini-batch of a call signature."""
+        return self._watches.begin(signature, division)
+
     # A recomputation runs in the training mode of its forward, even after .train() or .eval().
 
     @property
@@ -143,6 +152,8 @@ class Stage:
         self.skips = any(declared_in(module) is not None for module in modules)
         self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
         self._behaviors = Behaviors()
+        layers = zip(self.partition.indices, self.partition.layers, strict=True)
+        self._watches = RowWatches(list(layers))
 
     def _check_placement(self) -> None:
         for module in self.modules:

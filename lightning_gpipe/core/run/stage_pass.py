@@ -34,6 +34,7 @@ from lightning_gpipe.core.faithful import (
     Manager,
     MutationGuard,
     Randomness,
+    RowWatch,
     Shadows,
     together,
 )
@@ -80,6 +81,7 @@ class StagePass:
         randomness: Where random numbers come from.
         shadows: What collects the gradients of the stage's parameters.
         participation: Where to record which parameters take part.
+        watch: Notices layers that mix rows; None in most mini-batches.
 
     Attributes:
         stage, randomness, shadows: As given.
@@ -94,6 +96,7 @@ class StagePass:
         randomness: Randomness,
         shadows: Shadows,
         participation: Participation,
+        watch: RowWatch | None = None,
     ) -> None:
         self.stage = stage
         self.randomness = randomness
@@ -102,8 +105,9 @@ class StagePass:
         self._context = context
         self._recomputed = recomputed
         self._participation = participation
+        self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or stage.skips)
+        self._bare = not (randomness.redirected or self.statistics or stage.skips or watch)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
@@ -259,6 +263,8 @@ class StagePass:
             RuntimeError: If a layer registered a hook on one of its parameters while it ran.
         """
         self._check_hooks()
+        if self._watch is not None:
+            self._watch.close()
         self.shadows.record_versions()
         if self.statistics is not None:
             self.statistics.commit()
@@ -342,6 +348,8 @@ class StagePass:
             found.append(self.shadows.swapped_in(self.stage.journal))
         if self.statistics is not None:
             found.append(self.statistics.collecting(self.stage.journal, record=first))
+        if self._watch is not None and first:
+            found.append(self._watch.watching(i, self.stage.journal))
         if self.stage.skips:
             found.append(using_table(skips))
         return together(found)

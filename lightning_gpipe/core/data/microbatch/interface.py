@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_gpipe.core.data.microbatch.division import Division
+
 
 class MicroBatching(ABC):
     """A way to split a mini-batch and to merge the outputs of its micro-batches.
@@ -50,6 +52,14 @@ class MicroBatching(ABC):
             outputs: What the last layer returned for each micro-batch, in order.
             batch: The mini-batch that was split.
         """
+
+    def division(self, microbatches: Sequence[Any]) -> Division | None:
+        """How many rows each micro-batch has, to notice layers that mix them; None if unknown.
+
+        Args:
+            microbatches: What :meth:`split` returned.
+        """
+        return None
 
 
 def check_chunks(chunks: int) -> None:

@@ -30,10 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
 from lightning_gpipe.core.data.microbatch.rows import (
     Rows,
     count_rows,
+    division_of,
     even_sizes,
     has_rows,
     split_rows,
@@ -148,6 +150,10 @@ class PaddedSequences(MicroBatching):
             for leaf, rows in zip(leaves, per_row, strict=True)
         ]
         return tree_unflatten(FlatTree(restored, spec))
+
+    @override
+    def division(self, microbatches: Sequence[Any]) -> Division:
+        return division_of(microbatches)
 
     def _order(self, batch: Any) -> _Order:
         """The order of the rows of ``batch``, cached so that merge does not read lengths again."""

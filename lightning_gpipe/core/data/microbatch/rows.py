@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
+from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
 from lightning_gpipe.core.data.microbatch.merging import flattened, merge_leaf
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
@@ -115,6 +116,24 @@ class Rows(MicroBatching):
             for k, (column, dim) in enumerate(zip(columns, dims, strict=True))
         ]
         return tree_unflatten(FlatTree(merged, flat[0].spec))
+
+    @override
+    def division(self, microbatches: Sequence[Any]) -> Division:
+        return division_of(microbatches, self._dim)
+
+
+def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
+    """How many rows each micro-batch has, in this dim of its tensors."""
+    return Division.of(
+        [
+            [
+                (leaf, k)
+                for leaf, k in zip(tree_flatten(each).leaves, dims_of(each, dim), strict=True)
+                if has_rows(leaf)
+            ]
+            for each in microbatches
+        ]
+    )
 
 
 def count_rows(batch: Any, dim: Dim = 0) -> int:

@@ -1,0 +1,280 @@
+"""Notices layers that mix the rows of a mini-batch, or get a piece of a single sample.
+
+A mini-batch is cut in the dim of its rows, which is dim 0 unless the user says otherwise. Attention
+and recurrent layers with ``batch_first=False`` have the time there: they would get a piece of every
+sequence, and compute something else than the plain module, without an error.
+
+Neither the class of a layer nor the shape of the mini-batch tells, because a layer may transpose
+its input. So in the first mini-batch of a call signature the modules inside of the layers are
+watched, and what decides is the shape that they really get. If the dim that they mix has as many
+elements as the micro-batch has rows, in all micro-batches, it was cut::
+
+    micro-batches of 3, 3 and 2 rows of (8, 5, 16), attention with batch_first=False
+
+    it gets    (3, 5, 16)  (3, 5, 16)  (2, 5, 16)     the time was cut
+               (5, 3, 16)  (5, 3, 16)  (5, 2, 16)     a layer has transposed, which is right
+
+Where all micro-batches have the same size, it may be that of the time by chance. Then the other
+sizes of the mini-batch decide, and the memory layout: see :func:`_was_cut`. What cannot be decided
+is allowed. One micro-batch is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import Division, tree_flatten
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.mixing import RECOGNISED, Mixed, continues, mixed_by, unbatched
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+_CAPACITY = 64  # call signatures; all are forgotten then, and watched again
+
+
+class _Watched(NamedTuple):
+    """A module to watch, the layer that it is in, and its name there."""
+
+    k: int
+    layer: nn.Module
+    name: str
+    module: nn.Module
+
+    def __str__(self) -> str:
+        inner = f": its {self.name} ({type(self.module).__name__})" if self.name else ""
+        return f"layer {self.k} ({type(self.layer).__name__}){inner}"
+
+
+class _Seen(NamedTuple):
+    """What a module got in one call."""
+
+    mixed: Mixed
+    as_layer: bool  # whether an input of its layer has this shape and these strides
+
+
+class RowWatches:
+    """Decides which mini-batches of a stage are watched: the first of each call signature.
+
+    Args:
+        layers: The layers of the stage, with their indices in the module.
+    """
+
+    def __init__(self, layers: Sequence[tuple[int, nn.Module]]) -> None:
+        self._watched = [each for k, layer in layers for each in _watched_in(k, layer)]
+        self._known: set[Hashable] = set()
+
+    def begin(
+        self, signature: Hashable, division: Callable[[], Division | None]
+    ) -> RowWatch | None:
+        """The watch over one mini-batch; None if its call signature is known, or there is no need.
+
+        Args:
+            signature: The training flags of all modules, and the structure of the mini-batch.
+            division: Tells how the mini-batch was cut, if that is known.
+        """
+        if not self._watched or signature in self._known:
+            return None
+        found = division()
+        if found is None or len(found.sizes) < 2:
+            return None
+        return RowWatch(self._watched, found, partial(self._learn, signature))
+
+    def _learn(self, signature: Hashable) -> None:
+        if len(self._known) >= _CAPACITY:
+            self._known.clear()
+        self._known.add(signature)
+
+
+class RowWatch:
+    """Watches what the modules of one stage get in one mini-batch."""
+
+    def __init__(
+        self, watched: Sequence[_Watched], division: Division, done: Callable[[], None]
+    ) -> None:
+        self._watched = watched
+        self._division = division
+        self._done = done
+        self._calls: dict[Hashable, tuple[_Watched, dict[int, _Seen]]] = {}
+        self._arrived: list[_Layout] = []
+
+    def watching(self, i: int, journal: Journal) -> Manager:
+        """Watch micro-batch ``i`` for the duration of a ``with`` block."""
+        return _Watching(self, i, journal)
+
+    def close(self) -> None:
+        """Record that this call signature was watched.
+
+        Raises:
+            ValueError: If a module mixed the rows. Names the layer, the module and the shape.
+        """
+        for watched, seen in self._calls.values():
+            if len(seen) == len(self._division.sizes) and _was_cut(seen, self._division):
+                raise ValueError(self._describe(watched, seen[0].mixed, 0))
+        self._done()
+
+    def writes(self, i: int) -> list[Write]:
+        """The changes in the modules that watch their calls in micro-batch ``i``."""
+        count: Counter[nn.Module] = Counter()
+        writes: list[Write] = []
+        for layer in dict.fromkeys(each.layer for each in self._watched):
+            if not isinstance(layer, RECOGNISED):
+                writes.append((vars(layer), "forward", partial(self._arrive, layer.forward)))
+        for each in self._watched:
+            forward = each.module.forward
+            seeing = partial(self._see, each, i, count, forward)
+            writes.append((vars(each.module), "forward", seeing))
+        return writes
+
+    def likely(self, i: int) -> str | None:
+        """Why a layer may have failed in micro-batch ``i``, if it got a piece of its rows."""
+        size = self._division.sizes[i]
+        for watched, seen in self._calls.values():
+            if i in seen and _may_be_cut(seen[i].mixed, size):
+                return self._describe(watched, seen[i].mixed, i)
+        return None
+
+    def _arrive(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._arrived = _layouts(args)
+        return forward(*args, **kwargs)
+
+    def _see(
+        self,
+        watched: _Watched,
+        i: int,
+        count: Counter[nn.Module],
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        module = watched.module
+        if module is watched.layer:
+            self._arrived = _layouts(args)
+        mixed = mixed_by(module, args, kwargs)
+        if mixed is not None:
+            key = module, count[module]
+            count[module] += 1
+            seen = _Seen(mixed, (mixed.shape, mixed.strides) in self._arrived)
+            self._calls.setdefault(key, (watched, {}))[1][i] = seen
+        self._refuse(watched, i, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _refuse(self, watched: _Watched, i: int, args: Any, kwargs: Any) -> None:
+        """Raise for what the module could not compute, or would compute from the wrong rows."""
+        module = watched.module
+        x = unbatched(module, args, kwargs)
+        if x is not None and x.size(0) == self._division.sizes[i]:
+            raise ValueError(
+                f"{watched} must get a batch dimension: got shape {tuple(x.shape)} in micro-batch "
+                f"{i}, which has {x.size(0)} rows. Its only sample was cut into "
+                f"{len(self._division.sizes)} micro-batches. Add a dim of size 1, as "
+                "DataLoader(batch_size=1) does, or write chunks=1."
+            )
+        if i > 0 and continues(module, args, kwargs):
+            raise ValueError(
+                f"{watched} must get offsets into the indices of its micro-batch: got those of "
+                f"the mini-batch, which do not begin at 0 in micro-batch {i}. The indices have no "
+                "row per sample. Pad them to the shape (rows, longest), with padding_idx for the "
+                "rest, and leave out the offsets."
+            )
+
+    def _describe(self, watched: _Watched, mixed: Mixed, i: int) -> str:
+        found = (
+            f"{watched} must not mix the dim in which the mini-batch was cut: got shape "
+            f"{mixed.shape} in micro-batch {i}, and it mixes dim {mixed.dim} ({mixed.how}), which "
+            f"has the rows of each micro-batch: {', '.join(map(str, self._division.sizes))}. "
+        )
+        if not mixed.rows:
+            return found + (
+                "Add a batch dimension to the mini-batch, as DataLoader(batch_size=1) does, or "
+                "write chunks=1."
+            )
+        dim = mixed.rows[0] if len(mixed.rows) == 1 else "..."
+        where = "another dim" if dim == "..." else f"dim {dim}"
+        return found + (
+            f"If the rows of the mini-batch are in {where}, write microbatching=Rows(dim={dim})."
+            f"{mixed.cure} Or write chunks=1."
+        )
+
+
+class _Watching:
+    """Watches one micro-batch for the duration of a ``with`` block."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, watch: RowWatch, i: int, journal: Journal) -> None:
+        self._watch = watch
+        self._i = i
+        self._changed = journal.changed(watch.writes(i))
+
+    def __enter__(self) -> None:
+        self._changed.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._changed.__exit__(kind, error, traceback)
+        likely = self._watch.likely(self._i) if isinstance(error, Exception) else None
+        if error is not None and likely is not None:
+            error.add_note(f"this may be the reason: {likely}")
+
+
+def _was_cut(seen: dict[int, _Seen], division: Division) -> bool:
+    """Whether the dim that a module mixes is the one in which the mini-batch was cut.
+
+    If all micro-batches have one size, that may be the time's by chance: of windows or heads folded
+    into the batch dimension, of a table of the module. Then the batch dimension must be another dim
+    of the mini-batch. If it is a multiple of the rows, or there is none, the tensor must also be
+    laid out as the layer's own input is: windows that were moved to the front are not.
+    """
+    sizes, widths = division
+    got = [seen[i].mixed for i in range(len(sizes))]
+    dim, rows = got[0].dim, got[0].rows
+
+    def has_rows(k: int) -> bool:
+        return all(each.shape[k] == size for each, size in zip(got, sizes, strict=True))
+
+    if not has_rows(dim) or any(map(has_rows, rows)):
+        return False
+    if len(set(sizes)) > 1:
+        return True
+    batch = [got[0].shape[k] for k in rows]
+    if len(batch) != 1:
+        return seen[0].as_layer
+    return batch[0] in widths and (batch[0] % sizes[0] != 0 or seen[0].as_layer)
+
+
+def _may_be_cut(mixed: Mixed, size: int) -> bool:
+    """Whether the dim that is mixed, and no other, has the size of the micro-batch."""
+    return mixed.shape[mixed.dim] == size and size not in [mixed.shape[k] for k in mixed.rows]
+
+
+def _watched_in(k: int, layer: nn.Module) -> list[_Watched]:
+    """The modules to watch in a layer, without those inside of compiled ones."""
+    found = []
+    waiting = [("", layer)]
+    while waiting:
+        name, module = waiting.pop()
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            continue  # watching would compile it again
+        if isinstance(module, RECOGNISED):
+            found.append(_Watched(k, layer, name, module))
+        waiting += [
+            (f"{name}.{each}".lstrip("."), child)
+            for each, child in list(module.named_children())[::-1]
+        ]
+    return found
+
+
+def _layouts(args: Sequence[Any]) -> list[_Layout]:
+    """The layouts of the tensors of a layer's input; none if objects of other kinds hold them."""
+    try:
+        leaves = tree_flatten(list(args)).leaves
+    except TypeError:
+        return []
+    dense = [x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided]
+    return [(tuple(x.shape), x.stride()) for x in dense if not x.is_nested]
