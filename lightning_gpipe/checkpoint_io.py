@@ -50,6 +50,14 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
 
 
 def follow_parameters(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer that was used before to the devices of its parameters."""
+    """Move what an optimizer has to where it can be used with its parameters.
+
+    The state of one that was used before goes to the devices of the parameters, and a learning rate
+    that is a tensor, which is for all of them, to the CPU.
+    """
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and len({each.device for each in group["params"]}) > 1:
+            rate.data = rate.cpu()

@@ -1,4 +1,4 @@
-"""Refuses Trainer arguments that a pipeline cannot honour, by the name the user typed.
+"""Refuses Trainer arguments and optimizers that a pipeline cannot honour, by name.
 
 These are not limits of the engine. They are arguments and environments that Lightning supports, and
 that a pipeline in one process would have to ignore silently.
@@ -6,14 +6,16 @@ that a pipeline in one process would have to ignore silently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
 # For messages.
@@ -71,6 +73,36 @@ def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
             "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
             "their running statistics those of the whole batch."
         )
+
+
+def refuse_joined_gradients(optimizer: Optimizer) -> None:
+    """Refuse LBFGS over several devices: it joins the gradients of all parameters."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    found = _devices_of(parameters)
+    if isinstance(optimizer, LBFGS) and len(found) > 1:
+        raise ValueError(
+            "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
+            f"device: got {', '.join(found)}. Choose an optimizer that updates each parameter by "
+            "itself, such as Adam."
+        )
+
+
+def refuse_global_pruning(callbacks: Iterable[Callback]) -> None:
+    """Refuse ModelPruning that ranks weights on several devices."""
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning) and callback._use_global_unstructured:
+            pruned = callback._parameters_to_prune or []
+            found = _devices_of(getattr(module, name) for module, name in pruned)
+            if len(found) > 1:
+                raise ValueError(
+                    "ModelPruning(use_global_unstructured=True) ranks all weights in one vector, "
+                    f"so they must be on one device: got {', '.join(found)}. Write "
+                    "use_global_unstructured=False, or parameters_to_prune of one stage."
+                )
+
+
+def _devices_of(tensors: Iterable[Tensor]) -> list[str]:
+    return list(dict.fromkeys(str(tensor.device) for tensor in tensors))
 
 
 def warn_of_one_device(stages: int, devices: int) -> None:

@@ -46,11 +46,14 @@ from lightning_gpipe.core.plan import (
     shared_with_outside,
 )
 from lightning_gpipe.core.verify import Parity, VerifiedOnce
+from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.refusals import (
     AUTO_DEVICES,
     metrics_on_meta,
     refuse_a_second_trainer,
     refuse_devices,
+    refuse_global_pruning,
+    refuse_joined_gradients,
     refuse_layer_sync,
     refuse_metrics_on_meta,
     refuse_several_nodes,
@@ -130,6 +133,7 @@ class GPipeStrategy(ParallelStrategy):
         self._pipeline: GPipe | None = None
         self._sequential: nn.Sequential | None = None
         self._averages = Averages()
+        self._finetuning = Finetuning()
         self._installed: Installed | None = None
         self._watch: Watch | None = None
 
@@ -256,7 +260,11 @@ class GPipeStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         for optimizer in self.optimizers:
+            refuse_joined_gradients(optimizer)
             follow_parameters(optimizer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        refuse_global_pruning(callbacks)
+        self._finetuning.adapt(callbacks)
         self._averages.follow(self.lightning_module)
 
     @override
@@ -276,6 +284,7 @@ class GPipeStrategy(ParallelStrategy):
         if self._pipeline is not None:
             self._pipeline.close()
         self._averages.release()
+        self._finetuning.release()
         self._sequential = self._pipeline = self._installed = self._watch = None
         module = self._lightning_module
         if module is not None and _must_stay(module):

@@ -28,6 +28,9 @@ on_two_to_four_gpus = pytest.mark.parametrize(
     "gpus", [pytest.param(n, marks=needs(n), id=f"{n}-gpus") for n in (2, 3, 4)]
 )
 
+MANY = min(4, torch.cuda.device_count())
+on_many_gpus = pytest.mark.parametrize("gpus", [pytest.param(MANY, marks=needs(2), id="gpus")])
+
 
 def eight_layers() -> nn.Sequential:
     """Enough layers for four GPUs."""
