@@ -3,6 +3,7 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, whole
+from lightning_gpipe.core.faithful import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import Schedule, balance_by_parameters
 from lightning_gpipe.core.run import Timeline
@@ -21,6 +22,7 @@ __all__ = [
     "Schedule",
     "Timeline",
     "balance_by_parameters",
+    "is_recomputing",
     "verify",
     "whole",
 ]

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.learning import OPTIMIZERS, Make, learn, on_every_optimizer
 from tests.support.models import (
+    Runs,
     assert_same,
     assert_same_step,
     gradients,
@@ -34,10 +35,10 @@ class Meter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(W, W)
-        self.forwards = self.backwards = 0
+        self.runs = Runs()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
+        self.runs.forward.append(None)
         return _Metered.apply(self.linear(x), self)
 
 
@@ -49,7 +50,7 @@ class _Metered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.meter.backwards += 1
+        ctx.meter.runs.backward.append(None)
         return gradients[0], None
 
 
@@ -61,7 +62,7 @@ def meters(depth: int = 6) -> nn.Sequential:
 def readings(module: nn.Module) -> list[tuple[int, int]]:
     """How often each layer ran forward and backward, by micro-batch of the pipeline."""
     found = [layer for layer in module.modules() if isinstance(layer, Meter)]
-    return [(meter.forwards, meter.backwards) for meter in found]
+    return [(len(meter.runs.forward), len(meter.runs.backward)) for meter in found]
 
 
 # Frozen stages.

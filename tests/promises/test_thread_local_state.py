@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
-from tests.support.models import assert_same, gradients, perceptron, rows
+from tests.support.models import Runs, assert_same, gradients, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 
 
@@ -26,11 +26,10 @@ class Spy(nn.Module):
     def __init__(self, look: Callable[[], Any]) -> None:
         super().__init__()
         self.look = look
-        self.forwards: list[Any] = []
-        self.backwards: list[Any] = []
+        self.runs = Runs()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards.append(self.look())
+        self.runs.forward.append(self.look())
         return _Spied.apply(x, self)
 
 
@@ -42,7 +41,7 @@ class _Spied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.spy.backwards.append(ctx.spy.look())
+        ctx.spy.runs.backward.append(ctx.spy.look())
         return gradients[0], None
 
 
@@ -136,8 +135,8 @@ OF_THE_PROCESS: dict[str, State] = {
 
 def assert_seen_alike(pipeline: GPipe, plain: nn.Module, mode: ActivationCheckpointing) -> None:
     for one, other in zip(spies(pipeline), spies(plain), strict=True):
-        assert one.forwards == other.forwards * (M + RECOMPUTED[mode])
-        assert one.backwards == other.backwards * M
+        assert one.runs.forward == other.runs.forward * (M + RECOMPUTED[mode])
+        assert one.runs.backward == other.runs.backward * M
 
 
 @every_mode
@@ -187,9 +186,9 @@ def test_layers_see_that_nothing_is_recorded(pipe: Pipe, enter: Callable[[], Any
         with enter():
             module(torch.ones(7, 3))
 
-    assert spies(plain)[0].forwards == [(False, enter is torch.inference_mode)]
+    assert spies(plain)[0].runs.forward == [(False, enter is torch.inference_mode)]
     for one, other in zip(spies(pipeline), spies(plain), strict=True):
-        assert one.forwards == other.forwards * M
+        assert one.runs.forward == other.runs.forward * M
 
 
 def test_caller_keeps_its_state(pipe: Pipe) -> None:

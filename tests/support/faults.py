@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.transport import local
+from tests.support.models import Runs
 from tests.support.waiting import NEVER, PATIENCE
 
 
@@ -25,18 +26,19 @@ class Fuse(nn.Module):
         super().__init__()
         self.at: tuple[str, int] | None = None
         self.fault: Callable[[], None] = nothing
-        self.calls = {"forward": 0, "backward": 0}
+        self.runs = Runs()
 
     def light(self, at: tuple[str, int], fault: Callable[[], None]) -> None:
         """Do ``fault`` after so many calls from now of the forward or of the backward."""
         self.at, self.fault = at, fault
-        self.calls = {"forward": 0, "backward": 0}
+        self.runs = Runs()
 
     def called(self, kind: str) -> None:
-        if (kind, self.calls[kind]) == self.at:
+        calls = self.runs.forward if kind == "forward" else self.runs.backward
+        if (kind, len(calls)) == self.at:
             fault, self.at, self.fault = self.fault, None, nothing
             fault()
-        self.calls[kind] += 1
+        calls.append(None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.called("forward")

@@ -186,12 +186,29 @@ class Counting(nn.Module):
         return x
 
 
+class Runs:
+    """What a layer noted in its forwards, recomputations included, and in its backwards.
+
+    With slots: a recomputation does not undo what it notes here, as it does in attributes.
+    """
+
+    __slots__ = ("backward", "forward")
+
+    def __init__(self) -> None:
+        self.forward: list[Any] = []
+        self.backward: list[Any] = []
+
+
 class Recorder(nn.Module):
     """The identity, which remembers the types of what went through, in every run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[torch.dtype] = []
+        self.runs = Runs()
+
+    @property
+    def seen(self) -> list[torch.dtype]:
+        return self.runs.forward
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x.dtype)

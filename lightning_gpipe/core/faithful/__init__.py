@@ -10,7 +10,7 @@ from lightning_gpipe.core.faithful.batchnorm import (
     rows_needed,
 )
 from lightning_gpipe.core.faithful.behavior import Behavior, Behaviors, TrainingFlags
-from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.faithful.buffers import Buffers
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
@@ -25,12 +25,15 @@ from lightning_gpipe.core.faithful.randomness import (
     Randomness,
     SharedGenerators,
 )
+from lightning_gpipe.core.faithful.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
+from lightning_gpipe.core.faithful.state import Saved, StageState
 
 __all__ = [
     "NOTHING",
+    "RECOMPUTING",
     "Attributes",
     "Behavior",
     "Behaviors",
@@ -44,15 +47,17 @@ __all__ = [
     "Randomness",
     "RowWatch",
     "RowWatches",
+    "Saved",
     "Shadows",
     "SharedGenerators",
-    "StageBuffers",
+    "StageState",
     "ThreadState",
     "TrainingFlags",
     "Write",
     "check_batch_norms",
     "default_generator",
     "has_hooks",
+    "is_recomputing",
     "on_engine_thread",
     "refuse_cached_parametrizations",
     "refuse_function_transforms",

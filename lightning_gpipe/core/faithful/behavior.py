@@ -25,16 +25,19 @@ class Behavior:
         edited_inputs: The indices of the input leaves that they edit, for each set of guarded
             leaves.
         edited_buffers: The slots of the buffers that they edit, or None before the first run.
+        changed_attributes: The slots of the Python attributes whose contents they change, or None
+            before the first run.
         captures: Whether they use tensors from outside that require a gradient, or None before the
             first run.
     """
 
-    __slots__ = ("captures", "edited_buffers", "edited_inputs")
+    __slots__ = ("captures", "changed_attributes", "edited_buffers", "edited_inputs")
 
     def __init__(self) -> None:
         self.edited_inputs: dict[tuple[int, ...], set[int]] = {}
         self.edited_buffers: set[Slot] | None = None
         self.captures: bool | None = None
+        self.changed_attributes: frozenset[Slot] | None = None
 
 
 class Behaviors:

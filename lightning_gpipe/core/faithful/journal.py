@@ -46,8 +46,11 @@ class Attributes:
 class _Absent:
     """The type of the marker for an empty slot."""
 
+    def __reduce__(self) -> str:
+        return "ABSENT"  # there is one
 
-_ABSENT = _Absent()
+
+ABSENT: Any = _Absent()
 
 
 class _Entry(NamedTuple):
@@ -75,11 +78,11 @@ class Journal:
         return len(self._entries)
 
     def write(self, writes: Iterable[Write]) -> None:
-        """Put each new value into its slot."""
+        """Put each new value into its slot; :data:`ABSENT` empties it."""
         writes = list(writes)
-        self._entries += [_Entry(slots, name, _value_in(slots, name)) for slots, name, _ in writes]
+        self._entries += [_Entry(slots, name, value_in(slots, name)) for slots, name, _ in writes]
         for slots, name, value in writes:
-            slots[name] = value
+            _put(slots, name, value)
 
     def changed(self, writes: Iterable[Write]) -> Changed:
         """Make changes for the duration of a ``with`` block."""
@@ -93,7 +96,7 @@ class Journal:
         entries = self._entries
         while len(entries) > length:
             slots, name, old = entries[-1]
-            _restore(slots, name, old)
+            _put(slots, name, old)
             entries.pop()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
@@ -117,15 +120,16 @@ class Changed:
         self._journal.undo(self._length)
 
 
-def _value_in(slots: Slots, name: str) -> Any:
+def value_in(slots: Slots, name: Any) -> Any:
+    """The value in a slot, or :data:`ABSENT`."""
     try:
         return slots[name]
-    except KeyError:
-        return _ABSENT
+    except LookupError:
+        return ABSENT
 
 
-def _restore(slots: Slots, name: str, value: Any) -> None:
-    if value is not _ABSENT:
+def _put(slots: Slots, name: str, value: Any) -> None:
+    if value is not ABSENT:
         slots[name] = value
-    elif _value_in(slots, name) is not _ABSENT:
+    elif value_in(slots, name) is not ABSENT:
         del slots[name]

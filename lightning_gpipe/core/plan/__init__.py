@@ -7,6 +7,14 @@ from lightning_gpipe.core.plan.action import Action, Kind, successor
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.costs import parameter_costs
 from lightning_gpipe.core.plan.fill_drain import fill_drain
+from lightning_gpipe.core.plan.held import (
+    CONTAINERS,
+    Holder,
+    contents,
+    holders,
+    is_generator,
+    within,
+)
 from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, one_each
 from lightning_gpipe.core.plan.partition import (
     Partition,
@@ -33,8 +41,10 @@ from lightning_gpipe.core.plan.sharing import (
 )
 
 __all__ = [
+    "CONTAINERS",
     "Action",
     "ActivationCheckpointing",
+    "Holder",
     "Kind",
     "Layout",
     "Loss",
@@ -51,15 +61,19 @@ __all__ = [
     "check_outside",
     "check_sequential",
     "check_sharing",
+    "contents",
     "count_recomputed",
     "cut",
     "fill_drain",
     "followed_slots",
     "has_own_forward",
+    "holders",
+    "is_generator",
     "is_plain",
     "lay_out",
     "one_each",
     "parameter_costs",
     "shared_with_outside",
     "successor",
+    "within",
 ]

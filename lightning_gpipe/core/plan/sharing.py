@@ -1,8 +1,9 @@
 """What stages may share with one another, and with modules outside of the pipeline.
 
 Stages run at the same time, each on its device. A module on two stages would be run by two threads
-at once, and a buffer that layers change cannot be on two devices: both are refused. A parameter can
-be shared: it is on one device, its home, and stages on other devices follow it with copies.
+at once, as would a generator of random numbers, and a buffer that layers change cannot be on two
+devices: these are refused. A parameter can be shared: it is on one device, its home, and stages on
+other devices follow it with copies.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gpipe.core.plan.held import holders, is_generator, within
 from lightning_gpipe.core.plan.layout import Layout
 
 Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
 
 
 def check_sharing(layout: Layout) -> None:
-    """Raise if stages share a module, or a buffer across devices.
+    """Raise if stages share a module, a generator, or a buffer across devices.
 
     Raises:
         ValueError: Names everything that is shared, and by which layers.
     """
     owners: dict[Any, tuple[int, str]] = {}
+    generators: dict[int, tuple[int, str]] = {}  # by id: not all are hashable
     faults: dict[str, None] = {}
     devices = [layout.device_of(j) for j in range(layout.n)]
     for j, partition in enumerate(layout.partitions):
@@ -40,10 +43,16 @@ def check_sharing(layout: Layout) -> None:
                 owner, where = owners.setdefault(buffer, (j, path))
                 if devices[owner] != devices[j]:
                     faults[f"buffer {where} ({devices[owner]}) is {path} ({devices[j]})"] = None
+            for name, generator in _generators_in(layer):
+                path = f"layer {k}.{name}"
+                owner, where = generators.setdefault(id(generator), (j, path))
+                if owner != j:
+                    faults[f"generator {where} (stage {owner}) is {path} (stage {j})"] = None
     if faults:
         raise ValueError(
-            f"stages must not share modules, nor buffers across devices: got {'; '.join(faults)}. "
-            "Choose a balance that puts these layers into one stage, or do not share them."
+            "stages must not share modules or generators, nor buffers across devices: got "
+            f"{'; '.join(faults)}. Choose a balance that puts these layers into one stage, or do "
+            "not share them."
         )
 
 
@@ -103,6 +112,15 @@ def followed_slots(
         for name, parameter in module._parameters.items()
         if parameter is not None and homes.get(parameter, device) != device
     )
+
+
+def _generators_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the generators of random numbers that modules of a layer hold, with their names."""
+    for path, module in layer.named_modules():
+        for holder in holders([module]):
+            for name, value in holder.held.items():
+                for each in filter(is_generator, within(value)):
+                    yield f"{path}{'.' * bool(path)}{holder.prefix}{name}", each
 
 
 def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

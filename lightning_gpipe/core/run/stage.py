@@ -24,7 +24,7 @@ from lightning_gpipe.core.faithful import (
     RowWatch,
     RowWatches,
     Shadows,
-    StageBuffers,
+    StageState,
     TrainingFlags,
 )
 from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, followed_slots
@@ -50,7 +50,7 @@ class Stage:
         modules: The layers and all modules within them.
         journal: The changes made to them while they run.
         skips: Whether any of them stashes or pops skip tensors.
-        buffers: Their buffers.
+        state: What they may change in forward.
     """
 
     def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
@@ -111,7 +111,11 @@ class Stage:
 
     def snapshot(self, *, first: bool) -> Buffers:
         """A snapshot of the buffers to run forward again; ``first``: nothing is known of it yet."""
-        return self.buffers.all() if first else self.buffers.known(self._behaviors.edited_buffers)
+        return (
+            self.state.buffers.all()
+            if first
+            else self.state.buffers.known(self._behaviors.edited_buffers)
+        )
 
     def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""
@@ -150,7 +154,7 @@ class Stage:
         """Set :attr:`modules`, without any recorded behavior."""
         self.modules = modules
         self.skips = any(declared_in(module) is not None for module in modules)
-        self.buffers = StageBuffers(modules, deferred=self._deferred_batch_norm)
+        self.state = StageState(modules, deferred=self._deferred_batch_norm)
         self._behaviors = Behaviors()
         layers = zip(self.partition.indices, self.partition.layers, strict=True)
         self._watches = RowWatches(list(layers))

@@ -28,13 +28,14 @@ from lightning_gpipe.core.data import (
 )
 from lightning_gpipe.core.faithful import (
     NOTHING,
+    RECOMPUTING,
     Behavior,
-    Buffers,
     Context,
     Manager,
     MutationGuard,
     Randomness,
     RowWatch,
+    Saved,
     Shadows,
     together,
 )
@@ -61,8 +62,8 @@ class _Kept(NamedTuple):
 
     inputs: FlatTree
     roots: list[Root | None] | None  # where backward of the outputs starts; None if dropped
-    # If it will be recomputed: the buffers from before, and the version counters of the inputs.
-    buffers: Buffers | None = None
+    # If it will be recomputed: the state from before, and the version counters of the inputs.
+    saved: Saved | None = None
     versions: tuple[int, ...] = ()
 
     @property
@@ -132,13 +133,13 @@ class StagePass:
         if i in self._recomputed:
             self.randomness.save(i)
             behavior = self._behavior(inputs)
-            buffers = self.stage.buffers.before(behavior)
+            before = self.stage.state.before(behavior)
             with self._context.dropping():
                 outputs = self._run(i, inputs, first=True)
-            self.stage.buffers.after(behavior, buffers)
+            saved = self.stage.state.after(behavior, before)
             if self.stage.last:
                 outputs = _apart(outputs, inputs)
-            kept = _Kept(inputs, None, buffers, _versions(inputs))
+            kept = _Kept(inputs, None, saved, _versions(inputs))
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
         else:
             with self._context.saving():
@@ -193,10 +194,10 @@ class StagePass:
         if all(kept.roots is not None for kept in self._microbatches.values()):
             return
         self._check_inputs()
-        kept = [each.buffers for each in self._microbatches.values() if each.buffers is not None]
+        kept = [each.saved for each in self._microbatches.values() if each.saved is not None]
         if self.shadows.edited:
             change = "parameters must not be edited", "an edit, such as an optimizer step"
-        elif any(buffers.lost for buffers in kept):
+        elif any(saved.buffers.lost for saved in kept):
             change = "buffers must not be edited", "an edit"
         elif self.stage.modules_now() != self._modules:
             change = "modules must not be added, removed or replaced", "other modules"
@@ -302,10 +303,9 @@ class StagePass:
         return FlatTree(sent, outputs.spec)
 
     def _repeat(self, i: int) -> None:
-        inputs, buffers = self._microbatches[i].inputs, self._microbatches[i].buffers
-        assert buffers is not None, "kept for every micro-batch that is recomputed"
-        saved = buffers.swapped_in(self.stage.journal)
-        with together([*self._as_in_forward(), self._context.saving(), *saved]):
+        RECOMPUTING.set(True)  # in the copied context variables
+        inputs = self._microbatches[i].inputs
+        with together([*self._as_in_forward(), self._context.saving()]):
             inputs = inputs.detached()  # without hooks that layers registered on them in forward
             outputs = self._run(i, inputs, first=False)
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
@@ -352,6 +352,10 @@ class StagePass:
             found.append(self._watch.watching(i, self.stage.journal))
         if self.stage.skips:
             found.append(using_table(skips))
+        if not first:  # after the shadows, which replace frozen parameters too
+            saved = self._microbatches[i].saved
+            assert saved is not None, "kept for every micro-batch that is recomputed"
+            found += saved.swapped_in(self.stage.journal)
         return together(found)
 
     def _arrived(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:

@@ -129,3 +129,28 @@ def test_parameters_shared_with_what_is_outside() -> None:
     (found,) = shared_with_outside(root, root.layers)
 
     assert found is root.layers[0].weight
+
+
+class Drawing(nn.Module):
+    def __init__(self, generators: object) -> None:
+        super().__init__()
+        self.generators = generators
+
+
+def test_generator_shared_by_stages() -> None:
+    """Two threads would draw from it by turns, in any order."""
+    own, shared = torch.Generator(), torch.Generator()
+    module = nn.Sequential(
+        Drawing([own, shared]), Wrapped(Drawing({"dropout": shared})), Drawing(own)
+    )
+
+    check_sharing(lay_out(cut(module, [3]), [CPU]))
+    with pytest.raises(ValueError) as error:
+        check_sharing(lay_out(cut(module, [1, 2]), [CPU, CPU]))
+
+    assert str(error.value) == (
+        "stages must not share modules or generators, nor buffers across devices: got generator "
+        "layer 0.generators (stage 0) is layer 1.inner.generators (stage 1); generator layer "
+        "0.generators (stage 0) is layer 2.generators (stage 1). Choose a balance that puts these "
+        "layers into one stage, or do not share them."
+    )

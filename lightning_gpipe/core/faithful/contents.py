@@ -1,0 +1,163 @@
+"""The contents of lists, dicts, sets, deques and tensors that modules hold in attributes.
+
+They change without the attribute being set: ``self.seen.append(x)``, ``self.mean.mul_(0.9)``. To
+notice it they must be copied. Small containers always are; large ones and tensors only in the first
+run, and in later runs if earlier ones changed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import ref
+
+from torch import Tensor
+
+from lightning_gpipe.core.faithful.journal import Slots, Write, value_in
+from lightning_gpipe.core.faithful.values import same_value, version_of
+from lightning_gpipe.core.plan import CONTAINERS, contents, within
+
+Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there
+
+_LARGE = 64  # elements
+
+
+class _Value(NamedTuple):
+    """A tensor as it was; its value if it was copied."""
+
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, copied: bool) -> _Value:
+        return cls(tensor, version_of(tensor), tensor.detach().clone() if copied else None)
+
+    def moved(self, *, compared: bool) -> bool:
+        """Whether it was edited; ``compared``: by its value too, which a GPU is waited for."""
+        if version_of(self.tensor) != self.version:
+            return True
+        return compared and self.copy is not None and not same_value(self.tensor, self.copy)
+
+
+class _Shallow(NamedTuple):
+    """A container as it was; its elements if they were copied."""
+
+    container: Any
+    size: int
+    copy: Any
+
+    @classmethod
+    def of(cls, container: Any, *, copied: bool) -> _Shallow:
+        size = len(container)
+        return cls(container, size, _elements(container) if copied or size <= _LARGE else None)
+
+    @property
+    def moved(self) -> bool:
+        if len(self.container) != self.size:
+            return True
+        if self.copy is None:
+            return False
+        if isinstance(self.copy, set):
+            return bool(self.container != self.copy)
+        keys = not isinstance(self.copy, dict) or all(map(is_, self.container, self.copy))
+        return not (keys and all(map(is_, contents(self.container), contents(self.copy))))
+
+
+class Contents:
+    """The contents of one object that a module holds, before a run.
+
+    Args:
+        value: The object.
+        copied: Whether to copy large containers and tensors; small containers always are.
+    """
+
+    def __init__(self, value: Any, *, copied: bool) -> None:
+        found = list(within(value))
+        self._containers = [
+            _Shallow.of(each, copied=copied) for each in found if isinstance(each, CONTAINERS)
+        ]
+        self._values = [
+            _Value.of(each, copied=copied) for each in found if isinstance(each, Tensor)
+        ]
+
+    def moved(self, *, compared: bool) -> bool:
+        """Whether they were changed; ``compared``: compare the values of tensors too."""
+        return any(each.moved for each in self._containers) or any(
+            each.moved(compared=compared) for each in self._values
+        )
+
+    @property
+    def lost(self) -> bool:
+        """Whether some are not saved."""
+        return any(each.copy is None for each in self._containers) or any(
+            each.copy is None for each in self._values
+        )
+
+    def values(self) -> Iterable[tuple[int, Tensor]]:
+        """The copies of tensors, by the ids of the tensors."""
+        return ((id(each.tensor), each.copy) for each in self._values if each.copy is not None)
+
+    def writes(self, values: dict[int, Tensor]) -> Iterable[Write]:
+        """Restore the containers, with ``values`` instead of tensors that were edited."""
+        for container, _, copy in self._containers:
+            if copy is not None:
+                yield _Elements(container), "elements", _replaced(copy, values)
+
+    def left(self) -> Iterator[Left]:
+        """The tensors with a graph that were put into lists and dicts since."""
+        for container, size, copy in self._containers:
+            if isinstance(container, set):
+                continue
+            keyed = isinstance(container, dict)
+            for key in container if keyed else range(len(container)):
+                old = copy is not None and (key in copy if keyed else key < size)
+                if not (old and copy[key] is container[key]):
+                    yield from left_in(container, key)
+
+
+def has_contents(value: Any) -> bool:
+    """Whether it is, or holds, a container or a tensor."""
+    return any(isinstance(each, (Tensor, *CONTAINERS)) for each in within(value))
+
+
+def left_in(slots: Slots, name: Any) -> Iterator[Left]:
+    """The tensor in a slot, if it has a graph."""
+    tensor = value_in(slots, name)
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
+        yield slots, name, ref(tensor)
+
+
+class _Elements:
+    """The elements of a container, as a slot."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+
+    def __getitem__(self, name: str) -> Any:
+        return _elements(self._container)
+
+    def __setitem__(self, name: str, elements: Any) -> None:
+        container = self._container
+        container.clear()
+        if isinstance(container, (dict, set)):
+            container.update(elements)
+        else:
+            container.extend(elements)
+
+    def __delitem__(self, name: str) -> None:
+        raise AssertionError("a container always has elements, if only none")
+
+
+def _elements(container: Any) -> Any:
+    """A shallow copy, of a basic type."""
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def _replaced(elements: Any, values: dict[int, Tensor]) -> Any:
+    if isinstance(elements, dict):
+        return {key: values.get(id(each), each) for key, each in elements.items()}
+    return type(elements)(values.get(id(each), each) for each in elements)

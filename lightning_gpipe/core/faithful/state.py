@@ -1,0 +1,89 @@
+"""What the layers of a stage may change in forward, saved for recomputation and for running again.
+
+Buffers, frozen parameters, attributes and generators that modules hold: a recomputation must start
+from those that its first forward started from, and must not change them a second time. It runs with
+the saved ones, and what the first forwards left is put back by the stage's journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_gpipe.core.faithful.attributes import Before as AttributesBefore
+from lightning_gpipe.core.faithful.attributes import Moved, StageAttributes
+from lightning_gpipe.core.faithful.behavior import Behavior
+from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
+from lightning_gpipe.core.faithful.held_generators import HeldGenerators
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import Manager
+
+
+class Before(NamedTuple):
+    """The state of a stage before the first forward of a micro-batch."""
+
+    buffers: Buffers
+    attributes: AttributesBefore
+    generators: list[Write]
+
+
+class Saved(NamedTuple):
+    """What a recomputation needs of the state before its first forward."""
+
+    buffers: Buffers
+    attributes: Moved
+    generators: list[Write]
+
+    def swapped_in(self, journal: Journal) -> list[Manager]:
+        """Give the modules the saved state for the duration of a ``with`` block.
+
+        The list is empty if there is nothing to restore.
+        """
+        managers = self.buffers.swapped_in(journal)
+        if self.attributes.writes:
+            managers.append(self.attributes.undone(journal))
+        if self.generators:
+            managers.append(journal.changed(self.generators))
+        return managers
+
+
+class StageState:
+    """What the modules of one stage may change in forward.
+
+    Args:
+        modules: The modules.
+        deferred: Whether batch norms in training do not update their running statistics in forward.
+
+    Attributes:
+        buffers: The buffers alone.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
+        modules = tuple(modules)
+        self.buffers = StageBuffers(modules, deferred=deferred)
+        self._attributes = StageAttributes(modules)
+        self._generators = HeldGenerators(modules)
+
+    def before(self, behavior: Behavior) -> Before:
+        """The state before a run of layers with this behavior."""
+        if behavior.changed_attributes is None:
+            self._generators.find()
+        return Before(
+            self.buffers.before(behavior),
+            self._attributes.before(behavior.changed_attributes),
+            self._generators.saved(),
+        )
+
+    def after(self, behavior: Behavior, before: Before) -> Saved:
+        """What a recomputation of the run needs; the first run records its changes.
+
+        Raises:
+            RuntimeError: If something changed that did not before, and was not saved therefore.
+        """
+        self.buffers.after(behavior, before.buffers)
+        moved, changed = self._attributes.after(before.attributes)
+        if behavior.changed_attributes is None:
+            behavior.changed_attributes = changed
+        return Saved(before.buffers, moved, before.generators)

@@ -1,0 +1,93 @@
+"""What modules hold in plain attributes, which ``nn.Module`` does not know of.
+
+A counter, a cache, a list that grows, a generator: they are neither parameters nor buffers, so they
+are on no device and in no state dict, but layers change them in forward all the same. An object of
+a user's class that a module holds, such as a meter, is looked into as well.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CONTAINERS = (list, dict, set, deque)
+
+# The slots of nn.Module itself. A deferred batch norm, for one, has another forward while it runs.
+_INTERNAL = frozenset({*vars(nn.Module()), "forward"})
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
+_LIBRARIES = ("builtins", "lightning", "numpy", "random", "torch")
+
+
+class Holder(NamedTuple):
+    """A module, or an object that it holds, with attributes.
+
+    Attributes:
+        module: The module.
+        prefix: What the names of its attributes begin with: ``"meter."`` for an object.
+        slots: All attributes, those of ``nn.Module`` itself included.
+    """
+
+    module: nn.Module
+    prefix: str
+    slots: dict[str, Any]
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The attributes that a class or a user set, by name."""
+        if self.prefix:
+            return self.slots
+        return {name: value for name, value in self.slots.items() if name not in _INTERNAL}
+
+
+def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+    """Yield each module, and each object of a user's class that one holds."""
+    seen: set[int] = set()
+    for module in modules:
+        itself = Holder(module, "", vars(module))
+        yield itself
+        for name, value in itself.held.items():
+            if _is_own(value) and id(value) not in seen:
+                seen.add(id(value))
+                yield Holder(module, f"{name}.", vars(value))
+
+
+def within(value: Any) -> Iterator[Any]:
+    """Yield ``value`` and, if it is a container or a tuple, everything in it, each object once."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            waiting += contents(found)
+
+
+def contents(value: Any) -> Iterable[Any]:
+    """The elements of a container or a tuple, the values of a dict; nothing of anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (tuple, *CONTAINERS)) else ()
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers, of PyTorch, NumPy or Python."""
+    numpy = sys.modules.get("numpy.random")
+    others = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *others))
+
+
+def _is_own(value: Any) -> bool:
+    """Whether it is an object of a user's class, with attributes."""
+    library = type(value).__module__.partition(".")[0] in _LIBRARIES
+    if library or isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS)):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)

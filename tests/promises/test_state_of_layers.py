@@ -1,0 +1,221 @@
+"""State that layers move on in forward, and that is neither a parameter nor a buffer.
+
+Each micro-batch moves it on once. So a pipeline is compared with the plain module that is run on
+one micro-batch after another: the same gradients, and the same state after it.
+"""
+
+import random
+from collections import deque
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import is_recomputing
+from lightning_gpipe.core.pipeline import GPipe
+from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
+from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
+
+pytestmark = [every_mode, with_and_without_threads]
+
+
+def around(layer: nn.Module) -> nn.Sequential:
+    """The layer in the first of two stages, between layers with parameters."""
+    return nn.Sequential(perceptron(2), layer, *perceptron(2)).double()
+
+
+def assert_same_in_micro_batches(pipe: Pipe, plain: nn.Sequential, steps: int = 3) -> GPipe:
+    """Steps give the gradients of steps of ``plain`` on one micro-batch after another.
+
+    Returns:
+        The pipeline.
+    """
+    pipeline = pipe(plain, [2, len(plain) - 2])
+    for seed in range(steps):
+        x = rows(7, seed=seed).detach()
+        plain.zero_grad()
+        pipeline.zero_grad()
+        a_loss(torch.cat([plain(each) for each in x.tensor_split(M)])).backward()
+        a_loss(pipeline(x)).backward()
+        assert_same(gradients(pipeline), gradients(plain))
+    return pipeline
+
+
+class Counter(nn.Module):
+    """Scales by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Previous(nn.Module):
+    """Adds the mean of the previous micro-batch; makes the attribute when it first runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + getattr(self, "previous", 0)
+        self.previous = x.detach().mean()
+        return y
+
+
+class Grows(nn.Module):
+    """Has a container that grows with every call."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.seen, dict):
+            self.seen[len(self.seen)] = x.shape
+        elif isinstance(self.seen, set):
+            self.seen.add(len(self.seen))
+        else:
+            self.seen.append(len(self.seen))
+        return x * len(self.seen)
+
+
+class Nested(nn.Module):
+    """Has a list in a dict in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: tuple[dict[str, list[int]], int] = ({"calls": [0]}, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state[0]["calls"][0] += 1
+        return x * self.state[0]["calls"][0]
+
+
+class Meter:
+    """An object of a user's class."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.values: list[float] = []
+
+    def update(self, value: float) -> float:
+        self.total += value
+        self.values.append(value)
+        return self.total + len(self.values)
+
+
+class Metered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.meter.update(float(x.detach().abs().mean()))
+
+
+class Average(nn.Module):
+    """Keeps a moving average in a tensor that is no buffer, or in a list of such."""
+
+    def __init__(self, *, listed: bool, data: bool, size: int = 3) -> None:
+        super().__init__()
+        mean = torch.ones(size, dtype=torch.float64)
+        self.mean: Any = [mean] if listed else mean
+        self.data = data
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = self.mean[0] if isinstance(self.mean, list) else self.mean
+        y = x * mean[:3].clone()
+        (mean.data if self.data else mean).mul_(0.5).add_(x.detach().mean())
+        return y
+
+
+LAYERS = {
+    "a counter": Counter(),
+    "an attribute that does not exist at first": Previous(),
+    "a list": Grows([]),
+    "a large list": Grows([0] * 1000),
+    "a dict": Grows({}),
+    "a set": Grows(set()),
+    "a deque": Grows(deque()),
+    "containers in containers": Nested(),
+    "an object": Metered(),
+    "a tensor": Average(listed=False, data=False),
+    "a tensor edited through .data": Average(listed=False, data=True),
+    "a list of tensors": Average(listed=True, data=False),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_attributes(layer: nn.Module, pipe: Pipe) -> None:
+    """Once a recomputation started from what the last forward left, and moved it on again."""
+    plain = around(deepcopy(layer))
+
+    pipeline = assert_same_in_micro_batches(pipe, plain)
+
+    assert_same(_state(pipeline[1]), _state(plain[1]))
+
+
+def _state(layer: nn.Module) -> dict[str, Any]:
+    state = {name: each for name, each in vars(layer).items() if name not in vars(nn.Module())}
+    state.update(vars(state.pop("meter", None) or Meter()))
+    return state
+
+
+class Drawing(nn.Module):
+    """Drops with a mask from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = self.generator
+        if isinstance(generator, (list, dict)):
+            generator = generator[0]
+        if isinstance(generator, torch.Generator):
+            return x * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+        return x * generator.random()
+
+
+GENERATORS = {
+    "PyTorch's": lambda: torch.Generator().manual_seed(3),
+    "in a list": lambda: [torch.Generator().manual_seed(3)],
+    "in a dict": lambda: {0: torch.Generator().manual_seed(3)},
+    "NumPy's": lambda: np.random.default_rng(3),
+    "NumPy's older": lambda: np.random.RandomState(3),
+    "Python's": lambda: random.Random(3),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_of_layers(kind: str, pipe: Pipe) -> None:
+    """Once a recomputation drew other numbers: a gradient sum of 5.88 instead of 1.36."""
+    assert_same_in_micro_batches(pipe, around(Drawing(GENERATORS[kind]())))
+
+
+class OncePerMicroBatch(nn.Module):
+    """Counts its first forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[bool] = []
+        self.count = self.counted.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count(is_recomputing())
+        return x
+
+
+def test_layer_that_is_told_of_a_recomputation(pipe: Pipe) -> None:
+    layer = OncePerMicroBatch()
+    plain = around(layer)
+    pipeline = pipe(plain, [2, 2], copy=False)
+
+    plain(rows(7))
+    pipeline(rows(7)).sum().backward()
+
+    assert layer.counted.count(False) == 1 + M
+    assert not is_recomputing()
