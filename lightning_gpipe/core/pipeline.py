@@ -176,7 +176,7 @@ class GPipe(StandIn):
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
         with self._engine.exclusive():
-            self.patches.undo()  # those that an interrupted verification left
+            self.patches.reset()  # those that an interrupted verification left
         return self.run(input)
 
     def run(self, input: Any) -> Any:

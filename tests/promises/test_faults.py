@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.transport import local
+from lightning_gpipe.core.transport.threads import Outcomes
 from tests.support.faults import (
     Busy,
     Fuse,
@@ -20,7 +21,7 @@ from tests.support.faults import (
     no_time_out,
     throw,
 )
-from tests.support.models import assert_same, assert_same_step, rows, step
+from tests.support.models import assert_same, assert_same_step, gradients, rows, step
 from tests.support.pipes import Pipe, with_and_without_threads
 from tests.support.process import workers
 from tests.support.waiting import PATIENCE
@@ -59,8 +60,11 @@ def pipeline(pipe: Pipe, plain: nn.Sequential) -> GPipe:
 
 
 def light(pipeline: GPipe, stage: int, at: tuple[str, int], fault: Callable[[], None]) -> None:
-    fuse = pipeline[2 * stage + 1]
-    assert isinstance(fuse, Fuse)
+    light_in(pipeline[2 * stage + 1], at, fault)
+
+
+def light_in(layer: nn.Module, at: tuple[str, int], fault: Callable[[], None]) -> None:
+    (fuse,) = (module for module in layer.modules() if isinstance(module, Fuse))
     fuse.light(at, fault)
 
 
@@ -142,16 +146,26 @@ def test_error_after_error(pipeline: GPipe, plain: nn.Sequential) -> None:
     assert_same_step(pipeline, plain, rows(7))
 
 
-def fail_while_another_layer_is_busy(pipeline: GPipe) -> Busy:
-    """Let stage 1 fail in the middle of what stage 0 does, and see that the caller is told then."""
+# Where stage 0 is busy when another stage fails, and when that one does: once it is.
+WHILE_BUSY = {
+    "forward": (("forward", 2), 1, FIRST_FORWARD),
+    "recompute": (("forward", M), 2, ("backward", 0)),
+    "backward": (("backward", 0), 1, ("backward", 1)),
+}
+
+
+def wait_and_throw(busy: Busy, error: BaseException) -> None:
+    assert busy.begun.wait(PATIENCE)
+    raise error
+
+
+def fail_while_another_layer_is_busy(pipeline: GPipe, during: str = "forward") -> Busy:
+    """Let a stage fail in the middle of what stage 0 does, and see that the caller is told then."""
     busy = Busy()
 
-    def fail() -> None:
-        assert busy.begun.wait(PATIENCE)
-        raise OwnError
-
-    light(pipeline, 0, ("forward", 2), busy)
-    light(pipeline, 1, FIRST_FORWARD, fail)
+    at, stage, then = WHILE_BUSY[during]
+    light(pipeline, 0, at, busy)
+    light(pipeline, stage, then, partial(wait_and_throw, busy, OwnError()))
     with pytest.raises(OwnError):
         step(pipeline, rows(7))
     assert not busy.over
@@ -208,3 +222,106 @@ def test_step_right_after_an_error_while_another_layer_was_busy(
     assert busy.over
     assert all(one is two for one, two in zip(pipeline.parameters(), parameters, strict=True))
     assert_same(again._asdict(), step(plain, rows(7))._asdict())
+
+
+@pytest.mark.usefixtures("_short_grace")
+@pytest.mark.parametrize("during", WHILE_BUSY)
+def test_optimizer_made_after_an_error_while_another_layer_is_busy(
+    pipeline: GPipe, plain: nn.Sequential, during: str
+) -> None:
+    """Once it got shadow parameters, and trained nothing."""
+    own = list(pipeline.parameters())
+    busy = fail_while_another_layer_is_busy(pipeline, during)
+
+    found = list(pipeline.parameters())
+    assert not busy.over
+    assert all(one is two for one, two in zip(found, own, strict=True))
+    optimizer = torch.optim.SGD(found, lr=0.1)
+    busy.end()
+    pipeline.zero_grad()
+    assert_same_step(pipeline, plain, rows(7))
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_same(dict(pipeline.named_parameters()), dict(plain.named_parameters()))
+
+
+class Remembering(nn.Sequential):
+    """A linear layer, a fuse, and a buffer that counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 3).double(), Fuse())
+        self.calls: Tensor = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_modules_are_as_they_were_while_a_layer_is_busy_in_recomputation(pipe: Pipe) -> None:
+    """Once the buffers of a recomputation, and its training mode, stayed until the next step."""
+    pipeline = pipe(nn.Sequential(*(Remembering() for _ in range(3))), chunks=M, mode="always")
+    first = pipeline[0]
+    assert isinstance(first, Remembering)
+    calls, busy = first.calls, Busy()
+
+    loss = pipeline(rows(7)).sum()
+    pipeline.eval()
+    light_in(first, ("forward", 0), busy)
+    light_in(pipeline[2], ("backward", 0), partial(wait_and_throw, busy, OwnError()))
+    with pytest.raises(OwnError):
+        loss.backward()
+
+    assert not busy.over
+    assert first.calls is calls
+    assert not any(module.training for module in pipeline.modules())
+    busy.end()
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_busy_layer_changes_nothing_once_the_error_was_raised(pipeline: GPipe) -> None:
+    own = dict(pipeline.named_parameters())
+    busy = fail_while_another_layer_is_busy(pipeline)
+
+    busy.end()
+    pipeline.close()
+
+    assert workers() == []
+    assert all(each is own[name] for name, each in pipeline.named_parameters())
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_backward_of_an_earlier_forward_after_an_error_while_a_layer_was_busy(
+    pipeline: GPipe, plain: nn.Sequential
+) -> None:
+    loss = pipeline(rows(7)).exp().sum()
+    busy = fail_while_another_layer_is_busy(pipeline)
+    busy.end()
+
+    loss.backward()
+
+    plain(rows(7)).exp().sum().backward()
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+@pytest.mark.usefixtures("_short_grace")
+def test_second_interrupt_while_the_caller_waits_for_a_busy_layer(
+    pipeline: GPipe, plain: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step(pipeline, rows(7))
+    pipeline.zero_grad()
+    own, busy = dict(pipeline.named_parameters()), Busy()
+
+    def interrupt(outcomes: Outcomes, timeout: float) -> None:
+        raise KeyboardInterrupt("second")
+
+    light(pipeline, 0, FIRST_FORWARD, busy)
+    light(pipeline, 1, ("forward", 0), partial(wait_and_throw, busy, KeyboardInterrupt("first")))
+    with monkeypatch.context() as patch:
+        patch.setattr(Outcomes, "wait_for_all", interrupt)
+        with pytest.raises(KeyboardInterrupt, match="second"):
+            step(pipeline, rows(7))
+
+    assert all(each is own[name] for name, each in pipeline.named_parameters())
+    busy.end()
+    assert_same_step(pipeline, plain, rows(7))

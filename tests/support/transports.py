@@ -46,6 +46,10 @@ class Job(Task):
     def perform(self, actions: Sequence[Action]) -> None:
         self._function()
 
+    @override
+    def abandon(self) -> None:
+        pass
+
 
 class MockExchange(Exchange):
     """Gives what it was given to give, and keeps what is sent.

@@ -8,10 +8,15 @@ interrupt can come before it, after it, or while the changes are undone.
 
 So a change is recorded before it is made: its slot, and the value that it replaces. Undoing is
 idempotent, so an interrupted undo is repeated, at the latest before the next mini-batch.
+
+When a run has failed, a worker may still be in the middle of a layer, for as long as that takes.
+The caller must not wait for it, nor find shadows in place of the parameters. So it abandons the
+journal: it undoes the changes itself, and the worker cannot make any more.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -54,15 +59,20 @@ ABSENT: Any = _Absent()
 
 
 class _Entry(NamedTuple):
-    """One change, and the value that it replaced."""
+    """One change: the value that it replaced, and the value that is there instead."""
 
     slots: Slots
     name: str
     old: Any
+    new: Any
+
+
+class Abandoned(BaseException):
+    """Raised in a worker that would change the modules after its run has failed."""
 
 
 class Journal:
-    """The changes in force, in the order in which they were made; used by one thread at a time.
+    """The changes in force, in the order in which they were made; made by one thread at a time.
 
     Example::
 
@@ -72,17 +82,27 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
+        self._abandoned = False
+        # Reentrant, because Ctrl-C just before a `with` block exits leaves it locked.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """How many changes are in force."""
         return len(self._entries)
 
     def write(self, writes: Iterable[Write]) -> None:
-        """Put each new value into its slot; :data:`ABSENT` empties it."""
-        writes = list(writes)
-        self._entries += [_Entry(slots, name, value_in(slots, name)) for slots, name, _ in writes]
-        for slots, name, value in writes:
-            _put(slots, name, value)
+        """Put each new value into its slot; :data:`ABSENT` empties it.
+
+        Raises:
+            Abandoned: If the journal was abandoned.
+        """
+        entries = [_Entry(slots, name, value_in(slots, name), new) for slots, name, new in writes]
+        with self._lock:
+            if self._abandoned:
+                raise Abandoned
+            self._entries += entries
+            for slots, name, _, new in entries:
+                _put(slots, name, new)
 
     def changed(self, writes: Iterable[Write]) -> Changed:
         """Make changes for the duration of a ``with`` block."""
@@ -94,10 +114,32 @@ class Journal:
         May be interrupted, and is then continued by the next call.
         """
         entries = self._entries
-        while len(entries) > length:
-            slots, name, old = entries[-1]
-            _put(slots, name, old)
-            entries.pop()
+        with self._lock:
+            while len(entries) > length:
+                slots, name, old, _ = entries[-1]
+                _put(slots, name, old)
+                entries.pop()
+
+    def abandon(self) -> None:
+        """Undo the changes of a thread that goes on, and refuse any more until :meth:`reset`.
+
+        A slot that has another value by now, as from a pipeline in a layer, is left to that thread.
+        """
+        with self._lock:
+            self._abandoned = True
+            left: list[_Entry] = []
+            while self._entries:
+                entry = self._entries.pop()
+                if value_in(entry.slots, entry.name) is entry.new:
+                    _put(entry.slots, entry.name, entry.old)
+                else:
+                    left.insert(0, entry)
+            self._entries += left
+
+    def reset(self) -> None:
+        """Undo what an interrupt has left; to be called before a run, when no other thread runs."""
+        self._lock, self._abandoned = threading.RLock(), False
+        self.undo()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copied module has no changes in force

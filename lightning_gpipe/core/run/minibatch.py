@@ -199,6 +199,8 @@ class MiniBatch:
             Action(Kind.BACKWARD, i, last): FlatTree(gradients)
             for i, gradients in enumerate(output_gradients)
         }
+        for stage in self._stages:
+            stage.journal.reset()  # another mini-batch may have failed since forward
         try:
             for each in self._passes:
                 each.check_unchanged()

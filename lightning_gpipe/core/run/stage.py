@@ -78,7 +78,7 @@ class Stage:
         Raises:
             RuntimeError: If a parameter was moved from the stage's device.
         """
-        self.journal.undo()  # changes that an interrupted mini-batch left
+        self.journal.reset()  # changes that an interrupted mini-batch left
         modules = self.modules_now()
         if modules != self.modules:
             self._set_modules(modules)

@@ -130,6 +130,11 @@ class WorkerTask(Task):
         else:
             self._perform(actions)
 
+    @override
+    def abandon(self) -> None:
+        for each in self._passes.values():
+            each.stage.journal.abandon()
+
     def _perform(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self._exchange.check()

@@ -71,6 +71,10 @@ class Task(ABC):
     def perform(self, actions: Sequence[Action]) -> None:
         """Perform some actions of the row, one after another."""
 
+    @abstractmethod
+    def abandon(self) -> None:
+        """Undo what a task that has not ended changed in the modules, and let it change no more."""
+
 
 class Transport(ABC):
     """A way to connect workers, and to run those that it owns."""

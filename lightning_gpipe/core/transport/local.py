@@ -7,6 +7,7 @@ once when the run fails elsewhere, and no wait is endless.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -132,7 +133,11 @@ class LocalTransport(Transport):
                 self._pool.idle = True
             except BaseException:
                 exchange.cancel()
-                outcomes.wait_for_all(_GRACE)
+                try:
+                    outcomes.wait_for_all(_GRACE)
+                finally:
+                    if outcomes.pending:
+                        _abandon(tasks)
                 raise
             finally:
                 outcomes.errors.clear()  # their tracebacks refer to this frame
@@ -199,6 +204,13 @@ class _Pool:
 def _perform(task: Task) -> None:
     with task.session():
         task.perform(task.row)
+
+
+def _abandon(tasks: Sequence[Task]) -> None:
+    """Abandon ``tasks``, on a thread that Ctrl-C does not interrupt in the middle of it."""
+    thread = threading.Thread(target=lambda: [task.abandon() for task in tasks], daemon=True)
+    thread.start()
+    thread.join()
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful.journal import Attributes, Journal
+from lightning_gpipe.core.faithful.journal import Abandoned, Attributes, Journal
 
 
 def test_changes_last_as_long_as_the_block() -> None:
@@ -118,3 +118,41 @@ def test_copy_has_changed_nothing(copied) -> None:
     journal.write([(slots, "a", 2)])
 
     assert not len(copied(journal))
+
+
+# A run that has failed while a worker is busy.
+
+
+def test_abandoned_changes_are_undone_and_no_more_are_made() -> None:
+    journal, slots = Journal(), {"a": 1, "b": 1}
+    with journal.changed([(slots, "a", 2)]):
+        journal.abandon()
+        assert slots == {"a": 1, "b": 1}
+        with pytest.raises(Abandoned):
+            journal.write([(slots, "b", 2)])
+        slots["a"] = 3  # what the user does then
+
+    assert slots == {"a": 3, "b": 1}
+
+
+def test_slot_that_another_has_changed_is_left_to_be_undone_later() -> None:
+    """A pipeline in a layer would put back the outer one's shadows, and they would stay."""
+    journal, inner, slots = Journal(), Journal(), {"a": 1, "b": 1}
+    with journal.changed([(slots, "a", 2), (slots, "b", 2)]):
+        with inner.changed([(slots, "a", 3)]):
+            journal.abandon()
+            assert slots == {"a": 3, "b": 1}
+        assert slots == {"a": 2, "b": 1}
+
+    assert slots == {"a": 1, "b": 1}
+
+
+def test_journal_that_was_reset_can_be_used_again() -> None:
+    journal, slots = Journal(), {"a": 1}
+    journal.abandon()
+    journal.reset()
+
+    with journal.changed([(slots, "a", 2)]):
+        assert slots == {"a": 2}
+
+    assert slots == {"a": 1}
