@@ -395,7 +395,7 @@ def _report(parity: Parity) -> None:
         RuntimeError: If there is a difference without a known reason.
     """
     parity.check()
-    if parity.difference is None:
+    if parity.difference is None and not parity.asides:
         rank_zero_info(str(parity))
     else:
         rank_zero_warn(str(parity))

@@ -69,8 +69,18 @@ def first_difference(
         perturbed: A plain run with rounding errors added to what the layers return. A deviation
             that is not much larger than their effect counts as rounding too.
     """
-    search = _Search(pipeline, plain, pipelined, tolerance, perturbed)
-    return search.output() or search.gradients() or search.buffers() or search.input_gradients()
+    return _Search(pipeline, plain, pipelined, tolerance, perturbed).first()
+
+
+def not_repeated(pipeline: GPipe, plain: Run, again: Run, tolerance: float) -> Difference | None:
+    """The first deviation between two plain runs that is more than rounding, if there is one.
+
+    What layers return must be equal too, so the first that is not is found even if later layers, as
+    normalisations, conceal it in the output.
+    """
+    search = _Search(pipeline, plain, again, tolerance, None)
+    found = search.first()
+    return found and (search.layers()[1] or found)
 
 
 class _Search:
@@ -83,22 +93,33 @@ class _Search:
         self._pipelined = pipelined
         self._tolerance = tolerance
         self._perturbed = perturbed
-        self._stages = pipeline.stages
+        self._pipeline = pipeline
         self._layers = list(pipeline)
         self._names = [name for name, _ in pipeline.named_children()]
 
-    def output(self) -> Difference | None:
-        plain, pipelined = self._plain, self._pipelined
-        if not self._beyond(plain.values[OUTPUT], pipelined.values[OUTPUT], None):
-            return None
-        agreeing = -1  # the last layer with the right output
-        for k, (one, other) in enumerate(zip(plain.layers, pipelined.layers, strict=True)):
+    def first(self) -> Difference | None:
+        return self.output() or self.gradients() or self.buffers() or self.input_gradients()
+
+    def layers(self) -> tuple[int, Difference | None]:
+        """The last layer before which all outputs agree, and the first difference of an output."""
+        agreeing = -1
+        pairs = zip(self._plain.layers, self._pipelined.layers, strict=True)
+        for k, (one, other) in enumerate(pairs):
             if not one or not other or not same_shapes(one, other):
                 continue
             perturbed = None if self._perturbed is None else self._perturbed.layers[k]
             if beyond := self._beyond(one, other, perturbed):
-                return self._found(OUTPUT, beyond[0], k, range(agreeing + 1, k + 1))
+                suspects = range(agreeing + 1, k + 1)
+                return agreeing, self._found(OUTPUT, beyond[0], k, suspects)
             agreeing = k
+        return agreeing, None
+
+    def output(self) -> Difference | None:
+        if not self._beyond(self._plain.values[OUTPUT], self._pipelined.values[OUTPUT], None):
+            return None
+        agreeing, found = self.layers()
+        if found is not None:
+            return found
         beyond = self._beyond_of(OUTPUT)
         if not beyond:
             return None
@@ -149,9 +170,7 @@ class _Search:
     def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
         value = _WORDS[kind].format(deviation.name)
         if k is not None:
-            stage = next(stage for stage in self._stages if k <= stage.partition.last)
-            what = f"{self._names[k]!r}, {type(self._layers[k]).__name__}"
-            value += f" of layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
+            value += f" of {layer_name(self._pipeline, k)}"
         # A deviation within the tolerance in forward may exceed it in backward.
         reason = self._reason(suspects.stop if kind == OUTPUT else len(self._layers))
         return Difference(kind, deviation, k, suspects, value, reason)
@@ -179,6 +198,14 @@ class _Search:
             self._owner(name) for name, x in self._plain.values[GRADIENTS].items() if x is not None
         )
         return min((other for other in owners if other > k), default=len(self._layers) - 1)
+
+
+def layer_name(pipeline: GPipe, k: int) -> str:
+    """A layer with its name, class, stage and device, for a message."""
+    name, layer = list(pipeline.named_children())[k]
+    stage = next(stage for stage in pipeline.stages if k <= stage.partition.last)
+    what = f"{name!r}, {type(layer).__name__}"
+    return f"layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
 
 
 def _sees_the_batch(module: nn.Module) -> bool:

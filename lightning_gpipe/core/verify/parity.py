@@ -17,6 +17,11 @@ _CURES = {
     BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
     INPUT_GRADIENTS: _BACKWARD,
 }
+_REPEAT = (
+    "The results of a layer depend on what earlier runs left elsewhere than in buffers and "
+    "PyTorch's generators, such as in an attribute, in Python's random or in NumPy, or its "
+    "operators are not deterministic. Keep such state in a buffer, or verify without it."
+)
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,23 @@ class Parity:
             "buffers" or "input gradients".
         tolerance: The largest relative deviation that counts as rounding.
         difference: The first value that deviates by more, or None.
+        unrepeatable: The first value that deviates by more between two plain runs, or None. Then
+            nothing can be said about a difference.
+        asides: The attributes in which layers keep loss terms, which miss in the output.
     """
 
     microbatches: int
     compared: Mapping[str, list[Deviation]]
     tolerance: float
     difference: Difference | None
+    unrepeatable: Difference | None = None
+    asides: tuple[str, ...] = ()
 
     @property
     def explained(self) -> bool:
-        """Whether there is a difference with a known reason."""
-        return self.difference is not None and self.difference.reason is not None
+        """Whether there is a difference with a known reason, and plain runs repeat."""
+        known = self.difference is not None and self.difference.reason is not None
+        return known and self.unrepeatable is None
 
     def check(self) -> None:
         """Raise if there is a difference that is not explained.
@@ -53,13 +64,17 @@ class Parity:
     def __str__(self) -> str:
         runs = f"a plain run and one in {self.microbatches} micro-batches"
         if self.difference is None:
-            return f"verified: {runs} agree. {self._extent()}"
-        found = self.difference
-        rule = "a pipeline must compute what its layers compute on the whole batch"
-        return (
-            f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
-            f"{found.deviation}. {_conclusion(found)}\n{self._extent()}"
-        )
+            said = f"verified: {runs} agree. {self._extent()}"
+        elif self.unrepeatable is not None:
+            said = _not_verifiable(self.unrepeatable)
+        else:
+            found = self.difference
+            rule = "a pipeline must compute what its layers compute on the whole batch"
+            said = (
+                f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
+                f"{found.deviation}. {_conclusion(found)}\n{self._extent()}"
+            )
+        return "\n".join([said, *map(_aside, self.asides)])
 
     def _extent(self) -> str:
         found = [
@@ -72,15 +87,34 @@ class Parity:
         )
 
 
+def _not_verifiable(found: Difference) -> str:
+    return (
+        "the layers of a pipeline must compute the same from the same batch to be verified: "
+        f"between two plain runs, {found.value} {found.deviation}. {_which(found)}{_REPEAT}"
+    )
+
+
+def _aside(attribute: str) -> str:
+    return (
+        f"A loss term must leave its layer: {attribute} has parameters behind it and is not part "
+        "of the output. A pipeline has its value of the last micro-batch only, without gradient."
+    )
+
+
 def _conclusion(found: Difference) -> str:
     if found.reason is not None:
         return f"There is a known reason: {found.reason}."
+    return f"{_which(found)}{_CURES[found.kind]}"
+
+
+def _which(found: Difference) -> str:
+    """The layers of which one is the cause, if that is not said by the name of the value."""
     if len(found.suspects) == 1:
-        return _CURES[found.kind]
+        return ""
     which = f"The cause is in one of the layers {found.suspects[0]}..{found.suspects[-1]}"
     if found.kind == OUTPUT and found.layer is None:
         which += ", whose own outputs could not be compared"
-    return f"{which}. {_CURES[found.kind]}"
+    return f"{which}. "
 
 
 def _number(x: float) -> str:

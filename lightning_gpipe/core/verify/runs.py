@@ -21,6 +21,7 @@ from lightning_gpipe.core.data import Rows
 from lightning_gpipe.core.faithful import default_generator
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
+from lightning_gpipe.core.verify.asides import Aside, kept_aside
 from lightning_gpipe.core.verify.values import (
     BUFFERS,
     GRADIENTS,
@@ -50,6 +51,7 @@ class Run:
         drew: The layers that drew random numbers; recorded by a plain run only.
         microbatches: The number of micro-batches.
         mask: Which elements of the output are compared; recorded by a pipelined run only.
+        asides: The loss terms that layers kept in attributes; recorded by a plain run only.
     """
 
     values: Mapping[str, Values]
@@ -57,6 +59,7 @@ class Run:
     drew: frozenset[int] = frozenset()
     microbatches: int = 1
     mask: Mask = field(default_factory=dict)
+    asides: tuple[Aside, ...] = ()
 
     def dtypes(self) -> set[torch.dtype]:
         """The types of all values."""
@@ -115,7 +118,9 @@ def run_plain(
         return y
 
     output = walk(pipeline.stages, x, visit)
-    return Run(_promised(pipeline, output, entering, mask), seen, drew=frozenset(drew))
+    asides = tuple(kept_aside(list(pipeline), output))  # backward may free their graphs
+    promised = _promised(pipeline, output, entering, mask)
+    return Run(promised, seen, drew=frozenset(drew), asides=asides)
 
 
 # What goes into the layers.

@@ -14,7 +14,9 @@ detected. Afterwards the state of the pipeline is restored.
 
 A difference may have a known reason: a batch norm in training normalises by micro-batch, a layer
 that draws gets other numbers, and rounding may be amplified. Any other difference is a fault of a
-layer, or of this package.
+layer, or of this package. But if the layers do not repeat what they compute, a difference means
+nothing, so before any reason is accepted the plain layers run a second time: what differs then is
+reported instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 from lightning_gpipe.core.faithful import Context
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
-from lightning_gpipe.core.verify.difference import first_difference
+from lightning_gpipe.core.verify.difference import first_difference, layer_name, not_repeated
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.preserved import state_preserved, without_dropout
 from lightning_gpipe.core.verify.rounding import AMPLIFIED, perturbing
@@ -56,7 +58,8 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
 
     A plain run needs the memory of a forward and backward of the whole batch without recomputation,
     on the devices of the stages; the host keeps the outputs of all layers, and all gradients, of
-    both runs. A second plain run is made only for a difference without a known reason.
+    both runs. A second plain run is made only if there is a difference, and a third one only if it
+    has no known reason.
 
     Args:
         pipeline: The pipeline.
@@ -83,13 +86,25 @@ def _verify(pipeline: GPipe, input: Any, tolerance: float | None, context: Conte
         if tolerance is None:
             tolerance = _tolerance(pipeline, plain, context)
         difference = first_difference(pipeline, plain, pipelined, tolerance)
-        if difference is not None and difference.reason is None:
+        unrepeatable = None
+        if difference is not None:
+            with state_preserved(pipeline):
+                again = run_plain(pipeline, input, pipelined.mask)
+            unrepeatable = not_repeated(pipeline, plain, again, tolerance)
+        if difference is not None and difference.reason is None and unrepeatable is None:
             with state_preserved(pipeline):
                 perturbed = run_plain(pipeline, input, pipelined.mask, between=perturbing())
             left = first_difference(pipeline, plain, pipelined, tolerance, perturbed=perturbed)
             difference = left or replace(difference, reason=AMPLIFIED)
     compared = {kind: deviations(plain.values[kind], pipelined.values[kind]) for kind in KINDS}
-    return Parity(pipelined.microbatches, compared, tolerance, difference)
+    return Parity(
+        pipelined.microbatches,
+        compared,
+        tolerance,
+        difference,
+        unrepeatable,
+        tuple(f"{aside.name!r} of {layer_name(pipeline, aside.layer)}" for aside in plain.asides),
+    )
 
 
 def _tolerance(pipeline: GPipe, plain: Run, context: Context) -> float:
