@@ -1,6 +1,7 @@
 """Process-wide state: settings that a test changes and restores, and the threads."""
 
 import gc
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,15 @@ def own_generator() -> Iterator[None]:
     """A test may seed the generator: the next one finds it as this one did."""
     with torch.random.fork_rng(devices=[]):
         yield
+
+
+@pytest.fixture
+def level_of_lightnings_log() -> Iterator[None]:
+    """What an example sets for its whole process is as before after the test."""
+    log = logging.getLogger("lightning.pytorch")
+    before = log.level
+    yield
+    log.setLevel(before)
 
 
 @pytest.fixture
