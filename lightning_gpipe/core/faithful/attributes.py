@@ -37,12 +37,15 @@ class Moved(NamedTuple):
         left: The tensors with a graph that were left instead.
     """
 
-    writes: list[Write]
-    left: list[Left]
+    writes: Sequence[Write]
+    left: Sequence[Left]
 
     def undone(self, journal: Journal) -> Undone:
         """Restore it for the duration of a ``with`` block that runs the forward again."""
         return Undone(self, journal)
+
+
+_NOTHING, _NO_SLOTS = Moved((), ()), frozenset[Slot]()
 
 
 class _Held(NamedTuple):
@@ -135,22 +138,23 @@ class StageAttributes:
         """
         owners, values, held, first = before
         if not (held or owners.moved(values)):
-            return Moved([], []), frozenset()
+            return _NOTHING, _NO_SLOTS
         changed = [each for each in held if each.known or each.contents.moved(compared=first)]
         for each in changed:
             if each.contents.lost:
                 raise RuntimeError(_lost(each.slot))
-        moved = Moved([], [])
+        writes: list[Write] = []
+        left: list[Left] = []
         edited = {key: value for each in changed for key, value in each.contents.values()}
         for each in changed:
-            moved.writes.extend(each.contents.writes(edited))
-            moved.left.extend(each.contents.left())
+            writes += each.contents.writes(edited)
+            left += each.contents.left()
         if edited or owners.moved(values):
             for holder, old in owners.attributes(values):
                 for write in _restoring(holder, old, edited):
-                    moved.writes.append(write)
-                    moved.left.extend(left_in(holder.slots, write[1]))
-        return moved, frozenset(each.slot for each in changed)
+                    writes.append(write)
+                    left += left_in(holder.slots, write[1])
+        return Moved(writes, left), frozenset(each.slot for each in changed)
 
     def __reduce__(self) -> tuple[type[StageAttributes], tuple[Any]]:
         return StageAttributes, (self._modules,)  # a copied module has other attributes

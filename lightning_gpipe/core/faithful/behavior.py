@@ -25,18 +25,27 @@ class Behavior:
         edited_inputs: The indices of the input leaves that they edit, for each set of guarded
             leaves.
         edited_buffers: The slots of the buffers that they edit, or None before the first run.
+        edited_parameters: The slots of the frozen parameters that they edit, or None before the
+            first run.
         changed_attributes: The slots of the Python attributes whose contents they change, or None
             before the first run.
         captures: Whether they use tensors from outside that require a gradient, or None before the
             first run.
     """
 
-    __slots__ = ("captures", "changed_attributes", "edited_buffers", "edited_inputs")
+    __slots__ = (
+        "captures",
+        "changed_attributes",
+        "edited_buffers",
+        "edited_inputs",
+        "edited_parameters",
+    )
 
     def __init__(self) -> None:
         self.edited_inputs: dict[tuple[int, ...], set[int]] = {}
         self.edited_buffers: set[Slot] | None = None
         self.captures: bool | None = None
+        self.edited_parameters: frozenset[Slot] | None = None
         self.changed_attributes: frozenset[Slot] | None = None
 
 
@@ -50,6 +59,11 @@ class Behaviors:
     def edited_buffers(self) -> set[Slot]:
         """The slots whose buffers the layers edit for any call signature, as far as recorded."""
         return {slot for each in self._recorded.values() for slot in each.edited_buffers or ()}
+
+    @property
+    def edited_parameters(self) -> set[Slot]:
+        """The slots whose frozen parameters the layers edit for any call signature."""
+        return {slot for each in self._recorded.values() for slot in each.edited_parameters or ()}
 
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""

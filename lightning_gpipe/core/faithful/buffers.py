@@ -20,6 +20,7 @@ from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.behavior import Behavior
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.values import same_value, version_of
 from lightning_gpipe.core.plan import Slot
 
 _Buffers = dict[nn.Module, dict[str, Tensor | None]]
@@ -51,7 +52,7 @@ class Buffers:
             for name, buffer in buffers.items():
                 if buffer is None or ignored((module, name)):
                     continue
-                self._versions[module, name] = buffer, _version(buffer)
+                self._versions[module, name] = buffer, version_of(buffer)
                 small = bytes_of(buffer) <= _LARGE or buffer.is_inference()
                 if small or copied((module, name)):
                     self._values[buffer] = buffer.clone()
@@ -62,7 +63,17 @@ class Buffers:
         return {
             slot
             for slot, (buffer, version) in self._versions.items()
-            if _version(buffer) != version
+            if version_of(buffer) != version
+        }
+
+    @property
+    def moved(self) -> set[Slot]:
+        """The slots whose buffers were edited, or have another value; slow."""
+        return {
+            slot
+            for slot, (buffer, version) in self._versions.items()
+            if version_of(buffer) != version
+            or (buffer in self._values and not same_value(buffer, self._values[buffer]))
         }
 
     @property
@@ -149,7 +160,7 @@ class StageBuffers:
                 "editing it, or write activation_checkpointing='never'."
             )
         if behavior.edited_buffers is None:
-            behavior.edited_buffers = buffers.edited
+            behavior.edited_buffers = buffers.moved
 
     def _uncounted(self, slot: Slot) -> bool:
         """Whether edits do not increment the version counter, as those of running statistics."""
@@ -174,7 +185,3 @@ def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
             del slots[name]
     for name, buffer in buffers.items():
         slots[name] = buffer
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version

@@ -60,6 +60,7 @@ class Shadows:
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._copied: set[int] = set()  # those of which the shadow is a copy
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
@@ -86,8 +87,10 @@ class Shadows:
         found = self._of.get(id(parameter))
         if found is not None:
             return found[1]
-        shadow = _leaf_like(parameter, parameter.requires_grad, device if follows else None)
+        shadow = leaf_like(parameter, parameter.requires_grad, device if follows else None)
         self._of[id(parameter)] = parameter, shadow
+        if follows:
+            self._copied.add(id(parameter))
         return shadow
 
     def swapped_in(self, journal: Journal) -> SwappedIn:
@@ -112,11 +115,24 @@ class Shadows:
         """A parameter on which a layer registered a hook in forward, if there is one."""
         return next((p for p, shadow in self._of.values() if has_hooks(shadow)), None)
 
+    @property
+    def moved(self) -> list[nn.Parameter]:
+        """The frozen parameters that were edited in place since their versions were recorded."""
+        moved = [each for each, version in self._versions if each._version != version]
+        return [each for each in moved if not each.requires_grad]
+
+    @property
+    def replaced(self) -> nn.Parameter | None:
+        """A parameter whose shadow was given other data, if there is one."""
+        aliases = ((p, shadow) for p, shadow in self._of.values() if id(p) not in self._copied)
+        found = (p for p, shadow in aliases if _has_memory(p) and p.data_ptr() != shadow.data_ptr())
+        return next(found, None)
+
     def _as_in_forward(self) -> Iterator[_Swap]:
         """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
         for slots, name, parameter in self._frozen:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
-                yield slots, name, _leaf_like(parameter, requires_grad=False)
+                yield slots, name, leaf_like(parameter, requires_grad=False)
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The sums of the parameters' gradients; the shadows no longer hold them."""
@@ -129,7 +145,7 @@ class Shadows:
         return taken
 
 
-def _leaf_like(
+def leaf_like(
     parameter: nn.Parameter, requires_grad: bool, copied_to: torch.device | None = None
 ) -> nn.Parameter:
     """A leaf of the parameter's class with its attributes: an alias, or a copy on a device."""
@@ -152,6 +168,11 @@ def _leaf_like(
             attributes = {**attributes, **leaf.__dict__}
     leaf.__dict__ = attributes
     return cast(nn.Parameter, leaf)
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    dense = parameter.layout is torch.strided
+    return dense and type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:

@@ -19,12 +19,15 @@ from lightning_gpipe.core.faithful.buffers import Buffers, StageBuffers
 from lightning_gpipe.core.faithful.held_generators import HeldGenerators
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.parameters import Before as ParametersBefore
+from lightning_gpipe.core.faithful.parameters import EditedParameters, StageParameters
 
 
 class Before(NamedTuple):
     """The state of a stage before the first forward of a micro-batch."""
 
     buffers: Buffers
+    parameters: ParametersBefore | None  # None if the layers are known not to edit any
     attributes: AttributesBefore
     generators: list[Write]
 
@@ -33,6 +36,7 @@ class Saved(NamedTuple):
     """What a recomputation needs of the state before its first forward."""
 
     buffers: Buffers
+    parameters: EditedParameters | None
     attributes: Moved
     generators: list[Write]
 
@@ -42,6 +46,8 @@ class Saved(NamedTuple):
         The list is empty if there is nothing to restore.
         """
         managers = self.buffers.swapped_in(journal)
+        if self.parameters is not None:
+            managers += self.parameters.swapped_in(journal)
         if self.attributes.writes:
             managers.append(self.attributes.undone(journal))
         if self.generators:
@@ -63,15 +69,18 @@ class StageState:
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
         modules = tuple(modules)
         self.buffers = StageBuffers(modules, deferred=deferred)
+        self._parameters = StageParameters(modules)
         self._attributes = StageAttributes(modules)
         self._generators = HeldGenerators(modules)
 
     def before(self, behavior: Behavior) -> Before:
         """The state before a run of layers with this behavior."""
-        if behavior.changed_attributes is None:
+        edited = behavior.edited_parameters
+        if edited is None:
             self._generators.find()
         return Before(
             self.buffers.before(behavior),
+            None if edited is not None and not edited else self._parameters.before(edited),
             self._attributes.before(behavior.changed_attributes),
             self._generators.saved(),
         )
@@ -84,6 +93,9 @@ class StageState:
         """
         self.buffers.after(behavior, before.buffers)
         moved, changed = self._attributes.after(before.attributes)
-        if behavior.changed_attributes is None:
-            behavior.changed_attributes = changed
-        return Saved(before.buffers, moved, before.generators)
+        if before.parameters is None:
+            return Saved(before.buffers, None, moved, before.generators)
+        parameters, edited = self._parameters.after(before.parameters)
+        if behavior.edited_parameters is None:
+            behavior.changed_attributes, behavior.edited_parameters = changed, edited
+        return Saved(before.buffers, parameters, moved, before.generators)

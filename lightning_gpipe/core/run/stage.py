@@ -121,6 +121,12 @@ class Stage:
         """The behavior of the layers with these training flags, for this structure of inputs."""
         return self._behaviors.of(flags, structure)
 
+    @property
+    def edited_parameters(self) -> list[nn.Parameter | None]:
+        """The frozen parameters that the layers are known to edit in forward."""
+        slots = self._behaviors.edited_parameters
+        return [module._parameters.get(name) for module, name in slots]
+
     def watch(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:

@@ -261,9 +261,11 @@ class StagePass:
         """Update running statistics, and record the version counters of the parameters.
 
         Raises:
-            RuntimeError: If a layer registered a hook on one of its parameters while it ran.
+            RuntimeError: If a layer registered a hook on one of its parameters while it ran, or
+                edited one in a way that cannot be honoured.
         """
         self._check_hooks()
+        self._check_edits()
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()
@@ -278,6 +280,27 @@ class StagePass:
                 f"{self.stage.name_of(parameter)}, registered while {self.stage} ran, where it "
                 "would see the gradient of each micro-batch instead of the whole. Register it "
                 "once, before the first step."
+            )
+
+    def _check_edits(self) -> None:
+        replaced = self.shadows.replaced
+        if replaced is not None:
+            raise RuntimeError(
+                "the data of a parameter that is trained must not be replaced in forward: got "
+                f"other data of {self.stage.name_of(replaced)}. Write weight.data.copy_(value) "
+                "instead of weight.data = value."
+            )
+        moved = self.shadows.moved
+        if not moved:
+            return
+        known = set(map(id, self.stage.edited_parameters))
+        unknown = next((each for each in moved if id(each) not in known), None)
+        if unknown is not None:
+            raise RuntimeError(
+                f"frozen parameters must be edited in every forward or in none: {self.stage} "
+                f"edited {self.stage.name_of(unknown)} for the first time after an earlier run "
+                "that did not, and the value before is needed for recomputation. Make it a buffer, "
+                "or write activation_checkpointing='never'."
             )
 
     def release(self) -> None:
