@@ -27,6 +27,7 @@ from lightning_gpipe.core.data import (
 from lightning_gpipe.core.faithful import (
     Journal,
     check_batch_norms,
+    not_compiled,
     refuse_cached_parametrizations,
     refuse_function_transforms,
     rows_needed,
@@ -161,6 +162,7 @@ class GPipe(StandIn):
         """The stages, in order."""
         return self._engine.stages
 
+    @not_compiled
     def forward(self, input: Any) -> Any:
         """Run the layers on ``input`` in micro-batches, and return the merged output.
 

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.plan import ActivationCheckpointing
+from tests.support.compilation import can_compile, compiled
 from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
 
@@ -255,28 +256,6 @@ def test_profiler_that_records_all_threads(pipe: Pipe) -> None:
 
 
 # Compilation.
-
-
-def can_compile() -> bool:
-    """Whether torch.compile works here, also in a dispatch mode that asks to be ignored."""
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
-        return False
-    try:
-        torch._dynamo.eval_frame.check_if_dynamo_supported()
-    except RuntimeError:
-        return False
-    return True
-
-
-def compiled(layer: nn.Module, graphs: list[int]) -> nn.Module:
-    """The layer, compiled by a compiler that runs what it is given and counts."""
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(len(inputs))
-        return graph.forward
-
-    torch._dynamo.reset()
-    return torch.compile(layer, backend=backend)  # type: ignore[return-value]  # it is a module
 
 
 @pytest.mark.skipif(not can_compile(), reason="needs torch.compile, and modes that it may ignore")

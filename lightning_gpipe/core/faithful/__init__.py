@@ -11,6 +11,7 @@ from lightning_gpipe.core.faithful.batchnorm import (
 )
 from lightning_gpipe.core.faithful.behavior import Behavior, Behaviors, TrainingFlags
 from lightning_gpipe.core.faithful.buffers import Buffers
+from lightning_gpipe.core.faithful.compilation import not_compiled
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
@@ -58,6 +59,7 @@ __all__ = [
     "default_generator",
     "has_hooks",
     "is_recomputing",
+    "not_compiled",
     "on_engine_thread",
     "refuse_cached_parametrizations",
     "refuse_function_transforms",

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.data import FlatTree, copy_marks
+from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.run.minibatch import Gradients, MiniBatch
 
 Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
@@ -118,6 +119,7 @@ class _Run(Function):
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         output_gradients: _OutputGradients = ctx.output_gradients
         output_gradients.refuse_another_pass()
@@ -143,6 +145,7 @@ class _Attach(Function):
         return tuple(tensors)
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         output_gradients: _OutputGradients = ctx.output_gradients
         output_gradients.refuse_another_pass()
