@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,28 @@ def test_dropout_is_the_same_when_recomputed(tmp_path: Path, gpus: int) -> None:
         return fitted(tmp_path, strategy, build=Dropping, accelerator="gpu", devices=gpus)
 
     assert_same_weights(run("always"), run("never"))
+
+
+class Copies(L.Callback):
+    """Copies the model in the middle of the fit, and runs the copy on one device."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if trainer.global_step == 4:
+            self.x = rows(5, seed=3).tensors[0]
+            self.output = copy.deepcopy(pl_module).to(pl_module.device)(self.x.to(pl_module.device))
+            self.weights = {name: each.cpu() for name, each in pl_module.state_dict().items()}
+
+
+@on_many_gpus
+def test_copy_made_during_a_fit(tmp_path: Path, gpus: int) -> None:
+    copies = Copies()
+
+    pipelined = piped(tmp_path, gpus, callbacks=[copies])
+
+    assert_same_weights(pipelined, plain(tmp_path))
+    reference = Deep()
+    reference.load_state_dict(copies.weights)
+    torch.testing.assert_close(copies.output, reference(copies.x), check_device=False)
 
 
 # Evaluation and tuning.
