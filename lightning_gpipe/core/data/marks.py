@@ -3,48 +3,77 @@
 A table of position embeddings, the adjacency matrix of a graph, class weights: every micro-batch
 needs such a tensor as a whole. Its shape does not distinguish it from a batched tensor, so the user
 marks it. The mark is an attribute of the tensor object and does not affect computation: the plain
-module takes a marked tensor like any other.
+module takes a marked tensor like any other. Lists and arrays with as many values as the batch has
+rows can be marked likewise.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data.holding import holds_tensor
+
 _WHOLE = "_gpipe_whole"
 _ALIASED = "_gpipe_aliased"
+_PER_ROW = "_gpipe_per_row"
 
 T = TypeVar("T", bound=Tensor)
+V = TypeVar("V", Tensor, list[Any], tuple[Any, ...], np.ndarray)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The same tensor, marked so that every micro-batch gets it whole.
+class WholeList(list[Any]):
+    """A list that belongs to the whole batch."""
+
+    _gpipe_whole = True
+
+
+class WholeTuple(tuple[Any, ...]):
+    """A tuple that belongs to the whole batch."""
+
+    __slots__ = ()
+    _gpipe_whole = True
+
+
+class _Array(np.ndarray):
+    """An array that can have a mark; an array computed from it does not have it."""
+
+
+def whole(value: V) -> V:
+    """The same value, marked so that every micro-batch gets it whole.
 
     Example::
 
         output = self.layers({"x": x, "adjacency": whole(adjacency)})
 
-    A layer that returns the tensor unchanged keeps the mark. A layer whose result belongs to the
+    A layer that returns the value unchanged keeps the mark. A layer whose result belongs to the
     whole batch too must mark the result; as an output of the pipeline, it is then returned once.
 
     Args:
-        tensor: A tensor, dense or sparse; gradients flow through to it.
+        value: A tensor, dense or sparse, through which gradients flow; or a list, tuple or NumPy
+            array, which is a row per sample only if it has as many values as the batch has rows.
 
     Raises:
-        TypeError: If it is not a tensor, or a nested tensor. Values other than tensors go to every
-            micro-batch without a mark.
+        TypeError: If it is none of these, a nested tensor, or a list that holds tensors. Other
+            values go to every micro-batch without a mark.
     """
-    if not isinstance(tensor, Tensor):
+    if isinstance(value, list | tuple) and not holds_tensor(value):
+        return cast(V, WholeList(value) if isinstance(value, list) else WholeTuple(value))
+    if isinstance(value, np.ndarray):
+        return _marked(value, _WHOLE)
+    if not isinstance(value, Tensor):
         raise TypeError(
-            f"whole() takes a tensor: got {type(tensor).__name__}. Mark each tensor of a nested "
-            "value by itself; other values go to every micro-batch without a mark."
+            "whole() takes a tensor, or a list, tuple or array without tensors: got "
+            f"{type(value).__name__}. Mark each tensor of a nested value by itself; other values "
+            "go to every micro-batch without a mark."
         )
-    if tensor.is_nested:
+    if value.is_nested:
         raise TypeError("whole() takes a tensor with one shape: got a nested tensor. Pad it.")
     # A new tensor object, so that the caller's is not marked; sparse tensors have no views.
-    marked = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+    marked = value.view_as(value) if value.layout is torch.strided else value.clone()
     setattr(marked, _WHOLE, True)
     return marked
 
@@ -52,6 +81,16 @@ def whole(tensor: Tensor) -> Tensor:
 def is_whole(value: object) -> bool:
     """Whether ``value`` is marked by :func:`whole`."""
     return hasattr(value, _WHOLE)
+
+
+def mark_per_row(array: np.ndarray) -> np.ndarray:
+    """The same array, marked as having an entry per row of the micro-batch."""
+    return _marked(array, _PER_ROW)
+
+
+def is_per_row(value: object) -> bool:
+    """Whether ``value`` is marked by :func:`mark_per_row`."""
+    return hasattr(value, _PER_ROW)
 
 
 def copy_marks(old: Tensor, new: T) -> T:
@@ -70,3 +109,9 @@ def mark_aliased(tensor: Tensor) -> None:
 def is_aliased(value: object) -> bool:
     """Whether ``value`` is marked by :func:`mark_aliased`."""
     return hasattr(value, _ALIASED)
+
+
+def _marked(array: np.ndarray, mark: str) -> np.ndarray:
+    marked = array.view(_Array)
+    setattr(marked, mark, True)
+    return marked

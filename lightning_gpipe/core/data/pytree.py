@@ -9,18 +9,17 @@ dataclasses are flattened here too, and any other object that holds tensors is r
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import is_dataclass
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from lightning_gpipe.core.data.marks import copy_marks
+from lightning_gpipe.core.data.holding import PLAIN, attributes, holds_tensor
+from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
 
 LEAF_SPEC = _pytree.tree_flatten(None)[1]  # of a tree that is one leaf, most often a tensor
 
@@ -65,7 +64,7 @@ def tree_flatten(tree: Any) -> FlatTree:
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
-        if not isinstance(leaf, _PLAIN):
+        if not isinstance(leaf, PLAIN):
             _refuse_hidden_tensors(leaf)
     return FlatTree(leaves, spec)
 
@@ -93,6 +92,27 @@ def entries(tree: Any) -> list[str | int | None]:
     """For every leaf, its key, index or attribute in ``tree``; None where the tree is a leaf."""
     leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
     return [_name_of(path[0]) if path else None for path, _ in leaves]
+
+
+def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[Any], bool]) -> Any:
+    """Replace each outermost node that is ``chosen`` by ``function(path, node)``, leaves too."""
+    return _pytree.tree_map_with_path(
+        lambda path, x: function(_pytree.keystr(path), x) if chosen(x) else x,
+        _with_records(tree),
+        is_leaf=chosen,
+    )
+
+
+def register_as_leaf(
+    cls: type, leaf_of: Callable[[Any], Any], from_leaf: Callable[[Any], Any]
+) -> None:
+    """Flatten instances of ``cls`` to one leaf."""
+    _pytree.register_pytree_node(
+        cls,
+        lambda value: ([leaf_of(value)], None),
+        lambda leaves, _: from_leaf(next(iter(leaves))),
+        flatten_with_keys_fn=lambda value: ([(_pytree.SequenceKey(0), leaf_of(value))], None),
+    )
 
 
 def _detached(leaf: Any) -> Any:
@@ -147,11 +167,10 @@ def _with_records(tree: Any) -> Any:
     def record_of(leaf: Any) -> Any:
         if not is_dataclass(leaf) or not _is_opaque(leaf):
             return leaf
-        attributes = dict(_attributes(leaf))
-        if not any(map(_holds_tensor, attributes.values())):
+        held = dict(attributes(leaf))
+        if not any(map(holds_tensor, held.values())):
             return leaf
-        values = [_with_records(value) for value in attributes.values()]
-        return _Record(type(leaf), tuple(attributes), values)
+        return _Record(type(leaf), tuple(held), [_with_records(value) for value in held.values()])
 
     return _pytree.tree_map(record_of, tree, is_leaf=_is_opaque)
 
@@ -175,9 +194,18 @@ _pytree.register_pytree_node(
 )
 
 
-# Objects that cannot be flattened.
+for _cls in (WholeList, WholeTuple):
+    _pytree.register_pytree_node(
+        _cls,
+        lambda value: (list(value), type(value)),
+        lambda leaves, cls: cls(leaves),
+        flatten_with_keys_fn=lambda value: (
+            [(_pytree.SequenceKey(k), each) for k, each in enumerate(value)],
+            type(value),
+        ),
+    )
 
-_PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))
+# Objects that cannot be flattened.
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
@@ -187,13 +215,13 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
             "a PackedSequence has no row per sample and cannot pass through a pipeline: pass the "
             "padded tensor and the lengths, and pack them in the layer that needs it."
         )
-    if isinstance(leaf, Collection) and _holds_tensor(leaf):
+    if isinstance(leaf, Collection) and holds_tensor(leaf):
         raise TypeError(
             "tensors that pass through a pipeline must be in plain tuples, lists, dicts or "
             f"dataclasses: got a {kind} that holds one. Convert it with dict(...), list(...) or "
             "tuple(...), or register the class with torch.utils._pytree.register_pytree_node."
         )
-    found = next((name for name, value in _attributes(leaf) if _holds_tensor(value)), None)
+    found = next((name for name, value in attributes(leaf) if holds_tensor(value)), None)
     if found is not None:
         raise TypeError(
             "tensors that pass through a pipeline must be in tuples, lists, dicts or "
@@ -201,29 +229,3 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
             f"themselves and construct the {kind} where it is used, or register the class with "
             "torch.utils._pytree.register_pytree_node."
         )
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes in an object's ``__dict__`` and ``__slots__``."""
-    if isinstance(value, type | ModuleType | FunctionType | nn.Module):
-        return
-    yield from getattr(value, "__dict__", {}).items()
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and not name.startswith("__"):
-                yield name, getattr(value, name)
-
-
-def _holds_tensor(value: Any, depth: int = 4) -> bool:
-    """Whether a tensor can be reached from ``value`` in at most ``depth`` steps."""
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, _PLAIN):
-        return False
-    within = [each for _, each in _attributes(value)]
-    if isinstance(value, Mapping):
-        within += value.values()
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        within += value
-    return any(_holds_tensor(each, depth - 1) for each in within)

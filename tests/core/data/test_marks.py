@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,25 @@ def test_marked_tensor_is_the_same_tensor() -> None:
     assert torch.equal(table.grad, torch.ones(4, 3))  # type: ignore[arg-type]  # just computed
 
 
-def test_only_tensors_are_marked() -> None:
-    with pytest.raises(TypeError, match="takes a tensor: got list"):
-        whole([1, 2])  # type: ignore[arg-type]  # what is tested
+@pytest.mark.parametrize("value", ["name", 3, {"x": 1}, [torch.ones(2)], [{"x": torch.ones(2)}]])
+def test_what_cannot_be_marked(value: Any) -> None:
+    with pytest.raises(TypeError, match=f"without tensors: got {type(value).__name__}"):
+        whole(value)
+
+
+@pytest.mark.parametrize("value", [["a", "b"], (3, 4), []])
+def test_marked_list_is_equal_to_the_list(value: Any) -> None:
+    assert is_whole(whole(value))
+    assert whole(value) == value
+    assert isinstance(whole(value), type(value))
+
+
+def test_result_of_a_marked_array_has_no_mark() -> None:
+    array = whole(np.arange(3))
+
+    assert is_whole(array)
+    assert not is_whole(array * 2)
+    assert not is_whole(array[1:])
 
 
 def test_mark_is_carried_to_what_stands_for_the_tensor() -> None:

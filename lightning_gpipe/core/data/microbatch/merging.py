@@ -2,51 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data.marks import is_whole
-from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
+from lightning_gpipe.core.data.microbatch.values import (
+    Entries,
+    gathered,
+    has_entries,
+    joined,
+    plain,
+    texts_in,
+)
+from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten, tree_unflatten
 
 
-def flattened(outputs: Sequence[Any]) -> list[FlatTree]:
-    """The outputs of all micro-batches, flattened.
+class Merging:
+    """Merges outputs of one structure.
+
+    Args:
+        outputs: What the last layer returned for each micro-batch.
+        batch: The mini-batch.
+        sizes: Tells the number of rows of each micro-batch, or None if that is unknown.
+
+    Attributes:
+        m: The number of micro-batches.
+        example: The output of the first, with lists that have an entry per row as one leaf.
+        columns: For each leaf, its values in all micro-batches.
 
     Raises:
-        ValueError: If they differ in structure.
+        ValueError: If the outputs differ in structure.
     """
-    flat = [tree_flatten(output) for output in outputs]
-    specs = [spec for _, spec in flat]
-    if any(spec != specs[0] for spec in specs):
+
+    def __init__(
+        self, outputs: Sequence[Any], batch: Any, sizes: Callable[[], list[int] | None]
+    ) -> None:
+        flat = [tree_flatten(output) for output in outputs]
+        if not all(isinstance(leaf, Tensor) for leaf in flat[0].leaves):
+            outputs = list(map(gathered, outputs))
+            flat = list(map(tree_flatten, outputs))
+        specs = [spec for _, spec in flat]
+        if any(spec != specs[0] for spec in specs):
+            raise ValueError(
+                "the outputs of all micro-batches must have one structure: got "
+                + ", ".join(f"{spec} for micro-batch {i}" for i, spec in enumerate(specs))
+            )
+        self.m = len(outputs)
+        self.example = outputs[0]
+        self.columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
+        self._spec = specs[0]
+        self._batch = batch
+        self._sizes = sizes
+
+    def merged(self, dims: Sequence[int], restore: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+        """The merged output.
+
+        Args:
+            dims: For each leaf, the dim along which tensors are concatenated.
+            restore: Applied to what has an entry per row, after it was concatenated.
+
+        Raises:
+            ValueError: If values that are returned once differ.
+        """
+        leaves = [
+            self._leaf(k, values, dim, restore)
+            for k, (values, dim) in enumerate(zip(self.columns, dims, strict=True))
+        ]
+        output = tree_unflatten(FlatTree(leaves, self._spec))
+        return output if all(isinstance(leaf, Tensor) for leaf in leaves) else plain(output)
+
+    def _leaf(self, k: int, values: Sequence[Any], dim: int, restore: Callable[[Any], Any]) -> Any:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(tensors) == len(values) and not all(map(is_whole, tensors)):
+            if tensors[0].dim() == 0:
+                return torch.stack(tensors) if self.m > 1 else tensors[0]
+            return restore(torch.cat(tensors, dim))
+        if all(map(has_entries, values)) or self._texts_per_row(k, values):
+            return restore(joined(values))
+        if not all(_same(value, values[0]) for value in values):
+            found = [list(value) if isinstance(value, Entries) else value for value in values]
+            raise ValueError(
+                "an output without a row per sample, one that is not a tensor or is marked by "
+                f"whole(), must be the same for all micro-batches: got {found} for leaf {k}. "
+                "Return it as a tensor with a row per sample."
+            )
+        return values[0]
+
+    def _texts_per_row(self, k: int, values: Sequence[Any]) -> bool:
+        """Whether lists of strings that layers made have one for each row.
+
+        Raises:
+            ValueError: If that cannot be told: all are the same, as settings are.
+        """
+        if not all(isinstance(value, Entries) for value in values):
+            return False
+        if [len(value) for value in values] != self._sizes():
+            return False
+        if any(value != values[0] for value in values) or len(values) == 1:
+            return True
+        if any(tuple(each) == tuple(values[0]) for each in texts_in(self._batch)):
+            return False
         raise ValueError(
-            "the outputs of all micro-batches must have one structure: got "
-            + ", ".join(f"{spec} for micro-batch {i}" for i, spec in enumerate(specs))
+            f"it must be clear whether strings belong to rows: got the same {list(values[0])} for "
+            f"all micro-batches of {len(values[0])} rows, in leaf {k} of the output. Return "
+            "whole(value), from lightning_gpipe, if they belong to the whole mini-batch, and a "
+            "tensor if there is one per row."
         )
-    return flat
-
-
-def merge_leaf(k: int, values: Sequence[Any], dim: int = 0) -> Any:
-    """Leaf ``k`` of the merged output, given that leaf of all micro-batches.
-
-    Tensors are concatenated along ``dim``, 0-dim tensors are stacked, and marked tensors and other
-    values are returned once.
-
-    Raises:
-        ValueError: If values that are returned once differ.
-    """
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if len(tensors) == len(values) and not all(map(is_whole, tensors)):
-        return torch.stack(tensors) if tensors[0].dim() == 0 else torch.cat(tensors, dim)
-    if not all(_same(value, values[0]) for value in values):
-        raise ValueError(
-            "an output without a row per sample, one that is not a tensor or is marked by whole(), "
-            f"must be the same for all micro-batches: got {list(values)} for leaf {k}. Return it "
-            "as a tensor with a row per sample."
-        )
-    return values[0]
 
 
 def _same(value: Any, other: Any) -> bool:

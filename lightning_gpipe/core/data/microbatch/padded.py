@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -32,14 +31,15 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
+from lightning_gpipe.core.data.microbatch.merging import Merging
+from lightning_gpipe.core.data.microbatch.order import Order, even_rows, even_tokens
 from lightning_gpipe.core.data.microbatch.rows import (
-    Rows,
     count_rows,
     division_of,
-    even_sizes,
     has_rows,
     split_rows,
 )
+from lightning_gpipe.core.data.microbatch.values import RowValues, has_entries
 from lightning_gpipe.core.data.pytree import FlatTree, entries, tree_flatten, tree_unflatten
 
 
@@ -99,7 +99,8 @@ class PaddedSequences(MicroBatching):
         self._pad_outputs = pad_outputs
         self._padding_value = padding_value
         self._sort = sort
-        self._latest: tuple[weakref.ref[Tensor], int, _Order] | None = None
+        self._values = RowValues()
+        self._latest: tuple[weakref.ref[Tensor], int, Order] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -119,9 +120,12 @@ class PaddedSequences(MicroBatching):
         """
         count_rows(batch)  # refuse tensors that disagree: reordering them would drop rows
         order = self._order(batch)
-        sizes = (_even_tokens if self._sort else _even_rows)(order.lengths, chunks)
+        sizes = (even_tokens if self._sort else even_rows)(order.lengths, chunks)
         firsts = accumulate(sizes, initial=0)
-        microbatches = split_rows(_changed(batch, order.arrange), sizes)
+        order.sizes[len(sizes)] = sizes
+        if len(sizes) > 1 or order.permutation is not None:
+            batch = self._values.marked(batch, len(order.lengths))
+        microbatches = split_rows(_reordered(batch, order.arrange), sizes)
         return [
             _changed(each, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
             for each, first, size in zip(microbatches, firsts, sizes, strict=False)
@@ -143,19 +147,14 @@ class PaddedSequences(MicroBatching):
                 _changed(output, pad, None if where is True else where) for output in outputs
             ]
         _check_widths(outputs)
-        leaves, spec = tree_flatten(Rows().merge(outputs, batch))
-        per_row = map(has_rows, tree_flatten(outputs[0]).leaves)  # 0-dim tensors were stacked
-        restored = [
-            order.restore(leaf) if rows else leaf
-            for leaf, rows in zip(leaves, per_row, strict=True)
-        ]
-        return tree_unflatten(FlatTree(restored, spec))
+        merging = Merging(outputs, batch, partial(order.sizes.get, len(outputs)))
+        return merging.merged([0] * len(merging.columns), order.restore)
 
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:
         return division_of(microbatches)
 
-    def _order(self, batch: Any) -> _Order:
+    def _order(self, batch: Any) -> Order:
         """The order of the rows of ``batch``, cached so that merge does not read lengths again."""
         lengths, longest = self._lengths_in(batch), self._padded_length_in(batch)
         version = 0 if lengths.is_inference() else lengths._version
@@ -164,7 +163,7 @@ class PaddedSequences(MicroBatching):
             known = reference() is lengths and known_version == version
             if known and order.longest == longest:
                 return order
-        order = _Order.of(lengths.tolist(), longest, sort=self._sort)
+        order = Order.of(lengths.tolist(), longest, sort=self._sort)
         if order.lengths and not 0 <= min(order.lengths) <= max(order.lengths) <= order.longest:
             raise ValueError(
                 "lengths must be between 0 and the padded length: got "
@@ -198,82 +197,6 @@ class PaddedSequences(MicroBatching):
         return {**self.__dict__, "_latest": None}
 
 
-@dataclass(frozen=True)
-class _Order:
-    """The rows of a batch in the order in which they are split.
-
-    Attributes:
-        lengths: The length of each row, in this order.
-        longest: The padded length.
-        permutation: The index in the batch of each row, or None for the batch's own order.
-    """
-
-    lengths: list[int]
-    longest: int
-    permutation: Tensor | None
-
-    @classmethod
-    def of(cls, lengths: list[int], longest: int, *, sort: bool) -> _Order:
-        """Rows sorted by length, the longest first, or in the order of the batch."""
-        if not sort:
-            return cls(lengths, longest, None)
-        order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
-        permutation = torch.tensor(order, dtype=torch.long, device="cpu")
-        return cls([lengths[k] for k in order], longest, permutation)
-
-    def longest_of(self, first: int, size: int) -> int:
-        """The greatest length of ``size`` rows from ``first`` on, at least 1 for the layers."""
-        return min(self.longest, max([1, *self.lengths[first : first + size]]))
-
-    def arrange(self, tensor: Tensor) -> Tensor:
-        """The rows of ``tensor`` in this order."""
-        return tensor if self.permutation is None else tensor[self.permutation.to(tensor.device)]
-
-    def restore(self, tensor: Tensor) -> Tensor:
-        """Undo :meth:`arrange`: the rows of ``tensor`` in the order of the batch."""
-        if self.permutation is None:
-            return tensor
-        if tensor.size(0) != len(self.lengths):
-            raise ValueError(
-                f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
-                f"its order: got shape {tuple(tensor.shape)}. Write sort=False if the layers "
-                "change the number of rows."
-            )
-        return tensor[self.permutation.argsort().to(tensor.device)]
-
-
-def _even_rows(lengths: list[int], chunks: int) -> list[int]:
-    return even_sizes(len(lengths), chunks)
-
-
-def _even_tokens(lengths: list[int], chunks: int) -> list[int]:
-    """Numbers of rows for which the largest micro-batch has the fewest tokens, padding included.
-
-    The lengths do not increase, so a run of rows has its size times its first length in tokens, and
-    for a given limit the fewest runs come from adding rows to a run while they fit. The least limit
-    that needs no more runs than ``chunks`` is found by bisection.
-    """
-    low, high = max(lengths, default=1), max(lengths, default=1) * max(len(lengths), 1)
-    while low < high:
-        limit = (low + high) // 2
-        if len(_runs(lengths, limit)) <= chunks:
-            high = limit
-        else:
-            low = limit + 1
-    return _runs(lengths, high)
-
-
-def _runs(lengths: list[int], limit: int) -> list[int]:
-    sizes = [0]
-    first = lengths[0] if lengths else 0
-    for length in lengths:
-        if (sizes[-1] + 1) * first > limit:
-            sizes.append(0)
-            first = length
-        sizes[-1] += 1
-    return sizes
-
-
 def _trimmed(tensor: Tensor, longest: int) -> Tensor:
     return tensor.narrow(1, 0, longest)
 
@@ -304,6 +227,13 @@ def _changed(
         function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf
         for leaf, name in zip(leaves, names, strict=True)
     ]
+    return tree_unflatten(FlatTree(changed, spec))
+
+
+def _reordered(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply ``function`` to everything in the tree that has an entry per row."""
+    leaves, spec = tree_flatten(tree)
+    changed = [function(x) if has_entries(x) or has_rows(x) else x for x in leaves]
     return tree_unflatten(FlatTree(changed, spec))
 
 

@@ -8,6 +8,7 @@ and a mini-batch of 10 rows in 4 chunks becomes 3, 3, 2 and 2 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
 from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
-from lightning_gpipe.core.data.microbatch.merging import flattened, merge_leaf
+from lightning_gpipe.core.data.microbatch.merging import Merging
+from lightning_gpipe.core.data.microbatch.values import RowValues, has_entries, pieces_of
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
 
@@ -60,6 +62,7 @@ class Rows(MicroBatching):
         self._at_least = at_least
         self._dim = dim
         self._output_dim = output_dim
+        self._values = RowValues()
 
     def __repr__(self) -> str:
         dims = f", dim={self._dim}" if self._dim != 0 else ""
@@ -72,29 +75,34 @@ class Rows(MicroBatching):
         """Split ``batch`` into at most ``chunks`` micro-batches of the same structure.
 
         Tensors with rows are split along the dim of the rows, the larger pieces first; all must
-        have the same number of rows. Everything else goes to every micro-batch: 0-dim tensors,
-        tensors marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None, numbers. A
-        batch of fewer rows than chunks makes fewer micro-batches.
+        have the same number of rows. So are lists without tensors, tuples of strings and NumPy
+        arrays, if they have as many values. Everything else goes to every micro-batch: 0-dim
+        tensors, values marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None,
+        numbers. A batch of fewer rows than chunks makes fewer micro-batches.
 
         Args:
             batch: Any pytree with at least one tensor that has a batch dimension.
             chunks: The number of micro-batches asked for, at least 1.
 
         Raises:
-            ValueError: If no tensor has a batch dimension, the tensors disagree on its size, or one
-                cannot be split because it is sparse or nested.
+            ValueError: If no tensor has a batch dimension, the tensors disagree on its size, one
+                cannot be split because it is sparse or nested, or it cannot be told whether a tuple
+                has a value per row.
         """
         rows = count_rows(batch, self._dim)
         sizes = even_sizes(rows, min(chunks, rows // self._at_least))
-        return split_rows(batch, sizes, self._dim)
+        if len(sizes) == 1:
+            return [batch]
+        return split_rows(self._values.marked(batch, rows), sizes, self._dim)
 
     @override
     def merge(self, outputs: Sequence[Any], batch: Any) -> Any:
         """Merge the outputs of all micro-batches into the output of the mini-batch.
 
         Tensors are concatenated in order along ``output_dim``, those without that dim along dim 0,
-        and 0-dim tensors are stacked to shape ``(m,)``. Marked tensors and values other than
-        tensors must be equal for all micro-batches, and are returned once.
+        and 0-dim tensors are stacked to shape ``(m,)``. Lists and arrays that were split are joined
+        again if layers return them unchanged, and so are lists of strings that layers make, if they
+        have one per row. Other values must be equal for all micro-batches, and are returned once.
 
         Raises:
             ValueError: If the outputs differ in structure, or in a value that must be equal, or do
@@ -102,24 +110,26 @@ class Rows(MicroBatching):
         """
         if len(outputs) == 1:
             return outputs[0]
-        flat = flattened(outputs)
-        columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
-        if self._output_dim is not None:
-            dims = dims_of(outputs[0], self._output_dim)
-        elif self._dim == 0:
-            dims = [0] * len(columns)
-        else:
-            dims = dims_of(outputs[0], self._dim, strict=False)
-            _check_rows(columns, dims, even_sizes(count_rows(batch, self._dim), len(outputs)))
-        merged = [
-            merge_leaf(k, column, dim)
-            for k, (column, dim) in enumerate(zip(columns, dims, strict=True))
-        ]
-        return tree_unflatten(FlatTree(merged, flat[0].spec))
+        merging = Merging(outputs, batch, partial(self._sizes, batch, len(outputs)))
+        return merging.merged(self._output_dims(merging, batch))
 
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:
         return division_of(microbatches, self._dim)
+
+    def _sizes(self, batch: Any, m: int) -> list[int] | None:
+        """The number of rows of each of m micro-batches; None without the batch."""
+        return None if batch is None else even_sizes(count_rows(batch, self._dim), m)
+
+    def _output_dims(self, merging: Merging, batch: Any) -> list[int]:
+        """For each leaf of the outputs, the dim along which they are concatenated."""
+        if self._output_dim is not None:
+            return dims_of(merging.example, self._output_dim)
+        if self._dim == 0:
+            return [0] * len(merging.columns)
+        dims = dims_of(merging.example, self._dim, strict=False)
+        _check_rows(merging.columns, dims, even_sizes(count_rows(batch, self._dim), merging.m))
+        return dims
 
 
 def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
@@ -158,15 +168,13 @@ def even_sizes(rows: int, chunks: int) -> list[int]:
 
 
 def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
-    """Split ``batch`` into micro-batches of consecutive rows, as many as each size says."""
-    if len(sizes) == 1:
-        return [batch]
+    """Split ``batch`` into micro-batches of consecutive rows, as many as each size says.
+
+    Its lists and arrays with an entry per row are marked.
+    """
     leaves, spec = tree_flatten(batch)
     dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
-    pieces = [
-        _pieces(leaf, sizes, k) if has_rows(leaf) else [_unsplit(leaf)] * len(sizes)
-        for leaf, k in zip(leaves, dims, strict=True)
-    ]
+    pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(leaves, dims, strict=True)]
     return [tree_unflatten(FlatTree(list(piece), spec)) for piece in zip(*pieces, strict=True)]
 
 
@@ -187,15 +195,17 @@ def has_rows(leaf: Any) -> bool:
     return leaf.dim() > 0
 
 
-def _pieces(tensor: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
-    pieces = tensor.split(sizes, dim)
+def _pieces(leaf: Any, sizes: list[int], dim: int) -> Sequence[Any]:
+    """What each micro-batch gets of the leaf."""
+    if has_entries(leaf):
+        return pieces_of(leaf, sizes)
+    if not has_rows(leaf):
+        # A tensor is marked, so that it is recognised as output.
+        marked = whole(leaf) if isinstance(leaf, Tensor) and not is_whole(leaf) else leaf
+        return [marked] * len(sizes)
+    pieces = leaf.split(sizes, dim)
     # Layers may view what is contiguous in the plain module.
-    return [piece.contiguous() for piece in pieces] if dim and tensor.is_contiguous() else pieces
-
-
-def _unsplit(leaf: Any) -> Any:
-    """The leaf for every micro-batch; a tensor is marked, so that it is recognised as output."""
-    return whole(leaf) if isinstance(leaf, Tensor) and not is_whole(leaf) else leaf
+    return [piece.contiguous() for piece in pieces] if dim and leaf.is_contiguous() else pieces
 
 
 def _check_rows(columns: Sequence[Sequence[Any]], dims: Sequence[int], sizes: list[int]) -> None:

@@ -148,7 +148,7 @@ def test_equal_values_are_given_once(value: Any) -> None:
 )
 def test_values_that_differ(values: list[Any]) -> None:
     with pytest.raises(ValueError, match="must be the same for all micro-batches") as error:
-        merge([("same", value) for value in values])
+        merge([{"a": "same", "b": value} for value in values])
 
     assert "for leaf 1" in str(error.value)
     assert str(values) in str(error.value)

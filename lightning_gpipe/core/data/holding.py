@@ -1,0 +1,38 @@
+"""Whether an object holds a tensor, in whatever way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))  # they hide none
+
+
+def attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes in an object's ``__dict__`` and ``__slots__``."""
+    if isinstance(value, type | ModuleType | FunctionType | nn.Module):
+        return
+    yield from getattr(value, "__dict__", {}).items()
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name) and not name.startswith("__"):
+                yield name, getattr(value, name)
+
+
+def holds_tensor(value: Any, depth: int = 4) -> bool:
+    """Whether a tensor can be reached from ``value`` in at most ``depth`` steps."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, PLAIN):
+        return False
+    within = [each for _, each in attributes(value)]
+    if isinstance(value, Mapping):
+        within += value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        within += value
+    return any(holds_tensor(each, depth - 1) for each in within)
