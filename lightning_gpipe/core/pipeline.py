@@ -80,8 +80,8 @@ class GPipe(StandIn):
         module: The layers.
         balance: The number of layers in each stage.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
-            stages: stage j is on device j mod d. None takes as many GPUs as there are stages, or
-            without a GPU one CPU thread for each stage.
+            stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
+            stages, or without a GPU one CPU thread for each stage.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``

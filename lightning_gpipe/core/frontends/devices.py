@@ -13,16 +13,17 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
     """The device of each worker, for a pipeline with this number of stages.
 
     Args:
-        devices: As the user gave them; None takes as many GPUs as there are stages, or without a
-            GPU one CPU thread for each stage.
+        devices: As the user gave them; None takes as many GPUs as divide the number of stages, or
+            without a GPU one CPU thread for each stage.
         stages: The number of stages.
 
     Raises:
-        ValueError: If the number of devices does not divide the number of stages.
+        ValueError: If the number of devices given does not divide the number of stages.
     """
     if devices is None:
         found = torch.cuda.device_count()
-        chosen = [torch.device("cuda", k) for k in range(min(found, stages))]
+        used = max((k for k in range(1, found + 1) if stages % k == 0), default=0)
+        chosen = [torch.device("cuda", k) for k in range(used)]
         chosen = chosen or [torch.device("cpu")] * stages
     else:
         chosen = [torch.device(device) for device in devices]
