@@ -4,7 +4,7 @@ Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
-from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal
+from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal, record_stream
 from lightning_gpipe.core.data.marks import copy_marks, is_aliased, is_whole, mark_aliased, whole
 from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import (
@@ -42,6 +42,7 @@ __all__ = [
     "memory",
     "named_leaves",
     "overlap",
+    "record_stream",
     "tree_flatten",
     "tree_unflatten",
     "whole",

@@ -31,6 +31,12 @@ def copy_values(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator of CUDA memory that ``stream`` uses the tensor, which is on its device."""
+    for part in _parts(tensor):
+        part.record_stream(stream)
+
+
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The dense tensors that a tensor is made of."""
     layout = tensor.layout

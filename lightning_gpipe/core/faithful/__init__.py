@@ -31,6 +31,7 @@ from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state import Saved, StageState
+from lightning_gpipe.core.faithful.streams import Streams
 
 __all__ = [
     "NOTHING",
@@ -52,6 +53,7 @@ __all__ = [
     "Shadows",
     "SharedGenerators",
     "StageState",
+    "Streams",
     "ThreadState",
     "TrainingFlags",
     "Write",

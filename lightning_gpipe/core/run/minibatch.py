@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +26,10 @@ from lightning_gpipe.core.faithful import (
     Randomness,
     RowWatch,
     SharedGenerators,
+    Streams,
     ThreadState,
     TrainingFlags,
     on_engine_thread,
-    together,
 )
 from lightning_gpipe.core.plan import Action, Kind, Layout, Schedule
 from lightning_gpipe.core.run.draws import Draws
@@ -76,6 +77,7 @@ class MiniBatch:
         self._transport = transport
         self._draws = draws
         self._context = Context.capture(layout.devices)
+        self._streams = Streams.capture(layout.devices)
         self._participation = Participation(())
         self._flags: TrainingFlags = ()
         self._generators = SharedGenerators(())  # in their states before forward
@@ -103,17 +105,14 @@ class MiniBatch:
             self._generators = SharedGenerators(self._draws.shared)
             signature = bytes(self._flags), microbatches[0].spec
             self._watches = [stage.watch(signature, division) for stage in self._stages]
-            try:
-                outputs = self._draws.run(
-                    self._flags,
-                    partial(self._forward, microbatches),
-                    generators=self._generators,
-                    buffers=self._buffers if self._context.grad else None,
-                    modes=bool(self._context.modes),
-                    recomputed=self._recomputes,
-                )
-            finally:
-                self._rejoin()
+            outputs = self._draws.run(
+                self._flags,
+                partial(self._forward, microbatches),
+                generators=self._generators,
+                buffers=self._buffers if self._context.grad else None,
+                modes=bool(self._context.modes),
+                recomputed=self._recomputes,
+            )
             for each in self._passes:
                 each.finish_forward()
             self._watches = []
@@ -132,16 +131,17 @@ class MiniBatch:
             :attr:`leaves`, summed over all micro-batches and stages.
         """
         try:
-            with self._transport.exclusive():
-                exchange = self._backward(output_gradients)
-            # On the workers' streams, for which the caller's then wait.
-            with together([worker.streaming() for worker in self._workers]):
+            # On forward's streams, for which those of backward then wait.
+            with self._streams.entered():
+                with self._transport.exclusive():
+                    exchange = self._backward(output_gradients)
                 m = self._schedule.m
                 input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
                 gradients = self._take_gradients()
-            self._rejoin()
+            self._streams.lend(chain(*input_gradients, gradients))
             return input_gradients, gradients
         finally:
+            self._streams.rejoin()
             self._release()
 
     def _forward(
@@ -176,7 +176,9 @@ class MiniBatch:
             for j, stage in enumerate(self._stages)
         ]
         self._workers = [
-            Worker(w, device, {j: self._passes[j] for j in self._layout.stages_of(w)})
+            Worker(
+                w, device, {j: self._passes[j] for j in self._layout.stages_of(w)}, self._streams
+            )
             for w, device in enumerate(self._layout.devices)
         ]
         self.timeline = Timeline(schedule, [worker.clock for worker in self._workers])
@@ -201,20 +203,17 @@ class MiniBatch:
         }
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
-        try:
-            for each in self._passes:
-                each.check_unchanged()
-            with self._context.default_dtype_set() if self._recomputes else NOTHING:
-                # Recomputation needs grad mode; backward itself runs without it.
-                context = replace(Context.capture(self._layout.devices), grad=True)
-                return self._draws.run_backward(
-                    self._flags,
-                    partial(self._run_backward, sent, context),
-                    forward=self._generators,
-                    modes=bool(self._context.modes or context.modes),
-                )
-        finally:
-            self._rejoin()
+        for each in self._passes:
+            each.check_unchanged()
+        with self._context.default_dtype_set() if self._recomputes else NOTHING:
+            # Recomputation needs grad mode; backward itself runs without it.
+            context = replace(Context.capture(self._layout.devices), grad=True)
+            return self._draws.run_backward(
+                self._flags,
+                partial(self._run_backward, sent, context),
+                forward=self._generators,
+                modes=bool(self._context.modes or context.modes),
+            )
 
     def _run_backward(
         self, sent: Mapping[Action, FlatTree], context: Context, shared: SharedGenerators | None
@@ -276,11 +275,6 @@ class MiniBatch:
             # another stage, which uses it without having registered it with nn.Module.
             run_backward([root_of(leaf)], [_total(gradients)])
         return found
-
-    def _rejoin(self) -> None:
-        """Make the caller's streams wait for the workers'."""
-        for worker in self._workers:
-            worker.rejoin()
 
     def _release(self) -> None:
         """Release everything after backward: the user may keep the output for long."""

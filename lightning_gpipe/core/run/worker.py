@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import NOTHING, Context, Manager, together
+from lightning_gpipe.core.faithful import Context, Manager, Streams, together
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
 from lightning_gpipe.core.run.clocks import clock_of
 from lightning_gpipe.core.run.stage_pass import StagePass
@@ -31,15 +31,25 @@ class Worker:
         index: Its index.
         device: Its device.
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
+        streams: The caller's, on which its layers compute.
+
+    Attributes:
+        stream: That of its device; None for the CPU.
+        clock: The clock of that.
     """
 
-    def __init__(self, index: int, device: torch.device, passes: Mapping[int, StagePass]) -> None:
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        passes: Mapping[int, StagePass],
+        streams: Streams,
+    ) -> None:
         self.index = index
         self.passes = passes
-        self._device = device
-        on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.current_stream(device) if on_cuda else None
-        self.clock = clock_of(self._stream)
+        self.streams = streams
+        self.stream = streams.on(device)
+        self.clock = clock_of(self.stream)
 
     def task(
         self, phase: Schedule, exchange: Exchange, context: Context, timeline: Timeline
@@ -53,29 +63,6 @@ class Worker:
             timeline: Where to record what ran when.
         """
         return WorkerTask(self, phase, exchange, context, timeline)
-
-    def streaming(self) -> Manager:
-        """A context manager that makes the worker's stream the current one of its device."""
-        return NOTHING if self._stream is None else torch.cuda.stream(self._stream)
-
-    @property
-    def on_stream(self) -> bool:
-        """Whether it computes on a CUDA stream."""
-        return self._stream is not None
-
-    def rejoin(self) -> None:
-        """Make the caller's stream of the device wait for the worker's."""
-        if self._stream is None:
-            return
-        for stream in (
-            # The caller's; in backward it may be another one than in forward.
-            torch.cuda.current_stream(self._device),
-            # Depending on the version of PyTorch, the engine uses a CPU node's gradients on this
-            # stream instead.
-            torch.cuda.default_stream(self._device),
-        ):
-            if stream != self._stream:
-                stream.wait_stream(self._stream)
 
 
 class WorkerTask(Task):
@@ -112,7 +99,11 @@ class WorkerTask(Task):
     def session(self) -> Manager:
         # The thread that runs the layers swaps in their shadows, because Ctrl-C only interrupts the
         # caller's. Backward reaches the shadows through the graphs.
-        managers: list[Manager] = [self._context.entered(), using_table({})]
+        managers: list[Manager] = [
+            self._worker.streams.entered(),
+            self._context.entered(),
+            using_table({}),
+        ]
         if any(action.kind is Kind.FORWARD for action in self._row):
             managers += [
                 each.shadows.swapped_in(each.stage.journal)
@@ -123,9 +114,9 @@ class WorkerTask(Task):
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:
-        if self._worker.on_stream:
+        if self._worker.stream is not None:
             # With another current device, more of the thread's state may differ from the context.
-            with self._worker.streaming(), self._context.entered():
+            with torch.cuda.device(self._worker.stream.device), self._context.entered():
                 self._perform(actions)
         else:
             self._perform(actions)

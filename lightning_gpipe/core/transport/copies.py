@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, copy_marks, identity
+from lightning_gpipe.core.data import FlatTree, copy_marks, identity, record_stream
 from lightning_gpipe.core.plan import Action, Layout, Route
 
 
@@ -105,7 +105,7 @@ class Copies:
         stream.wait_event(ready)
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.device == target:
-                leaf.record_stream(stream)
+                record_stream(leaf, stream)
 
     def _copy(self, tensor: Tensor, target: torch.device) -> Tensor:
         source = tensor.device
@@ -113,7 +113,7 @@ class Copies:
             if source in self._side:
                 leaving = self._side[source].leaving
                 leaving.wait_stream(torch.cuda.current_stream(source))
-                tensor.record_stream(leaving)
+                record_stream(tensor, leaving)
                 streams.enter_context(torch.cuda.stream(leaving))
             if target in self._side:
                 streams.enter_context(torch.cuda.stream(self._side[target].arriving))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
 from lightning_gpipe.core.faithful.context import Context
+from lightning_gpipe.core.faithful.streams import Streams
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, SkipName, cut, fill_drain
 from lightning_gpipe.core.plan.layout import lay_out
 from lightning_gpipe.core.run.stage import Stage
@@ -31,7 +32,7 @@ def task_of(
 ) -> WorkerTask:
     """The task of a worker with one stage."""
     schedule = schedule or fill_drain(1, tuple([1] * j + [0]), recomputed=1)
-    worker = Worker(0, CPU, {j: stage_pass})
+    worker = Worker(0, CPU, {j: stage_pass}, Streams())
     context = Context.capture([CPU])
     timeline = Timeline(schedule, [worker.clock])
     return worker.task(schedule.phase(phase), exchange, context, timeline)
@@ -180,7 +181,7 @@ def test_shadows_are_in_place_for_the_forwards_of_a_row_only() -> None:
 def test_what_ran_is_recorded() -> None:
     exchange = MockExchange({(Action(F, 0, 0), None): tree_flatten(X)})
     schedule = fill_drain(1, (0,))
-    worker = Worker(0, CPU, {0: begin(stage(nn.Tanh()))})
+    worker = Worker(0, CPU, {0: begin(stage(nn.Tanh()))}, Streams())
     timeline = Timeline(schedule, [worker.clock])
 
     perform(
