@@ -115,14 +115,14 @@ def peak_of_a_step(pipeline: GPipe, x: Tensor) -> int:
     """The bytes at the peak of a step, above what is there between steps."""
     pipeline(x).square().mean().backward()  # allocates what stays, copies inputs to watch them
     pipeline.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    torch.cuda.reset_peak_memory_stats(GPU)
 
     pipeline(x).square().mean().backward()
 
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    torch.cuda.synchronize(GPU)
+    return torch.cuda.max_memory_allocated(GPU) - before
 
 
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU]], ids=["one-worker", "two-workers"])
@@ -147,11 +147,11 @@ def test_forward_without_backward_frees_everything(pipe: Pipe, devices: list[str
     x = batch(4096).to(devices[0])
     pipeline(x).sum().backward()
     pipeline.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.synchronize(GPU)
+    before = torch.cuda.memory_allocated(GPU)
 
     for _ in range(3):
         pipeline(x)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(GPU)
 
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated(GPU) <= before
