@@ -2,7 +2,14 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows, whole
+from lightning_gpipe.core.data import (
+    MicroBatching,
+    PaddedSequences,
+    Rows,
+    collect_loss_terms,
+    loss_term,
+    whole,
+)
 from lightning_gpipe.core.faithful import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import Schedule, balance_by_parameters
@@ -22,7 +29,9 @@ __all__ = [
     "Schedule",
     "Timeline",
     "balance_by_parameters",
+    "collect_loss_terms",
     "is_recomputing",
+    "loss_term",
     "verify",
     "whole",
 ]

@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.averages import Averages
@@ -45,6 +46,7 @@ from lightning_gpipe.core.plan import (
     check_outside,
     shared_with_outside,
 )
+from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.refusals import (
@@ -359,6 +361,16 @@ class GPipeStrategy(ParallelStrategy):
     ) -> Any:
         assert self._watch is not None
         return self._watch.evaluation(name, partial(step, *args, **kwargs))
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            explain_second_backward(error)
+            raise
 
     # Plain checkpoints.
 

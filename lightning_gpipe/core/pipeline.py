@@ -21,6 +21,8 @@ from lightning_gpipe.core.data import (
     Rows,
     check_chunks,
     check_microbatching,
+    reduced,
+    term_receiver,
     tree_flatten,
     tree_unflatten,
 )
@@ -195,7 +197,13 @@ class GPipe(StandIn):
                 "got none."
             )
         division = partial(self.microbatching.division, pieces)
-        outputs = self._engine.run(microbatches, self._schedule(m), division)
+        receiver = term_receiver()
+        outputs, terms = self._engine.run(
+            microbatches, self._schedule(m), division, terms=receiver is not None
+        )
+        if receiver is not None:
+            for term in reduced(terms, division):
+                receiver(term)
         return self.microbatching.merge(list(map(tree_unflatten, outputs)), input)
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:

@@ -31,6 +31,9 @@ def test_public_names() -> None:
         "Schedule",
         "Timeline",
         "balance_by_parameters",
+        "collect_loss_terms",
+        "is_recomputing",
+        "loss_term",
         "verify",
         "whole",
     ]

@@ -156,21 +156,25 @@ class SharedGenerators:
         return sorted(set().union(*(each.untagged for each in self._private)))
 
     @cached_property
-    def _seed(self) -> bytes:
-        return blake2b(b"".join(bytes(state.numpy()) for state in self._before)).digest()
+    def digests(self) -> tuple[bytes, ...]:
+        """What identifies the states from before the mini-batch, in a few bytes."""
+        return tuple(map(_digest, self._before))
 
-    def moved(self, *, but_for: SharedGenerators | None = None) -> bool:
+    @cached_property
+    def _seed(self) -> bytes:
+        return blake2b(b"".join(self.digests)).digest()
+
+    def moved(self, *, but_for: tuple[bytes, ...] | None = None) -> bool:
         """Whether anything was drawn from the generators themselves.
 
         Args:
-            but_for: Others that are older. To have their state means that nothing was drawn: a
-                layer with checkpointing of its own set it.
+            but_for: The digests of older states. To have one of them means that nothing was drawn:
+                a layer with checkpointing of its own set it.
         """
-        now = self._states()
-        older = self if but_for is None else but_for
+        others = but_for or (b"",) * len(self._before)
         return any(
-            not torch.equal(state, before) and not torch.equal(state, other)
-            for state, before, other in zip(now, self._before, older._before, strict=True)
+            not torch.equal(state, before) and _digest(state) != other
+            for state, before, other in zip(self._states(), self._before, others, strict=True)
         )
 
     def rewind(self) -> None:
@@ -189,3 +193,7 @@ class SharedGenerators:
     def _new(self, private: PrivateGenerators) -> PrivateGenerators:
         self._private.append(private)
         return private
+
+
+def _digest(state: Tensor) -> bytes:
+    return blake2b(bytes(state.numpy())).digest()

@@ -4,6 +4,7 @@ A mini-batch enters at stage 0 in micro-batches and leaves as one node in the ca
 workers in between interpret the schedule and decide nothing.
 """
 
+from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.timeline import Timeline
@@ -12,4 +13,5 @@ __all__ = [
     "Engine",
     "Stage",
     "Timeline",
+    "explain_second_backward",
 ]

@@ -115,7 +115,7 @@ class Draws:
         flags: TrainingFlags,
         backward: Callable[[SharedGenerators | None], T],
         *,
-        forward: SharedGenerators,
+        forward: tuple[bytes, ...],
         modes: bool,
     ) -> T:
         """Run ``backward``, which cannot be run again.
@@ -123,7 +123,7 @@ class Draws:
         Args:
             flags: The training flags of all modules in forward.
             backward: Runs the stages, with private generators if it is given the shared ones.
-            forward: The shared ones as they were before forward. Layers with activation
+            forward: The digests of the shared ones before forward. Layers with activation
                 checkpointing of their own set this state, and at last that of another stage.
             modes: Whether there are active function or dispatch modes.
         """

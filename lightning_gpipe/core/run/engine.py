@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.core.data import Division, FlatTree
+from lightning_gpipe.core.data import Division, FlatTree, Term
 from lightning_gpipe.core.plan import Layout, Schedule
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
@@ -67,22 +67,35 @@ class Engine:
         microbatches: Sequence[FlatTree],
         schedule: Schedule,
         division: Callable[[], Division | None] = lambda: None,
-    ) -> list[FlatTree]:
-        """Run the micro-batches by ``schedule``, and return their outputs in the caller's graph.
+        *,
+        terms: bool = False,
+    ) -> tuple[list[FlatTree], list[list[Term]]]:
+        """Run the micro-batches by ``schedule``.
 
         Args:
             microbatches: The micro-batches.
             schedule: What to run.
             division: Tells how many rows each has, if that is known.
+            terms: Whether to collect loss terms.
+
+        Returns:
+            For each micro-batch its output, and the loss terms of its layers in their order; both
+            in the caller's graph.
         """
         minibatch = MiniBatch(
-            self.stages, self._layout, schedule, transport=self._transport, draws=self._draws
+            self.stages,
+            self._layout,
+            schedule,
+            transport=self._transport,
+            draws=self._draws,
+            terms=terms,
         )
         outputs = minibatch.forward(microbatches, division)
         self.timeline = minibatch.timeline
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)
-        return attach(minibatch, microbatches, outputs)
+        outputs = attach(minibatch, microbatches, outputs)
+        return (outputs, []) if minibatch.terms is None else minibatch.terms.split(outputs)
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.

@@ -8,7 +8,8 @@ freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -31,8 +32,10 @@ from lightning_gpipe.core.faithful import (
     TrainingFlags,
     on_engine_thread,
 )
-from lightning_gpipe.core.plan import Action, Kind, Layout, Schedule
+from lightning_gpipe.core.plan import Action, Kind, Layout, Route, Schedule
+from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.draws import Draws
+from lightning_gpipe.core.run.handed_out import HandedOut
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.roots import root_of, run_backward
 from lightning_gpipe.core.run.stage import Stage
@@ -42,6 +45,7 @@ from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Transport
 
 Gradients = list[Tensor | None]
+Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 
@@ -55,9 +59,11 @@ class MiniBatch:
         schedule: What to run.
         transport: What connects the workers.
         draws: Records whether the layers draw random numbers.
+        terms: Whether to collect loss terms.
 
     Attributes:
         timeline: What ran when.
+        terms: Where the loss terms are among the leaves of the outputs; None if none are collected.
         leaves: After forward, those that will have a gradient, each once: parameters, and those
             that layers captured from outside.
     """
@@ -70,7 +76,9 @@ class MiniBatch:
         *,
         transport: Transport,
         draws: Draws,
+        terms: bool = False,
     ) -> None:
+        self._passes: list[StagePass] = []
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
@@ -80,18 +88,20 @@ class MiniBatch:
         self._streams = Streams.capture(layout.devices)
         self._participation = Participation(())
         self._flags: TrainingFlags = ()
-        self._generators = SharedGenerators(())  # in their states before forward
-        self._passes: list[StagePass] = []
+        self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._watches: list[RowWatch | None] = []
         self._workers: list[Worker] = []
         self._input_devices: list[list[torch.device | None]] = []
         self.timeline = Timeline(schedule, [])
+        self.terms = HandedOut(layout.n) if terms else None
         self.leaves: list[Tensor] = []
 
     def forward(
         self, microbatches: Sequence[FlatTree], division: Callable[[], Division | None]
     ) -> list[FlatTree]:
         """Run the first phase, and return each micro-batch's output on the last device.
+
+        Its leaves are followed by those of loss terms, if they are collected.
 
         Args:
             microbatches: The micro-batches.
@@ -102,13 +112,14 @@ class MiniBatch:
             for stage in self._stages:
                 stage.refresh()
             self._flags = tuple(flag for stage in self._stages for flag in stage.training_flags)
-            self._generators = SharedGenerators(self._draws.shared)
+            generators = SharedGenerators(self._draws.shared)
+            self._drawn_from = generators.digests
             signature = bytes(self._flags), microbatches[0].spec
             self._watches = [stage.watch(signature, division) for stage in self._stages]
             outputs = self._draws.run(
                 self._flags,
                 partial(self._forward, microbatches),
-                generators=self._generators,
+                generators=generators,
                 buffers=self._buffers if self._context.grad else None,
                 modes=bool(self._context.modes),
                 recomputed=self._recomputes,
@@ -139,10 +150,20 @@ class MiniBatch:
                 input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
                 gradients = self._take_gradients()
             self._streams.lend(chain(*input_gradients, gradients))
-            return input_gradients, gradients
         finally:
             self._streams.rejoin()
-            self._release()
+            asides = self._release()
+        for each in asides:
+            each.check()
+        return input_gradients, gradients
+
+    def __del__(self) -> None:
+        # Without a backward nobody takes the gradients that a layer's own loss has sent here.
+        try:
+            for each in self._release():
+                each.check()
+        except RuntimeError as error:
+            warnings.warn(str(error), stacklevel=2)
 
     def _forward(
         self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
@@ -150,9 +171,10 @@ class MiniBatch:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
         self._begin(shared)
         last, m = len(self._stages), len(microbatches)
-        sent = {Action(Kind.FORWARD, i, 0): x.aliased() for i, x in enumerate(microbatches)}
+        sent = [(Action(Kind.FORWARD, i, 0), x.aliased(), None) for i, x in enumerate(microbatches)]
         exchange = self._run(_FORWARD, sent, self._context)
-        return [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
+        outputs = [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
+        return outputs if self.terms is None else self.terms.received(exchange, outputs)
 
     def _begin(self, shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
@@ -172,6 +194,7 @@ class MiniBatch:
                 shadows[j],
                 self._participation,
                 self._watches[j],
+                terms=self.terms is not None,
             )
             for j, stage in enumerate(self._stages)
         ]
@@ -197,13 +220,16 @@ class MiniBatch:
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
         last = self._schedule.n - 1
-        sent = {
-            Action(Kind.BACKWARD, i, last): FlatTree(gradients)
+        sent: Iterable[Sent] = (
+            (Action(Kind.BACKWARD, i, last), FlatTree(gradients), None)
             for i, gradients in enumerate(output_gradients)
-        }
+        )
+        if self.terms is not None:
+            sent = self.terms.returned(output_gradients)
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
         for each in self._passes:
+            each.check_asides()
             each.check_unchanged()
         with self._context.default_dtype_set() if self._recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
@@ -211,12 +237,12 @@ class MiniBatch:
             return self._draws.run_backward(
                 self._flags,
                 partial(self._run_backward, sent, context),
-                forward=self._generators,
+                forward=self._drawn_from,
                 modes=bool(self._context.modes or context.modes),
             )
 
     def _run_backward(
-        self, sent: Mapping[Action, FlatTree], context: Context, shared: SharedGenerators | None
+        self, sent: Iterable[Sent], context: Context, shared: SharedGenerators | None
     ) -> Exchange:
         """Run the second phase, with private generators in the place of ``shared`` ones if any."""
         for j, each in enumerate(self._passes):
@@ -224,7 +250,7 @@ class MiniBatch:
             each.randomness.begin_backward(private)
         return self._run(_BACKWARD, sent, context)
 
-    def _run(self, phase: int, sent: Mapping[Action, FlatTree], context: Context) -> Exchange:
+    def _run(self, phase: int, sent: Iterable[Sent], context: Context) -> Exchange:
         """Run the workers in ``context``, given what the caller sends them."""
         transport = self._transport
         # Recomputation enters the modes of forward.
@@ -232,8 +258,8 @@ class MiniBatch:
             transport = transport.inline()
         schedule = self._schedule.phase(phase)
         exchange = transport.open(schedule)
-        for action, value in sent.items():
-            exchange.send(action, value)
+        for action, value, route in sent:
+            exchange.send(action, value, route)
         tasks = [w.task(schedule, exchange, context, self.timeline) for w in self._workers]
         inline = transport is transport.inline()
         state = ThreadState.capture()
@@ -276,12 +302,14 @@ class MiniBatch:
             run_backward([root_of(leaf)], [_total(gradients)])
         return found
 
-    def _release(self) -> None:
+    def _release(self) -> list[Asides]:
         """Release everything after backward: the user may keep the output for long."""
-        for each in self._passes:
-            each.release()
+        asides = [each.release() for each in self._passes]
         self._participation = Participation(())
         self._passes, self._workers, self.leaves = [], [], []
+        for each in asides:
+            each.refuse_gradients()
+        return asides
 
 
 def _device_of(leaf: Any) -> torch.device | None:

@@ -12,17 +12,19 @@ once, if a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.core.data import (
     FlatTree,
+    Term,
     bytes_of,
     copy_marks,
     mark_aliased,
     memory,
+    receiving,
     tree_flatten,
     tree_unflatten,
 )
@@ -39,14 +41,10 @@ from lightning_gpipe.core.faithful import (
     Shadows,
     together,
 )
+from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import (
-    Root,
-    gradients_of,
-    leaves_behind,
-    root_of,
-    run_backward,
-)
+from lightning_gpipe.core.run.roots import Root, root_of
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import (
     Table,
@@ -55,6 +53,8 @@ from lightning_gpipe.core.skip import (
     tensors_leaving,
     using_table,
 )
+
+_NO_TERMS = tree_flatten([])
 
 
 class _Kept(NamedTuple):
@@ -65,6 +65,7 @@ class _Kept(NamedTuple):
     # If it will be recomputed: the state from before, and the version counters of the inputs.
     saved: Saved | None = None
     versions: tuple[int, ...] = ()
+    terms: int = 0  # the number of the leaves of its loss terms
 
     @property
     def edited(self) -> bool:
@@ -83,9 +84,10 @@ class StagePass:
         shadows: What collects the gradients of the stage's parameters.
         participation: Where to record which parameters take part.
         watch: Notices layers that mix rows; None in most mini-batches.
+        terms: Whether to collect loss terms.
 
     Attributes:
-        stage, randomness, shadows: As given.
+        stage, randomness, shadows, terms: As given.
         statistics: The statistics of the stage's batch norms, if they are deferred.
     """
 
@@ -98,22 +100,25 @@ class StagePass:
         shadows: Shadows,
         participation: Participation,
         watch: RowWatch | None = None,
+        *,
+        terms: bool = False,
     ) -> None:
         self.stage = stage
         self.randomness = randomness
         self.shadows = shadows
+        self.terms = terms
         self.statistics = stage.statistics()
         self._context = context
         self._recomputed = recomputed
-        self._participation = participation
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or stage.skips or watch)
+        self._bare = not (randomness.redirected or self.statistics or stage.skips or watch or terms)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
-        self._captures = False  # whether any tensor was captured from outside
-        self._captured: dict[int, tuple[Tensor, Tensor]] = {}  # the leaves behind, their gradients
+        self._captures = Captures(participation)
+        self._asides = Asides()
+        self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
@@ -129,28 +134,38 @@ class StagePass:
             this stage's graph.
         """
         if not self._context.grad:
-            return self._run(i, inputs, first=True)
+            outputs, self._terms[i] = self._run(i, inputs, first=True)
+            return outputs
         if i in self._recomputed:
             self.randomness.save(i)
             behavior = self._behavior(inputs)
             before = self.stage.state.before(behavior)
             with self._context.dropping():
-                outputs = self._run(i, inputs, first=True)
+                outputs, terms = self._run(i, inputs, first=True)
             saved = self.stage.state.after(behavior, before)
             if self.stage.last:
                 outputs = _apart(outputs, inputs)
-            kept = _Kept(inputs, None, saved, _versions(inputs))
-            needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
+            leaves = [*outputs.leaves, *terms.leaves]
+            kept = _Kept(inputs, None, saved, _versions(inputs), len(terms.leaves))
+            needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         else:
             with self._context.saving():
-                outputs = self._run(i, inputs, first=True)
-            roots = [root_of(leaf) for leaf in outputs.leaves]
+                outputs, terms = self._run(i, inputs, first=True)
+            leaves = [*outputs.leaves, *terms.leaves]
+            roots = [root_of(leaf) for leaf in leaves]
             kept = _Kept(inputs, roots)
             needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
-            self._record(inputs, outputs)
+            self._captures.record(self._behavior(inputs), inputs.leaves, leaves)
+            self._asides.watch(inputs.leaves, partial(_input_described, self.stage))
+        if self.terms:
+            self._terms[i] = terms.detached()
         return self._sent(outputs)
+
+    def take_terms(self, i: int) -> FlatTree:
+        """The loss terms of micro-batch ``i``, detached like its outputs; no longer held here."""
+        return self._terms.pop(i)
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, to build its graph."""
@@ -160,8 +175,9 @@ class StagePass:
     def backward(self, i: int, gradients: FlatTree) -> FlatTree:
         """Compute the gradients of the inputs from those of the outputs, leaf by leaf.
 
-        Both are ordered as in :meth:`forward`, skip tensors included; ``gradients`` may have those
-        of the skip tensors only. The gradients of the parameters stay in :attr:`shadows`.
+        Both are ordered as in :meth:`forward`, skip tensors included; ``gradients`` end with those
+        of the loss terms, and may have no others but those of the skip tensors. The gradients of
+        the parameters stay in :attr:`shadows`.
 
         Returns:
             One leaf per input, or none if nothing requires a gradient.
@@ -172,22 +188,14 @@ class StagePass:
         leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
         with self.randomness.drawing_in_backward(i):
-            self._run_backward(roots[len(roots) - len(gradients.leaves) :], gradients.leaves)
-        if len(leaves) == 1 and isinstance(leaves[0], Tensor):
-            return FlatTree([leaves[0].grad])
-        first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
-        return FlatTree(
-            [
-                leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
-                for k, leaf in enumerate(leaves)
-            ]
-        )
+            self._captures.run_backward(
+                roots[len(roots) - len(gradients.leaves) :], gradients.leaves
+            )
+        return FlatTree([_taken(leaf) for leaf in leaves])  # of equal leaves, the first has it
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
-        taken = [*self.shadows.take_gradients(), *self._captured.values()]
-        self._captured.clear()
-        return taken
+        return [*self.shadows.take_gradients(), *self._captures.take_gradients()]
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
@@ -209,44 +217,6 @@ class StagePass:
             "forward is yet to be recomputed. Change the model after backward."
         )
 
-    def _record(self, inputs: FlatTree, outputs: FlatTree) -> None:
-        """Record which parameters took part, and which tensors the layers captured.
-
-        Raises:
-            RuntimeError: If a captured tensor has a hook.
-        """
-        behavior = self._behavior(inputs)
-        search = behavior.captures is not False
-        found = self._participation.record(outputs.leaves, inputs.leaves, captures=search)
-        self._captures |= bool(found)
-        if search and not behavior.captures:
-            behavior.captures = bool(found)
-        foreign = filter(self._participation.foreign, found)
-        hooked = next((leaf for leaf in foreign if leaf._backward_hooks), None)
-        if hooked is not None:
-            raise RuntimeError(
-                f"a tensor that {self.stage} uses without being given it must have no hooks: one "
-                f"of shape {tuple(hooked.shape)} has a hook on its gradient, which would be called "
-                "for each micro-batch. Pass the tensor with the input, marked by whole(tensor)."
-            )
-
-    def _run_backward(
-        self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Run backward; the gradients of captured leaves are added up on the side."""
-        if not self._captures:
-            run_backward(roots, gradients)
-            return
-        leaves = leaves_behind(roots)
-        for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
-            if gradient is None:
-                continue
-            if self._participation.captured(leaf):
-                _, before = self._captured.get(id(leaf), (leaf, None))
-                self._captured[id(leaf)] = leaf, _sum(before, gradient)
-            else:
-                leaf.grad = _sum(leaf.grad, gradient)
-
     def _check_inputs(self) -> None:
         i = next((i for i, kept in self._microbatches.items() if kept.edited), None)
         if i is not None:
@@ -266,6 +236,9 @@ class StagePass:
         """
         self._check_hooks()
         self._check_edits()
+        for parameter in self.shadows.parameters:
+            description = partial(_parameter_described, self.stage, parameter)
+            self._asides.watch([self.shadows.shadow_of(parameter)], description)
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()
@@ -303,9 +276,14 @@ class StagePass:
                 "or write activation_checkpointing='never'."
             )
 
-    def release(self) -> None:
-        """Free everything that was kept for backward."""
+    def release(self) -> Asides:
+        """Free everything that was kept for backward, and return what watches the leaves of it."""
         self._microbatches.clear()
+        return self._asides
+
+    def check_asides(self) -> None:
+        """Raise if a gradient arrived before backward; see :class:`Asides`."""
+        self._asides.check()
 
     def _sent(self, outputs: FlatTree) -> FlatTree:
         """The outputs, detached: leaves for the graphs of the stages that they are sent to."""
@@ -330,8 +308,15 @@ class StagePass:
         inputs = self._microbatches[i].inputs
         with together([*self._as_in_forward(), self._context.saving()]):
             inputs = inputs.detached()  # without hooks that layers registered on them in forward
-            outputs = self._run(i, inputs, first=False)
-        self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in outputs.leaves])
+            outputs, terms = self._run(i, inputs, first=False)
+        if len(terms.leaves) != self._microbatches[i].terms:
+            raise RuntimeError(
+                "a layer must hand out the same loss terms when its forward is recomputed: got "
+                f"others in {self.stage}. Do not let them depend on what forward changes."
+            )
+        leaves = [*outputs.leaves, *terms.leaves]
+        self._asides.watch(inputs.leaves, partial(_input_described, self.stage))
+        self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in leaves])
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""
@@ -343,14 +328,16 @@ class StagePass:
             return []
         return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
-    def _run(self, i: int, inputs: FlatTree, *, first: bool) -> FlatTree:
+    def _run(self, i: int, inputs: FlatTree, *, first: bool) -> tuple[FlatTree, FlatTree]:
+        """Run the layers; returns their outputs, those that leave by skip included, and terms."""
         stage = self.stage
         # The first stage's inputs are the caller's, which a layer must not edit.
         marked = not self._context.grad and stage.partition.index > 0
         guard = MutationGuard(self._behavior(inputs), inputs.leaves, marked=marked)
         x, skips = self._arrived(guard.leaves, inputs.spec)
+        terms: list[Term] = []
         bare = first and self._bare and self.shadows.in_place
-        with NOTHING if bare else self._around(i, skips, first=first):
+        with NOTHING if bare else self._around(i, skips, terms, first=first):
             for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
                 x = layer(x)
                 guard.after(k, layer)
@@ -358,13 +345,14 @@ class StagePass:
         outputs = tree_flatten(x)
         skips = skips if stage.skips else in_flight()
         if not (skips or stage.leaving):
-            return outputs
+            return outputs, tree_flatten(terms) if terms else _NO_TERMS
         leaving = tensors_leaving(skips, stage.leaving)
         for route, tensor in zip(stage.leaving, leaving, strict=True):
             stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
-        return FlatTree([*outputs.leaves, *leaving], outputs.spec)
+        outputs = FlatTree([*outputs.leaves, *leaving], outputs.spec)
+        return outputs, tree_flatten(terms) if terms else _NO_TERMS
 
-    def _around(self, i: int, skips: Table, *, first: bool) -> Manager:
+    def _around(self, i: int, skips: Table, terms: list[Term], *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
         found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         if not self.shadows.in_place:
@@ -375,6 +363,8 @@ class StagePass:
             found.append(self._watch.watching(i, self.stage.journal))
         if self.stage.skips:
             found.append(using_table(skips))
+        if self.terms:
+            found.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
             saved = self._microbatches[i].saved
             assert saved is not None, "kept for every micro-batch that is recomputed"
@@ -395,6 +385,22 @@ class StagePass:
         return self._latest[1]
 
 
+def _taken(leaf: Any) -> Tensor | None:
+    """The gradient of a leaf, which no longer holds it."""
+    if not isinstance(leaf, Tensor) or leaf.grad is None:
+        return None
+    gradient, leaf.grad = leaf.grad, None
+    return gradient
+
+
+def _input_described(stage: Stage) -> str:
+    return f"the input of {stage}"
+
+
+def _parameter_described(stage: Stage, parameter: nn.Parameter) -> str:
+    return f"{stage.name_of(parameter)} in {stage}"
+
+
 def _versions(inputs: FlatTree) -> tuple[int, ...]:
     """The version counters of the tensors among the leaves; inference tensors have none."""
     return tuple(
@@ -402,10 +408,6 @@ def _versions(inputs: FlatTree) -> tuple[int, ...]:
         for leaf in inputs.leaves
         if isinstance(leaf, Tensor) and not leaf.is_inference()
     )
-
-
-def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient if before is None else before + gradient
 
 
 def _apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:

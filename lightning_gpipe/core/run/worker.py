@@ -18,6 +18,7 @@ from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import Context, Manager, Streams, together
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
 from lightning_gpipe.core.run.clocks import clock_of
+from lightning_gpipe.core.run.handed_out import term_route
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.skip import using_table
@@ -80,7 +81,7 @@ class WorkerTask(Task):
         self._passes = worker.passes
         self._clock = worker.clock
         self._row = phase.rows[worker.index]
-        self._m = phase.m
+        self._m, self._n = phase.m, phase.n
         self._exchange = exchange
         self._context = context
         self._timeline = timeline
@@ -151,12 +152,21 @@ class WorkerTask(Task):
         if arriving:
             skips = [exchange.receive(action, route).leaves[0] for route in arriving]
             value = FlatTree([*value.leaves, *skips], value.spec)
+        if stage_pass.terms and action.kind is Kind.BACKWARD:
+            terms = exchange.receive(action, term_route(action.j, self._n))
+            value = FlatTree([*value.leaves, *terms.leaves])
         start = self._clock.now()
         result = run(action.i, value)
         self._timeline.add(self._worker.index, action, start, self._clock.now())
+        if stage_pass.terms and action.kind is Kind.FORWARD:
+            self._send_terms(action, stage_pass.take_terms(action.i))
         if leaving:
             result = self._send_skips(action, result, leaving)
         exchange.send(successor(action), result)
+
+    def _send_terms(self, by: Action, terms: FlatTree) -> None:
+        """Send the loss terms of a forward to the caller."""
+        self._exchange.send(by._replace(j=self._n), terms, term_route(by.j, self._n))
 
     def _recompute(self, action: Action) -> None:
         start = self._clock.now()

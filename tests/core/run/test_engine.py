@@ -22,7 +22,7 @@ def layers() -> nn.Sequential:
 def step(engine: Engine, m: int = 3, recomputed: int = 2) -> torch.Tensor:
     microbatches = [tree_flatten(x) for x in X.chunk(m)]
     schedule = fill_drain(m, engine.layout.placement, recomputed=recomputed)
-    outputs = torch.cat([flat.leaves[0] for flat in engine.run(microbatches, schedule)])
+    outputs = torch.cat([flat.leaves[0] for flat in engine.run(microbatches, schedule)[0]])
     outputs.square().sum().backward()
     return outputs
 

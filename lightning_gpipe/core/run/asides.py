@@ -1,0 +1,72 @@
+"""Gradients that reach a stage by another way than through the pipeline's output.
+
+A layer may keep a tensor aside, in an attribute or through a hook that stores outputs, and the user
+may add a loss of it. Its graph ends in the shadows and the inputs of one stage, where a gradient
+would be lost: the parameters, and the stages before, never get it.
+
+Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
+those that outlive their mini-batch belong to one, and get a hook that raises. A gradient that
+arrives earlier is found in the leaf.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+Description = Callable[[], str]
+
+
+class Asides:
+    """The leaves of one pass through a stage, held weakly."""
+
+    def __init__(self) -> None:
+        self._leaves: list[tuple[weakref.ref[Tensor], Description]] = []
+
+    def watch(self, leaves: Iterable[Any], description: Description) -> None:
+        """Watch those of ``leaves`` that require a gradient; describe them so in a message."""
+        self._leaves += [
+            (weakref.ref(leaf), description)
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+    def check(self) -> None:
+        """Raise if a leaf has a gradient, before or after the backward of the pipeline.
+
+        Raises:
+            RuntimeError: Names the leaf.
+        """
+        for reference, description in self._leaves:
+            leaf = reference()
+            if leaf is not None and leaf.grad is not None:
+                _refuse(description)
+
+    def refuse_gradients(self) -> None:
+        """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""
+        for reference, description in self._leaves:
+            leaf = reference()
+            if leaf is not None:
+                leaf.register_post_accumulate_grad_hook(partial(_refuse, description))
+
+
+def explain_second_backward(error: RuntimeError) -> None:
+    """Add a note to autograd's error about a second backward through a graph that is freed."""
+    if "second time" in str(error):
+        error.add_note(
+            "A tensor that a layer has kept aside, in an attribute or through a hook, shares a "
+            "graph with the pipeline's output, and both are in the loss. Let the layer return it "
+            "as a part of its output, or hand it out with loss_term(name, value)."
+        )
+
+
+def _refuse(description: Description, *_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"a loss term must be handed out of its layer: got a gradient for {description()} that did "
+        "not come through the pipeline's output, so it would be lost. In the layer write "
+        "loss_term(name, value), and collect_loss_terms() around its call."
+    )

@@ -1,0 +1,82 @@
+"""Gradients of the tensors that a stage's layers captured from outside, on one pass through it.
+
+Backward through a micro-batch's graph ends in the stage's inputs and shadows. If the layers
+captured a tensor, it goes on into the graph behind that tensor, which other micro-batches and the
+caller share: so that graph must be kept, and the gradients of its leaves belong to the pipeline's
+node, which returns their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.core.faithful import Behavior
+from lightning_gpipe.core.run.asides import explain_second_backward
+from lightning_gpipe.core.run.participation import Participation
+from lightning_gpipe.core.run.roots import Root, gradients_of, leaves_behind, run_backward
+
+
+class Captures:
+    """What one pass has captured from outside, and the gradients.
+
+    Args:
+        participation: Where to record which leaves take part.
+    """
+
+    def __init__(self, participation: Participation) -> None:
+        self._participation = participation
+        self._any = False
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
+
+    def record(self, behavior: Behavior, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Record which leaves take part in a micro-batch, and whether any was captured.
+
+        Raises:
+            RuntimeError: If a captured tensor has a hook.
+        """
+        search = behavior.captures is not False
+        found = self._participation.record(outputs, inputs, captures=search)
+        self._any |= bool(found)
+        if search and not behavior.captures:
+            behavior.captures = bool(found)
+        for leaf in filter(self._participation.foreign, found):
+            if leaf._backward_hooks:
+                raise RuntimeError(
+                    "a tensor that a layer uses without being given it must have no hooks: one of "
+                    f"shape {tuple(leaf.shape)} has a hook on its gradient, which would be called "
+                    "for each micro-batch. Pass it with the input, marked by whole(tensor)."
+                )
+
+    def run_backward(
+        self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Run backward; the gradients of captured leaves are added up here."""
+        if not self._any:
+            try:
+                run_backward(roots, gradients)
+            except RuntimeError as error:
+                explain_second_backward(error)
+                raise
+            return
+        leaves = leaves_behind(roots)
+        for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
+            if gradient is None:
+                continue
+            if self._participation.captured(leaf):
+                _, before = self._gradients.get(id(leaf), (leaf, None))
+                self._gradients[id(leaf)] = leaf, _sum(before, gradient)
+            else:
+                leaf.grad = _sum(leaf.grad, gradient)
+
+    def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The leaves and their gradients, no longer held here."""
+        taken = list(self._gradients.values())
+        self._gradients.clear()
+        return taken
+
+
+def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
+    return gradient if before is None else before + gradient
