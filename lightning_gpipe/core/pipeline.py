@@ -179,8 +179,9 @@ class GPipe(StandIn):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
-        with self._engine.exclusive():
-            self.patches.reset()  # those that an interrupted verification left
+        if len(self.patches):
+            with self._engine.exclusive():
+                self.patches.reset()  # those that an interrupted verification left
         return self.run(input)
 
     def run(self, input: Any) -> Any:

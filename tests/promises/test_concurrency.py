@@ -2,21 +2,24 @@
 
 import threading
 import time
+from copy import deepcopy
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.pipeline import GPipe
 from tests.support.models import (
     Call,
     Step,
     assert_same,
     assert_same_step,
+    gradients,
     perceptron,
     rows,
     step,
 )
-from tests.support.pipes import Pipe
+from tests.support.pipes import Pipe, every_mode
 from tests.support.waiting import PATIENCE
 
 
@@ -53,6 +56,63 @@ def test_two_threads_take_turns(devices: int, gradients: bool, pipe: Pipe) -> No
         assert_same(output, plain(rows(7)).detach())
     pipeline.zero_grad()
     assert_same_step(pipeline, plain, rows(7))
+
+
+@every_mode
+@pytest.mark.parametrize("devices", [(1, 1), (2, 1), (2, 2)], ids=str)
+def test_pipelines_of_the_same_layers_take_turns(devices: tuple[int, int], pipe: Pipe) -> None:
+    """Once each undid its changes to what it had seen: shadows of the other stayed for good."""
+    plain = nn.Sequential(*perceptron(2), Call(slowly), *perceptron(2))
+    layers = deepcopy(plain)
+    pipelines = [pipe(layers, devices=each, copy=False) for each in devices]
+    parameters = list(layers.parameters())
+    steps, errors = 10, list[BaseException]()
+
+    def run(pipeline: GPipe) -> None:
+        try:
+            for _ in range(steps):
+                pipeline(rows(7)).exp().sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,), daemon=True) for each in pipelines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+    assert errors == []
+    assert all(one is two for one, two in zip(layers.parameters(), parameters, strict=True))
+    (plain(rows(7)).exp().sum() * 2 * steps).backward()
+    assert_same(gradients(layers), gradients(plain))
+
+
+def test_pipelines_that_share_some_layers_take_turns(pipe: Pipe) -> None:
+    """They take the turns of all modules in one order, so that none waits for the other."""
+    first, shared, last = (nn.Sequential(*perceptron(2), Call(slowly)) for _ in range(3))
+    separate = [pipe(nn.Sequential(each, nn.Tanh()), copy=False) for each in (first, last)]
+    joined = [
+        pipe(nn.Sequential(first, shared, last), [1, 2], copy=False),
+        pipe(nn.Sequential(last, shared, first), [1, 2], copy=False),
+    ]
+    parameters = [p for each in (first, shared, last) for p in each.parameters()]
+
+    def run(pipeline: GPipe) -> None:
+        for _ in range(5):
+            pipeline(rows(7)).exp().sum().backward()
+
+    threads = [
+        threading.Thread(target=run, args=(each,), daemon=True) for each in (*separate, *joined)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+
+    assert not any(thread.is_alive() for thread in threads)
+    after = [p for each in (first, shared, last) for p in each.parameters()]
+    assert all(one is two for one, two in zip(after, parameters, strict=True))
 
 
 def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:

@@ -16,9 +16,12 @@ journal: it undoes the changes itself, and the worker cannot make any more.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 
 class Slots(Protocol):
@@ -85,6 +88,7 @@ class Journal:
         self._abandoned = False
         # Reentrant, because Ctrl-C just before a `with` block exits leaves it locked.
         self._lock = threading.RLock()
+        _JOURNALS.add(self)
 
     def __len__(self) -> int:
         """How many changes are in force."""
@@ -138,11 +142,34 @@ class Journal:
 
     def reset(self) -> None:
         """Undo what an interrupt has left; to be called before a run, when no other thread runs."""
-        self._lock, self._abandoned = threading.RLock(), False
+        self.unlock()
+        self._abandoned = False
         self.undo()
+
+    def unlock(self) -> None:
+        """Forget which thread had the journal: it is not in this process."""
+        self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copied module has no changes in force
+
+
+# State of the process, because a fork copies all of it: see below.
+_JOURNALS: WeakSet[Journal] = WeakSet()
+
+
+def _abandon_all() -> None:
+    """In a forked process, undo the changes of runs that go on in the parent's threads only."""
+    journals = list(_JOURNALS)
+    for journal in journals:
+        journal.unlock()
+    for _ in journals:  # as often as pipelines can be nested, the innermost first
+        for journal in filter(len, journals):
+            journal.abandon()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_abandon_all)
 
 
 class Changed:

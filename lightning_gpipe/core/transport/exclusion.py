@@ -1,31 +1,129 @@
 """One mini-batch at a time.
 
 If two of the user's threads ran mini-batches at once, they would wait for one another's workers,
-and each would see the other's changes to the layers. So they take turns. After a run has failed, a
-worker may still be in the middle of an action: the next run waits for it too.
+and each would see the other's changes to the layers. So they take turns, also those that use
+different pipelines of the same layers. After a run has failed, a worker may still be in the middle
+of an action: the next run waits for it too.
+
+A worker runs its layers for a thread that waits for it, and the two count as one. So a layer can
+contain another pipeline, whose layers are then layers of both.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from lightning_gpipe.core.plan import Layout
+from lightning_gpipe.core.transport.threads import lineage
+
+
+class _Turn:
+    """What one thread has at a time; workers count as the thread that waits for them.
+
+    Attributes:
+        owner: The thread that has it.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+
+    def _renew(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self.owner: threading.Thread | None = None
+
+    @property
+    def lock(self) -> AbstractContextManager[bool]:
+        """The lock that the owner has; reentrant."""
+        if self._process != os.getpid():
+            self._renew()  # after a fork: the thread that has the lock is not in this process
+        return self._lock
+
+
+class _Registry:
+    """The turn of each module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._turn_of: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
+
+    def turns_of(self, layout: Layout) -> list[_Turn]:
+        """Those of all modules in the layers, in the order in which any pipeline takes them."""
+        layers = (layer for partition in layout.partitions for layer in partition.layers)
+        modules = {module for layer in layers for module in layer.modules()}
+        with self._lock:
+            found = {turn for module in modules if (turn := self._turn_of.get(module))}
+            turns = sorted(found or {_Turn()}, key=id)
+            for module in modules:
+                self._turn_of.setdefault(module, turns[0])
+        return turns
+
+
+# State of the process: pipelines of the same layers know nothing of one another, and what is stored
+# in the layers themselves would be saved with them.
+_REGISTRY = _Registry()
 
 
 class Exclusion:
-    """Lets one thread at a time run mini-batches; reentrant.
+    """Lets one thread at a time run mini-batches with the layers of a layout; reentrant.
 
     Args:
+        layout: What runs where.
         before: Called when a thread gets its turn.
     """
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, layout: Layout, before: Callable[[], None] = lambda: None) -> None:
+        self._layout = layout
+        self._turns: tuple[_Turn, ...] = ()
+        self._own = _Turn()  # for two workers of another pipeline that run this one
         self._before = before
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """A ``with`` block that one thread at a time can be in."""
-        with self._lock:
+        if not self._turns:
+            # Not by the constructor: a copy is made while its layers are being copied.
+            self._turns = (*_REGISTRY.turns_of(self._layout), self._own)
+        turns = self._turns
+        thread, *callers = lineage()
+        if callers:
+            turns = tuple(turn for turn in turns if turn.owner not in callers)
+        return _Closing(self._held(turns, thread))
+
+    def _held(
+        self, turns: tuple[_Turn, ...], thread: threading.Thread
+    ) -> Generator[None, None, None]:
+        if not turns:
             self._before()
             yield
+            return
+        turn = turns[0]
+        with turn.lock:
+            before, turn.owner = turn.owner, thread
+            try:
+                yield from self._held(turns[1:], thread)
+            finally:
+                turn.owner = before
+
+
+class _Closing(AbstractContextManager[None]):
+    """Advances a generator to its only yield on entry, and closes it on exit.
+
+    If Ctrl-C comes just before the exit, the generator is closed when it is garbage-collected, so
+    that other threads do not wait for ever. ``contextlib.contextmanager`` does this too, but sets
+    attributes of the error that passes, which raises if that is a frozen dataclass.
+    """
+
+    def __init__(self, generator: Generator[None, None, None]) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> None:
+        next(self._generator)
+
+    def __exit__(self, *error: object) -> None:
+        self._generator.close()

@@ -18,6 +18,7 @@ from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Task, Transport
+from lightning_gpipe.core.transport.threads import lineage
 
 NESTED = (
     "a layer must not run the pipeline that it is part of: it would wait for itself. Call the "
@@ -59,7 +60,7 @@ class InlineTransport(Transport):
 
     def __init__(self, layout: Layout, exclusion: Exclusion | None = None) -> None:
         self._layout = layout
-        self._exclusion = exclusion or Exclusion()
+        self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
 
     @override
@@ -68,15 +69,24 @@ class InlineTransport(Transport):
         return self._exclusion.entered()
 
     def refuse_nested(self) -> None:
-        """Raise if the calling thread is in a run of this transport.
+        """Raise if the calling thread, or one that waits for it, is in a run of this transport.
 
-        The stack is searched for it, because a flag could survive an interrupt.
+        Their stacks are searched for it, because a flag could survive an interrupt.
         """
-        frame: FrameType | None = sys._getframe(1)
+        _, *callers = lineage()
+        frames = [sys._getframe(1)]
+        if callers:
+            frame_of = sys._current_frames()
+            frames += [frame_of[each.ident] for each in callers if each.ident in frame_of]
+        if any(map(self._runs_in, frames)):
+            raise RuntimeError(NESTED)
+
+    def _runs_in(self, frame: FrameType | None) -> bool:
         while frame is not None:
             if frame.f_code is InlineTransport.run.__code__ and frame.f_locals["self"] is self:
-                raise RuntimeError(NESTED)
+                return True
             frame = frame.f_back
+        return False
 
     @override
     def open(self, phase: Schedule) -> InlineExchange:

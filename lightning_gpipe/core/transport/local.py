@@ -100,7 +100,7 @@ class LocalTransport(Transport):
         self._layout = layout
         self._devices = layout.devices
         self._pool = _Pool()
-        self._exclusion = Exclusion(before=self._pool.finish)
+        self._exclusion = Exclusion(layout, before=self._pool.finish)
         self._inline = InlineTransport(layout, self._exclusion)
         weakref.finalize(self, self._pool.join)  # in case close() is not called
 
@@ -124,7 +124,7 @@ class LocalTransport(Transport):
             outcomes = Outcomes(len(tasks))
             try:
                 for thread, task in zip(threads, tasks, strict=True):
-                    thread.put(outcomes.of(partial(task.variables.copy().run, _perform, task)))
+                    thread.work(outcomes.of(partial(task.variables.copy().run, _perform, task)))
                 while outcomes.pending and not outcomes.errors:
                     outcomes.wait(_POLL)
                     self._check_threads()

@@ -29,7 +29,7 @@ class WorkerThread:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         # A daemon, so that a pipeline that was not closed does not keep the interpreter running.
-        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+        self._thread = _Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
         self.intra_op = 0
 
@@ -40,12 +40,16 @@ class WorkerThread:
 
     @property
     def current(self) -> bool:
-        """Whether this is the calling thread."""
-        return self._thread is threading.current_thread()
+        """Whether this is the calling thread, or one that waits for it."""
+        return self._thread in lineage()
 
     def put(self, job: Job) -> None:
         """Run ``job`` after the jobs before it."""
         self._jobs.put(job)
+
+    def work(self, job: Job) -> None:
+        """Run ``job`` after the jobs before it, for the calling thread, which waits for it."""
+        self.put(partial(self._thread.work, job, threading.current_thread()))
 
     def finish(self, poll: float) -> None:
         """Wait until the jobs so far are done, or the thread has died.
@@ -61,8 +65,34 @@ class WorkerThread:
     def join(self, timeout: float) -> None:
         """End the thread after the jobs so far, and wait for it, ``timeout`` seconds at most."""
         self._jobs.put(None)
-        if not self.current:
+        if self._thread is not threading.current_thread():
             self._thread.join(timeout)
+
+
+class _Thread(threading.Thread):
+    """A thread that knows for which other one it works.
+
+    Attributes:
+        caller: The thread that waits for its present job, if there is one.
+    """
+
+    caller: threading.Thread | None = None
+
+    def work(self, job: Job, caller: threading.Thread) -> None:
+        """Run ``job`` for ``caller``, on this thread."""
+        self.caller = caller
+        try:
+            job()
+        finally:
+            self.caller = None
+
+
+def lineage() -> list[threading.Thread]:
+    """The calling thread, the one that waits for it as for a worker, and so on."""
+    found = [threading.current_thread()]
+    while isinstance(found[-1], _Thread) and found[-1].caller is not None:
+        found.append(found[-1].caller)
+    return found
 
 
 class Outcomes:

@@ -73,7 +73,7 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
     """
     context = Context.capture(pipeline.devices)
     with pipeline.engine.exclusive():
-        pipeline.patches.undo()  # those that an interrupted verification left
+        pipeline.patches.reset()  # those that an interrupted verification left
         return _verify(pipeline, input, tolerance, context)
 
 
