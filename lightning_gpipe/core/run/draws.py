@@ -36,7 +36,7 @@ class _Seen(Enum):
 _CAPACITY = 64  # training modes; the least recently used are dropped, and recorded again if needed
 
 # Before about torch 2.9, a function given to torch.compile is never compiled once it has run in a
-# dispatch mode. There a model is assumed to draw nothing until it does.
+# dispatch mode. There a forward is assumed to draw nothing until it does.
 _ASSUMED = None if hasattr(TorchDispatchMode, "ignore_compile_internals") else _Seen.NEVER
 
 _STRAYED = (
@@ -102,7 +102,7 @@ class Draws:
         """
         if not self.shared:
             return forward(None)
-        seen = self._forward.of(flags)
+        seen = self._forward.of(flags) or _ASSUMED
         if seen is _Seen.NEVER and not modes:
             return self._run_bare(flags, forward, generators, buffers, recomputed)
         outputs = forward(generators)
@@ -215,7 +215,7 @@ class _Record:
 
     def of(self, flags: TrainingFlags) -> _Seen | None:
         """In which mini-batches the layers were seen to draw, or None before the first."""
-        return self._seen.get(flags, _ASSUMED)
+        return self._seen.get(flags)
 
     def __contains__(self, flags: TrainingFlags) -> bool:
         return flags in self._seen
