@@ -14,7 +14,7 @@ its gradients of parameters can be compared::
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -22,7 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes
 from lightning_gpipe.core.verify.runs import Run
-from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT, Values
+from lightning_gpipe.core.verify.values import (
+    BUFFERS,
+    GRADIENTS,
+    INPUT_GRADIENTS,
+    LOSS_TERMS,
+    OUTPUT,
+    Values,
+)
 
 _FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
@@ -31,7 +38,12 @@ _WORDS = {
     GRADIENTS: "the gradient of {!r}",
     BUFFERS: "the buffer {!r}",
     INPUT_GRADIENTS: "the gradient of the input{}",
+    LOSS_TERMS: "the loss term {!r}",
 }
+_NO_MEAN = (
+    "it is the sum or mean of those of the micro-batches, and a term that is neither a sum nor a "
+    "mean over the rows is another one for the whole batch, as one with the wrong reduction is"
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Difference:
     """The first value of the pipelined run that differs from that of the plain one.
 
     Attributes:
-        kind: "output", "gradients", "buffers" or "input gradients".
+        kind: "output", "gradients", "buffers", "input gradients" or "loss terms".
         deviation: Its name and by how much it differs.
         layer: The index of the layer whose output, parameter or buffer it is; None if unknown.
         suspects: The indices of the layers of which one is the cause.
@@ -98,7 +110,8 @@ class _Search:
         self._names = [name for name, _ in pipeline.named_children()]
 
     def first(self) -> Difference | None:
-        return self.output() or self.gradients() or self.buffers() or self.input_gradients()
+        found = self.output() or self.gradients() or self.buffers() or self.input_gradients()
+        return found or self.loss_terms()
 
     def layers(self) -> tuple[int, Difference | None]:
         """The last layer before which all outputs agree, and the first difference of an output."""
@@ -148,6 +161,15 @@ class _Search:
             return None
         suspects = range(self._next_with_gradient(-1) + 1)
         return self._found(INPUT_GRADIENTS, beyond[0], None, suspects)
+
+    def loss_terms(self) -> Difference | None:
+        beyond = self._beyond_of(LOSS_TERMS)
+        if not beyond:
+            return None
+        owners = self._plain.term_layers.get(beyond[0].name, range(len(self._layers)))
+        k = owners[0] if len(owners) == 1 else None
+        found = self._found(LOSS_TERMS, beyond[0], k, range(min(owners), max(owners) + 1))
+        return replace(found, reason=found.reason or _NO_MEAN)
 
     def _beyond_of(self, kind: str) -> list[Deviation]:
         perturbed = None if self._perturbed is None else self._perturbed.values[kind]

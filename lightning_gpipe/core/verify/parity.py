@@ -31,7 +31,7 @@ class Parity:
     Attributes:
         microbatches: The number of micro-batches.
         compared: The deviation of each value: lists by kind, which is "output", "gradients",
-            "buffers" or "input gradients".
+            "buffers", "input gradients" or "loss terms".
         tolerance: The largest relative deviation that counts as rounding.
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then

@@ -7,7 +7,7 @@ nothing is accumulated, and nothing flows into the caller's graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Rows
+from lightning_gpipe.core.data import Rows, collect_loss_terms
 from lightning_gpipe.core.faithful import default_generator
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
@@ -26,6 +26,7 @@ from lightning_gpipe.core.verify.values import (
     BUFFERS,
     GRADIENTS,
     INPUT_GRADIENTS,
+    LOSS_TERMS,
     OUTPUT,
     Mask,
     Values,
@@ -52,6 +53,7 @@ class Run:
         microbatches: The number of micro-batches.
         mask: Which elements of the output are compared; recorded by a pipelined run only.
         asides: The loss terms that layers kept in attributes; recorded by a plain run only.
+        term_layers: The layers that handed out each loss term; recorded by a plain run only.
     """
 
     values: Mapping[str, Values]
@@ -60,6 +62,7 @@ class Run:
     microbatches: int = 1
     mask: Mask = field(default_factory=dict)
     asides: tuple[Aside, ...] = ()
+    term_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def dtypes(self) -> set[torch.dtype]:
         """The types of all values."""
@@ -75,14 +78,15 @@ def run_pipelined(pipeline: GPipe, input: Any) -> Run:
     with ExitStack() as hooks:
         for layer, outputs in zip(pipeline, seen, strict=True):
             hooks.callback(layer.register_forward_hook(partial(_record_output, outputs)).remove)
-        output = pipeline.run(x)
+        with collect_loss_terms() as terms:
+            output = pipeline.run(x)
     assert pipeline.timeline is not None, "a mini-batch has run"
     m = pipeline.timeline.schedule.m
     seen = [outputs[-m:] for outputs in seen]  # if forward ran twice, those of the second run
     by_rows = type(pipeline.microbatching) is Rows
     mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
     layers = [merged(outputs) if by_rows else None for outputs in seen]
-    promised = _promised(pipeline, output, entering, mask)
+    promised = _promised(pipeline, output, terms, entering, mask)
     return Run(promised, layers, microbatches=m, mask=mask)
 
 
@@ -104,12 +108,17 @@ def run_plain(
     x, entering = _copied(input)
     seen: list[Values | None] = []
     drew = set()
+    terms: dict[str, Tensor] = {}
+    term_layers: dict[str, list[int]] = {}
     device_of = {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
 
     def visit(k: int, layer: nn.Module, x: Any) -> Any:
         before = _random_states(device_of[k])
-        with _annotated(k):
+        with _annotated(k), collect_loss_terms() as found:
             y = layer(x)
+        for name, value in found.items():
+            terms[name] = terms[name] + value if name in terms else value
+            term_layers.setdefault(name, []).append(k)
         if not all(map(torch.equal, before, _random_states(device_of[k]))):
             drew.add(k)
         if between is not None:
@@ -119,8 +128,8 @@ def run_plain(
 
     output = walk(pipeline.stages, x, visit)
     asides = tuple(kept_aside(list(pipeline), output))  # backward may free their graphs
-    promised = _promised(pipeline, output, entering, mask)
-    return Run(promised, seen, drew=frozenset(drew), asides=asides)
+    promised = _promised(pipeline, output, terms, entering, mask)
+    return Run(promised, seen, frozenset(drew), asides=asides, term_layers=term_layers)
 
 
 # What goes into the layers.
@@ -161,9 +170,13 @@ def _record_output(
 
 
 def _promised(
-    pipeline: GPipe, output: Any, entering: dict[str, Tensor], mask: Mask
+    pipeline: GPipe,
+    output: Any,
+    terms: dict[str, Tensor],
+    entering: dict[str, Tensor],
+    mask: Mask,
 ) -> dict[str, Values]:
-    """The values of all kinds after a forward that returned ``output``."""
+    """The values of all kinds after a forward that returned ``output`` and handed out ``terms``."""
     parameters = {name: p for name, p in pipeline.named_parameters() if p.requires_grad}
     gradients = _gradients(pipeline, output, [*parameters.values(), *entering.values()], mask)
     return {
@@ -171,6 +184,7 @@ def _promised(
         GRADIENTS: dict(zip(parameters, gradients, strict=False)),
         BUFFERS: on_cpu(dict(pipeline.named_buffers())),
         INPUT_GRADIENTS: dict(zip(entering, gradients[len(parameters) :], strict=True)),
+        LOSS_TERMS: on_cpu(terms),
     }
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
 
 # What a pipeline promises to compute, in the order in which it is searched for a difference.
-OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS = KINDS = (
+OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS, LOSS_TERMS = KINDS = (
     "output",
     "gradients",
     "buffers",
     "input gradients",
+    "loss terms",
 )
 
 Values = Mapping[str, Tensor | None]
