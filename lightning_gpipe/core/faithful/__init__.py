@@ -30,13 +30,14 @@ from lightning_gpipe.core.faithful.recomputing import RECOMPUTING, is_recomputin
 from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
-from lightning_gpipe.core.faithful.state import Saved, StageState
+from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, StageState
 from lightning_gpipe.core.faithful.streams import Streams
 
 __all__ = [
     "NOTHING",
     "RECOMPUTING",
     "Attributes",
+    "AttributesPreserved",
     "Behavior",
     "Behaviors",
     "Buffers",

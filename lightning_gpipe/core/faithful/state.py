@@ -99,3 +99,23 @@ class StageState:
         if behavior.edited_parameters is None:
             behavior.changed_attributes, behavior.edited_parameters = changed, edited
         return Saved(before.buffers, parameters, moved, before.generators)
+
+
+class AttributesPreserved:
+    """Restores at the end of a ``with`` block what layers keep in attributes and generators."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = tuple(modules)
+        self._attributes = StageAttributes(modules)
+        self._generators = HeldGenerators(modules)
+
+    def __enter__(self) -> None:
+        self._generators.find()
+        self._states = self._generators.saved()
+        self._before = self._attributes.before(None)
+
+    def __exit__(self, *error: object) -> None:
+        moved, _ = self._attributes.after(self._before)
+        Journal().write([*moved.writes, *self._states])

@@ -11,16 +11,16 @@ from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIEN
 
 _BACKWARD = "A backward must treat each row by itself, and not depend on the number of rows."
 _CURES = {
-    OUTPUT: "A layer must treat each row by itself: move what it computes from several rows, or "
-    "from their number, out of the nn.Sequential.",
+    OUTPUT: "A layer must treat each row by itself, whatever rows came before: move what it "
+    "computes from several rows, or from their number, out of the nn.Sequential.",
     GRADIENTS: _BACKWARD,
     BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
     INPUT_GRADIENTS: _BACKWARD,
 }
 _REPEAT = (
-    "The results of a layer depend on what earlier runs left elsewhere than in buffers and "
-    "PyTorch's generators, such as in an attribute, in Python's random or in NumPy, or its "
-    "operators are not deterministic. Keep such state in a buffer, or verify without it."
+    "The results of a layer depend on what earlier runs left elsewhere than in buffers, attributes "
+    "and PyTorch's generators, such as in a global variable, in Python's random or in NumPy, or "
+    "its operators are not deterministic. Keep such state in a buffer, or verify without it."
 )
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_gpipe.core.faithful import (
     Attributes,
+    AttributesPreserved,
     Buffers,
     Journal,
     Manager,
@@ -29,14 +30,15 @@ from lightning_gpipe.core.pipeline import GPipe
 def state_preserved(pipeline: GPipe) -> Iterator[None]:
     """Restore at the end of a ``with`` block what running the pipeline or its layers has changed.
 
-    These are buffers, PyTorch's generators and the pipeline's records. Other changes by layers, as
-    to their parameters, are not undone.
+    These are buffers, PyTorch's generators, what layers keep in attributes and generators, and the
+    pipeline's records. Other changes by layers, as to their parameters, are not undone.
     """
     generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
     states = [generator.get_state() for generator in generators]
     buffers = Buffers(pipeline.modules(), copied=lambda slot: True)
     try:
-        with pipeline.engine.unchanged():
+        modules = (module for layer in pipeline for module in layer.modules())
+        with AttributesPreserved(modules), pipeline.engine.unchanged():
             yield
     finally:
         for generator, state in zip(generators, states, strict=True):

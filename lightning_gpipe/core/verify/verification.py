@@ -52,9 +52,9 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
         parity.check()  # raises RuntimeError for a difference without a known reason
 
     The layers run in their training mode and in the caller's autocast; gradients are compared if
-    they are enabled. Buffers, generators, ``.grad`` and the pipeline are the same afterwards.
-    Changes that layers make to Python objects or to their parameters are not undone, and hooks on
-    layers and parameters are called in each run.
+    they are enabled. Buffers, attributes of layers, generators, ``.grad`` and the pipeline are the
+    same afterwards. Changes that layers make to other Python objects or to their parameters are not
+    undone, and hooks on layers and parameters are called in each run.
 
     A plain run needs the memory of a forward and backward of the whole batch without recomputation,
     on the devices of the stages; the host keeps the outputs of all layers, and all gradients, of

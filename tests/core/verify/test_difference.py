@@ -254,8 +254,9 @@ def test_message_of_a_difference(pipe: Pipe) -> None:
     assert re.fullmatch(
         r"a pipeline must compute what its layers compute on the whole batch: between a plain run "
         r"and one in 3 micro-batches, the output of layer 1 \('centre', Call, stage 1, cpu\) "
-        r"differs by up to 1 \(relative: \S+\)\. A layer must treat each row by itself: move what "
-        r"it computes from several rows, or from their number, out of the nn\.Sequential\.\n"
+        r"differs by up to 1 \(relative: \S+\)\. A layer must treat each row by itself, whatever "
+        r"rows came before: move what it computes from several rows, or from their number, out of "
+        r"the nn\.Sequential\.\n"
         r"Largest differences, relative: output \(1\) \S+, gradients \(2\) \S+, "
         r"input gradients \(1\) \S+; allowed: 1\.0e-09",
         message,
