@@ -29,6 +29,7 @@ from lightning_gpipe.core.data import (
 from lightning_gpipe.core.faithful import (
     Journal,
     check_batch_norms,
+    is_traced,
     not_compiled,
     refuse_cached_parametrizations,
     refuse_function_transforms,
@@ -54,6 +55,7 @@ from lightning_gpipe.core.plan import (
     fill_drain,
     lay_out,
 )
+from lightning_gpipe.core.profile import walk
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import routes_of, skips_of
@@ -168,6 +170,9 @@ class GPipe(StandIn):
     def forward(self, input: Any) -> Any:
         """Run the layers on ``input`` in micro-batches, and return the merged output.
 
+        Under ``torch.jit.trace``, ``torch.export`` and ``torch.fx``, which record the model, the
+        layers run one after another on the whole ``input``.
+
         Args:
             input: What the first layer takes; any pytree with tensors of shape ``(rows, ...)``.
 
@@ -182,6 +187,10 @@ class GPipe(StandIn):
         if len(self.patches):
             with self._engine.exclusive():
                 self.patches.reset()  # those that an interrupted verification left
+        if is_traced(input):
+            self._check_layers()
+            with self._engine.exclusive():
+                return walk(self.stages, input, lambda _, layer, x: layer(x))
         return self.run(input)
 
     def run(self, input: Any) -> Any:

@@ -32,6 +32,7 @@ from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, StageState
 from lightning_gpipe.core.faithful.streams import Streams
+from lightning_gpipe.core.faithful.tracing import is_traced
 
 __all__ = [
     "NOTHING",
@@ -62,6 +63,7 @@ __all__ = [
     "default_generator",
     "has_hooks",
     "is_recomputing",
+    "is_traced",
     "not_compiled",
     "on_engine_thread",
     "refuse_cached_parametrizations",

@@ -17,6 +17,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """The function, which breaks the graph of a caller that is compiled."""
-    reason = "a pipeline is not part of a graph; compile its layers one by one instead"
+    reason = (
+        "a pipeline is not part of a graph: compile its layers one by one instead, "
+        "and export with strict=False"
+    )
     disabled: _Function = torch.compiler.disable(function, reason=reason)
     return disabled

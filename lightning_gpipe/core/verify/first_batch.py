@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.verification import verify
@@ -31,7 +32,8 @@ class VerifiedOnce:
         self._pending = True
 
     def __call__(self, input: Any) -> Any:
-        if self._pending and self._module.training and torch.is_grad_enabled():
+        wanted = self._pending and self._module.training and torch.is_grad_enabled()
+        if wanted and not is_traced(input):
             self._pending = False
             self._on_result(verify(self._pipeline, input))
         return self._pipeline.forward(input)
