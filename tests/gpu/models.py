@@ -1,7 +1,7 @@
 """A module in float64 whose numbers are the same on every device, and devices to cut it over.
 
 Two workers on one device are two threads that share a stream; a stage on the CPU beside one on the
-GPU makes every hand-over a copy. Both need one GPU only.
+GPU makes every hand-over a copy. Both need one GPU only; two or four are used if they are there.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ DEVICES = [
         [GPU, "cuda:1"],
         id="two-gpus",
         marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    ),
+    pytest.param(
+        ["cuda:2", GPU, "cuda:3", "cuda:1"],
+        id="four-gpus",
+        marks=pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
     ),
 ]
 
