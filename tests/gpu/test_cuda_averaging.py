@@ -12,9 +12,11 @@ import torch
 from lightning.pytorch import callbacks as library
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from tests.gpu.trainers import DEPTH, needs, on_two_to_four_gpus, piped, places, plain
-from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights
+from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, rows
+from tests.support.pipes import Pipe
 
 new_in_2_6 = pytest.mark.skipif(
     not hasattr(library, "WeightAveraging"), reason="new in Lightning 2.6"
@@ -146,3 +148,46 @@ def test_validation_and_resume_with_the_average(tmp_path: Path, gpus: int) -> No
     assert_same_weights(resumed, whole)
     assert looks.averages == looks.models
     assert {each.type for each in places(resumed.lightning_module).values()} == {"cpu"}
+
+
+class Recounts(Normed):
+    """Computes the statistics of its batch norms anew at the end."""
+
+    def on_train_end(self) -> None:
+        batches = self.trainer.train_dataloader
+        assert batches is not None
+        update_bn((x for x, _ in batches), self, self.device)
+
+
+@on_two_to_four_gpus
+def test_statistics_computed_anew(tmp_path: Path, gpus: int) -> None:
+    pipelined = piped(tmp_path, gpus, 1, build=Recounts)
+
+    assert_same_weights(pipelined, plain(tmp_path, Recounts))
+
+
+@on_two_to_four_gpus
+def test_averaged_model_of_an_engine(pipe: Pipe, gpus: int) -> None:
+    torch.manual_seed(0)
+    alone = Normed().get_submodule("layers").to("cuda:0")
+    assert isinstance(alone, nn.Sequential)
+    devices = [f"cuda:{k}" for k in range(gpus)]
+    pipeline = pipe(alone, devices=devices, chunks=1)
+    batches = [rows(7, seed=seed).tensors[0].to("cuda:0") for seed in range(4)]
+    found: list[Any] = []
+
+    for module in (pipeline, alone):
+        average = AveragedModel(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for x in batches:
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+            average.update_parameters(module)
+        update_bn(batches, average)
+        found.append(average.module)
+
+    one, other = (dict(each.state_dict()) for each in found)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, check_device=False)
+    assert places(found[0]) == places(pipeline)
+    found[0].close()

@@ -18,7 +18,7 @@ from tests.support.models import Fork, Join, Through, perceptron, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = needs(2)
-GPUS = [f"cuda:{k}" for k in range(MANY)]
+GPUS = [f"cuda:{k}" for k in range(max(2, MANY))]
 
 
 def batch(seed: int = 1) -> Tensor:
@@ -36,7 +36,7 @@ def backward(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @with_and_without_threads
 @pytest.mark.parametrize(
     "devices, stages",
-    [(GPUS, 2 * MANY), (GPUS[::-1], MANY), ([GPUS[0], "cpu", GPUS[-1], GPUS[0]], 4)],
+    [(GPUS, 2 * len(GPUS)), (GPUS[::-1], len(GPUS)), ([GPUS[0], "cpu", GPUS[-1], GPUS[0]], 4)],
     ids=["two-stages-each", "reversed", "over-the-cpu"],
 )
 def test_transparency(pipe: Pipe, devices: list[str], stages: int) -> None:
@@ -101,6 +101,44 @@ def test_step_on_another_thread_with_another_current_device(pipe: Pipe) -> None:
 
     assert torch.cuda.current_device() == 0
     assert_same(found, [backward(plain, batch())])
+
+
+class Unindexed(nn.Linear):
+    """Creates tensors on the current GPU, by all ways to say so."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        where = "cuda" if x.is_cuda else "cpu"
+        ones = torch.ones(3, device=where)
+        if x.is_cuda:
+            ones = ones * torch.ones(3).cuda() * torch.ones(3).to(torch.cuda.current_device())
+        return _Doubled.apply(super().forward(x) * ones, where)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * torch.full((3,), 2.0, device=ctx.where), None
+
+
+@every_mode
+@with_and_without_threads
+def test_layer_that_names_no_gpu(pipe: Pipe) -> None:
+    plain = nn.Sequential(*(Unindexed() for _ in GPUS)).double()
+    pipeline = pipe(plain, devices=GPUS[::-1], chunks=3)
+
+    for seed in range(3):
+        found = backward(pipeline, batch(seed).to(GPUS[-1]))
+
+        assert_same(found, backward(plain, batch(seed)))
+    assert torch.cuda.current_device() == 0
 
 
 def test_input_that_is_overwritten_after_the_step(pipe: Pipe) -> None:
@@ -224,4 +262,4 @@ def test_step_after_an_interrupt_of_the_caller(pipe: Pipe, stage: int, kind: str
 
 def looped() -> list[str]:
     """Four devices with as many GPUs among them as there are."""
-    return [GPUS[k % MANY] for k in range(4)]
+    return [GPUS[k % len(GPUS)] for k in range(4)]
