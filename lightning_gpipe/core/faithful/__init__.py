@@ -15,6 +15,7 @@ from lightning_gpipe.core.faithful.compilation import not_compiled
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
+from lightning_gpipe.core.faithful.library_generators import LibraryGenerators, LibraryState
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
     ThreadState,
@@ -45,6 +46,8 @@ __all__ = [
     "Context",
     "DeferredStatistics",
     "Journal",
+    "LibraryGenerators",
+    "LibraryState",
     "Manager",
     "MutationGuard",
     "OwnGenerators",

@@ -35,20 +35,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 from hashlib import blake2b
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
+from lightning_gpipe.core.faithful.library_generators import LibraryGenerators
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager
 from lightning_gpipe.core.faithful.redirect import PrivateGenerators, default_generator
 
 
 class OwnGenerators:
-    """The generators that only one worker uses: their states are saved and restored."""
+    """The generators that only one worker uses: their states are saved and restored.
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._generators = [default_generator(device) for device in devices]
-        self._states: dict[int, list[Tensor]] = {}
+    Args:
+        devices: The devices whose default generators they are.
+        library: Those of Python and NumPy, if all stages run on one thread.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], library: LibraryGenerators | None = None
+    ) -> None:
+        self._generators: list[Generator | LibraryGenerators] = [
+            default_generator(device) for device in devices
+        ]
+        if library is not None:
+            self._generators.append(library)
+        self._states: dict[int, list[Any]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._generators)
@@ -62,11 +75,11 @@ class OwnGenerators:
         """Draw from the saved states in a ``with`` block, and restore the present ones after it."""
         return _Replaying(self, self._states.pop(i))
 
-    def states(self) -> list[Tensor]:
+    def states(self) -> list[Any]:
         """The present states."""
         return [generator.get_state() for generator in self._generators]
 
-    def restore(self, states: list[Tensor]) -> None:
+    def restore(self, states: list[Any]) -> None:
         """Set the states."""
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -75,7 +88,7 @@ class OwnGenerators:
 class _Replaying:
     """Sets generators to other states for the duration of a ``with`` block."""
 
-    def __init__(self, generators: OwnGenerators, states: list[Tensor]) -> None:
+    def __init__(self, generators: OwnGenerators, states: list[Any]) -> None:
         self._generators = generators
         self._states = states
 

@@ -18,6 +18,7 @@ from lightning_gpipe.core.data import Division, FlatTree, Term
 from lightning_gpipe.core.plan import Layout, Schedule
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
+from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.timeline import Timeline
@@ -47,6 +48,7 @@ class Engine:
         )
         self.timeline: Timeline | None = None
         self._draws = Draws(layout.devices)
+        self._library_draws = LibraryDraws()
         self._layout = layout
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
@@ -89,6 +91,7 @@ class Engine:
             transport=self._transport,
             draws=self._draws,
             terms=terms,
+            library_draws=self._library_draws,
         )
         outputs = minibatch.forward(microbatches, division)
         self.timeline = minibatch.timeline

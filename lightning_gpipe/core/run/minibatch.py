@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful import (
     NOTHING,
     Buffers,
     Context,
+    LibraryGenerators,
     OwnGenerators,
     Randomness,
     RowWatch,
@@ -36,6 +37,7 @@ from lightning_gpipe.core.plan import Action, Kind, Layout, Route, Schedule
 from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.handed_out import HandedOut
+from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.roots import root_of, run_backward
 from lightning_gpipe.core.run.stage import Stage
@@ -60,6 +62,7 @@ class MiniBatch:
         transport: What connects the workers.
         draws: Records whether the layers draw random numbers.
         terms: Whether to collect loss terms.
+        library_draws: Records whether they do so from Python's or NumPy's generator.
 
     Attributes:
         timeline: What ran when.
@@ -76,6 +79,7 @@ class MiniBatch:
         *,
         transport: Transport,
         draws: Draws,
+        library_draws: LibraryDraws,
         terms: bool = False,
     ) -> None:
         self._passes: list[StagePass] = []
@@ -84,6 +88,8 @@ class MiniBatch:
         self._schedule = schedule
         self._transport = transport
         self._draws = draws
+        self._library_draws = library_draws
+        self._library: LibraryGenerators | None = None  # if their states must be saved
         self._context = Context.capture(layout.devices)
         self._streams = Streams.capture(layout.devices)
         self._participation = Participation(())
@@ -116,6 +122,10 @@ class MiniBatch:
             self._drawn_from = generators.digests
             signature = bytes(self._flags), microbatches[0].spec
             self._watches = [stage.watch(signature, division) for stage in self._stages]
+            alone = self._transport_in(self._context) is self._transport.inline()
+            library = self._library_draws.begin(self._flags)
+            if alone and self._recomputes and self._library_draws.saved(self._flags):
+                self._library = LibraryGenerators()
             outputs = self._draws.run(
                 self._flags,
                 partial(self._forward, microbatches),
@@ -126,6 +136,7 @@ class MiniBatch:
             )
             for each in self._passes:
                 each.finish_forward()
+            self._library_draws.end(self._flags, library, alone=alone, recomputed=self._recomputes)
             self._watches = []
         self.leaves = self._participation.leaves()
         return outputs
@@ -207,7 +218,8 @@ class MiniBatch:
         self.timeline = Timeline(schedule, [worker.clock for worker in self._workers])
 
     def _randomness(self, stage: Stage, shared: SharedGenerators | None) -> Randomness:
-        own = OwnGenerators({torch.device("cpu"), stage.device} - self._draws.shared)
+        devices = {torch.device("cpu"), stage.device} - self._draws.shared
+        own = OwnGenerators(devices, self._library)
         private = None
         if shared is not None:
             private = shared.private(stage.partition.index, grad=self._context.grad)
@@ -252,10 +264,7 @@ class MiniBatch:
 
     def _run(self, phase: int, sent: Iterable[Sent], context: Context) -> Exchange:
         """Run the workers in ``context``, given what the caller sends them."""
-        transport = self._transport
-        # Recomputation enters the modes of forward.
-        if self._context.modes or context.modes or on_engine_thread():
-            transport = transport.inline()
+        transport = self._transport_in(context)
         schedule = self._schedule.phase(phase)
         exchange = transport.open(schedule)
         for action, value, route in sent:
@@ -273,6 +282,12 @@ class MiniBatch:
         if inline:
             context.clear_autocast_cache()
         return exchange
+
+    def _transport_in(self, context: Context) -> Transport:
+        """The transport, inline if other threads could not have the caller's state."""
+        # Recomputation enters the modes of forward.
+        inline = self._context.modes or context.modes or on_engine_thread()
+        return self._transport.inline() if inline else self._transport
 
     @property
     def _recomputes(self) -> bool:
