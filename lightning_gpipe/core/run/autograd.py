@@ -22,7 +22,7 @@ backward phase then runs on it, in the schedule's order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ def attach(
     output_leaves = _requiring_grad(outputs)
     if not output_leaves:
         return list(outputs)
+    _refuse_nested(outputs[i].leaves[k] for i, k in output_leaves)
     input_leaves = _requiring_grad(inputs)
     sources = [inputs[i].leaves[k] for i, k in input_leaves] + minibatch.leaves
     # The anchor makes backward run even if only tensors that nn.Module does not know need it.
@@ -66,6 +67,19 @@ def attach(
     for (i, k), tensor in zip(output_leaves, attached, strict=True):
         result[i].leaves[k] = copy_marks(outputs[i].leaves[k], tensor)
     return result
+
+
+def _refuse_nested(outputs: Iterable[Tensor]) -> None:
+    """Raise for nested tensors of the older layout, which no autograd function can return.
+
+    Raises:
+        ValueError: If one of the outputs is such a tensor.
+    """
+    if any(x.is_nested and x.layout is torch.strided for x in outputs):
+        raise ValueError(
+            "outputs of a pipeline that require gradients must be dense: got a nested tensor. "
+            "Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
+        )
 
 
 class _OutputGradients:

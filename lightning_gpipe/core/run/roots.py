@@ -13,9 +13,15 @@ Root = GradientEdge | Tensor
 
 
 def root_of(leaf: Any) -> Root | None:
-    """Where backward of an output starts: an edge of the graph, which keeps no tensor alive."""
+    """Where backward of an output starts: an edge of the graph, which keeps no tensor alive.
+
+    It is the output itself if that is sparse, which has no view to find the edge of a leaf by, or
+    nested, because a gradient must have the very offsets of a jagged one.
+    """
     if not isinstance(leaf, Tensor) or not leaf.requires_grad:
         return None
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
     node = leaf.grad_fn
     if node is None:
         return get_gradient_edge(leaf)
@@ -56,9 +62,14 @@ def gradients_of(
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
     """The leaves that backward from ``roots`` would reach."""
-    waiting = [_node_of(root) for root in roots if root is not None]
+    found: list[Tensor] = []
+    waiting = []
+    for root in roots:
+        if isinstance(root, Tensor) and root.grad_fn is None:
+            found.append(root)
+        elif root is not None:
+            waiting.append(_node_of(root))
     seen = set(waiting)
-    found = []
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
@@ -78,5 +89,22 @@ def _given(
 ) -> list[tuple[Root, Tensor]]:
     """The roots that have a gradient."""
     return [
-        (r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None
+        (r, _shaped_as(r, g) if isinstance(r, Tensor) else g)
+        for r, g in zip(roots, gradients, strict=True)
+        if r is not None and g is not None
     ]
+
+
+def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of an output; that of a jagged one with its offsets.
+
+    A recomputed output has the same offsets in another tensor, which to PyTorch is another shape.
+    """
+    if output.layout is not torch.jagged or gradient.layout is not torch.jagged:
+        return gradient
+    if gradient.shape == output.shape:
+        return gradient
+    jagged: Any = output  # only these have offsets
+    return torch.nested.nested_tensor_from_jagged(
+        gradient.values(), jagged.offsets(), jagged.lengths()
+    )

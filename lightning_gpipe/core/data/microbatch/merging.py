@@ -79,6 +79,7 @@ class Merging:
         if len(tensors) == len(values) and not all(map(is_whole, tensors)):
             if tensors[0].dim() == 0:
                 return torch.stack(tensors) if self.m > 1 else tensors[0]
+            _check_layouts(k, tensors)
             return restore(torch.cat(tensors, dim))
         if all(map(has_entries, values)) or self._texts_per_row(k, values):
             return restore(joined(values))
@@ -110,6 +111,24 @@ class Merging:
             f"all micro-batches of {len(values[0])} rows, in leaf {k} of the output. Return "
             "whole(value), from lightning_gpipe, if they belong to the whole mini-batch, and a "
             "tensor if there is one per row."
+        )
+
+
+def _check_layouts(k: int, tensors: Sequence[Tensor]) -> None:
+    """Raise if tensors cannot be concatenated, or not with gradients."""
+    for x in tensors:
+        if x.is_nested:
+            cure = "Return it padded, with torch.nested.to_padded_tensor(x, 0.0)"
+        elif x.layout is torch.strided or (x.layout is torch.sparse_coo and not x.requires_grad):
+            continue
+        else:
+            cure = (
+                "Return x.to_dense(), or mark it by whole() if it belongs to the whole mini-batch"
+            )
+        grad = " that requires a gradient" if x.requires_grad else ""
+        raise ValueError(
+            "outputs with a row per sample must be dense, so that they can be concatenated: got "
+            f"one of layout {x.layout}{grad} for leaf {k}. {cure}."
         )
 
 

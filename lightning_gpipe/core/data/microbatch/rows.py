@@ -186,7 +186,13 @@ def has_rows(leaf: Any) -> bool:
     """
     if not isinstance(leaf, Tensor) or is_whole(leaf):
         return False
-    if leaf.layout is not torch.strided or leaf.is_nested:
+    if leaf.is_nested:
+        raise ValueError(
+            "tensors with a row per sample must be dense, so that they can be split: got a nested "
+            f"tensor of layout {leaf.layout}. Pad it, with torch.nested.to_padded_tensor(x, 0.0), "
+            "and pass the lengths; a layer may make it nested again for its own use."
+        )
+    if leaf.layout is not torch.strided:
         raise ValueError(
             "tensors with a row per sample must be dense, so that they can be split: got one of "
             f"layout {leaf.layout}. Write whole(tensor) if every micro-batch needs all of it, or "
@@ -244,5 +250,6 @@ def _no_common_rows(batch: Any, dims: Sequence[int]) -> str:
     return (
         f"all tensors of a batch must have the same size in dim {where}: got {found}. Write "
         f"whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole."
-        f"{others}"
+        f"{others} Pad one that has several values per row, such as the indices of "
+        "nn.EmbeddingBag, to the shape (rows, longest)."
     )
