@@ -92,6 +92,45 @@ def lowered() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def flushed() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def look_at_a_denormal() -> Any:
+    return (torch.tensor(1e-310, dtype=torch.float64) * 0.5).item()
+
+
+class Subclass(Tensor):
+    """A tensor of which each function is -1."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return -1
+
+
+def look_at_a_subclass() -> Any:
+    return float(torch.add(torch.ones(()).as_subclass(Subclass), 1))
+
+
+def look_at_hooks() -> Any:
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+            return "allowed"
+    except RuntimeError as error:
+        return str(error)
+
+
+def look_at_view_replay() -> Any:
+    return torch._C._is_view_replay_enabled()
+
+
 def look_at_autocast() -> Any:
     product = torch.ones(2, 2) @ torch.ones(2, 2)
     cache = torch.is_autocast_cache_enabled()
@@ -124,6 +163,19 @@ STATES: dict[str, State] = {
     "default device": State(lambda: torch.device("meta"), look_at_default_device),
     "gradients": State(torch.enable_grad, torch.is_grad_enabled),
     "context variable": State(variable, MODE.get),
+    "flushed denormals": State(flushed, look_at_a_denormal),
+    "no subclasses": State(torch._C.DisableTorchFunctionSubclass, look_at_a_subclass),
+    "no torch function": State(torch._C.DisableTorchFunction, look_at_a_subclass),
+    "no hooks": State(
+        lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"), look_at_hooks
+    ),
+    "one thread for autograd": State(
+        lambda: torch.autograd.set_multithreading_enabled(False),
+        torch._C._is_multithreading_enabled,
+    ),
+    "replayed views": State(
+        lambda: torch.autograd.grad_mode._force_original_view_tracking(True), look_at_view_replay
+    ),
 }
 # They belong to the process, so what is computed in backward has those of backward.
 OF_THE_PROCESS: dict[str, State] = {

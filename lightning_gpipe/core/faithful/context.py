@@ -24,6 +24,7 @@ import torch
 
 from lightning_gpipe.core.faithful.managers import NOTHING, Lazily, Manager
 from lightning_gpipe.core.faithful.modes import TorchModes
+from lightning_gpipe.core.faithful.switches import Switches
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -74,6 +75,7 @@ class Context:
         default_device: The device of tensors from factory functions such as ``torch.zeros``.
         default_dtype: Their floating-point type; process-wide, not thread-local.
         saved_tensors_hooks: The innermost pack and unpack hooks, or None.
+        switches: The other thread-local state of PyTorch.
         variables: Python's own context variables.
     """
 
@@ -84,6 +86,7 @@ class Context:
     default_device: torch.device
     default_dtype: torch.dtype
     saved_tensors_hooks: Hooks | None
+    switches: Switches
     variables: contextvars.Context
 
     @classmethod
@@ -98,6 +101,7 @@ class Context:
             _default_device(),
             torch.get_default_dtype(),
             _saved_tensors_hooks(),
+            Switches(),
             contextvars.copy_context(),
         )
 
@@ -114,6 +118,7 @@ class Context:
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)
+        missing += self.switches.missing()
         if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
             missing.append(partial(_set_grad_enabled, self.grad))
         return missing
