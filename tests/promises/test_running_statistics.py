@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import assert_same, rows, step
-from tests.support.pipes import Pipe, every_mode, with_and_without_threads
+from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
 
 W = 3
 
@@ -30,6 +30,36 @@ def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
     with torch.no_grad():
         module[0].load_state_dict(pipeline[0].state_dict())
         assert_same(pipeline(rows(5)), module.eval()(rows(5)))
+
+
+class Around(nn.Module):
+    """Calls the function of a batch norm that it holds, instead of the batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        return nn.functional.batch_norm(
+            x, norm.running_mean, norm.running_var, training=self.training
+        )
+
+
+@every_mode
+@pytest.mark.parametrize("deferred", [True, False])
+def test_running_statistics_that_another_module_updates(pipe: Pipe, deferred: bool) -> None:
+    """They are updated once per micro-batch. Once each recomputation updated them again."""
+    plain = nn.Sequential(nn.Linear(W, W), Around(), nn.Linear(W, W)).double()
+    pipeline = pipe(plain, deferred_batch_norm=deferred)
+
+    for seed in range(2):
+        batch = rows(7, seed=seed)
+        step(pipeline, batch)
+        for part in batch.tensor_split(M):
+            plain(part)
+
+    assert_same(dict(pipeline.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])

@@ -5,7 +5,14 @@ Nothing here depends on stages or devices.
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
 from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal, record_stream
-from lightning_gpipe.core.data.marks import copy_marks, is_aliased, is_whole, mark_aliased, whole
+from lightning_gpipe.core.data.marks import (
+    MARKS,
+    copy_marks,
+    is_aliased,
+    is_whole,
+    mark_aliased,
+    whole,
+)
 from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import (
     MicroBatching,
@@ -31,6 +38,7 @@ from lightning_gpipe.core.data.terms import (
 )
 
 __all__ = [
+    "MARKS",
     "Division",
     "FlatTree",
     "MicroBatching",

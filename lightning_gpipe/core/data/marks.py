@@ -21,6 +21,8 @@ _WHOLE = "_gpipe_whole"
 _ALIASED = "_gpipe_aliased"
 _PER_ROW = "_gpipe_per_row"
 
+MARKS = (_WHOLE, _ALIASED)  # the names of all attributes that are marks
+
 T = TypeVar("T", bound=Tensor)
 V = TypeVar("V", Tensor, list[Any], tuple[Any, ...], np.ndarray)
 
@@ -95,7 +97,7 @@ def is_per_row(value: object) -> bool:
 
 def copy_marks(old: Tensor, new: T) -> T:
     """Copy the marks of ``old`` to ``new``, and return ``new``."""
-    for mark in (_WHOLE, _ALIASED):
+    for mark in MARKS:
         if hasattr(old, mark):
             setattr(new, mark, True)
     return new

@@ -12,6 +12,7 @@ from lightning_gpipe.core.faithful.batchnorm import (
 from lightning_gpipe.core.faithful.behavior import Behavior, Behaviors, TrainingFlags
 from lightning_gpipe.core.faithful.buffers import Buffers
 from lightning_gpipe.core.faithful.compilation import not_compiled
+from lightning_gpipe.core.faithful.contents import Contents
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
@@ -43,6 +44,7 @@ __all__ = [
     "Behavior",
     "Behaviors",
     "Buffers",
+    "Contents",
     "Context",
     "DeferredStatistics",
     "Journal",

@@ -126,24 +126,20 @@ class StageBuffers:
 
     def all(self) -> Buffers:
         """A snapshot of all buffers and their values."""
-        return Buffers(self._modules, copied=lambda slot: True, ignored=self._unchanged)
+        return Buffers(self._modules, copied=lambda slot: True)
 
     def known(self, edited: Collection[Slot]) -> Buffers:
         """A snapshot with the values of those that are small, or are known to be edited."""
         return Buffers(
             self._modules,
             copied=lambda slot: slot in edited or self._uncounted(slot),
-            ignored=self._unchanged,
+            ignored=lambda slot: slot not in edited and self._deferred_in(slot),
         )
 
     def before(self, behavior: Behavior) -> Buffers:
         """A snapshot before a run of layers with this behavior."""
         edited = behavior.edited_buffers
-        return Buffers(
-            self._modules,
-            copied=lambda slot: edited is None or slot in edited or self._uncounted(slot),
-            ignored=self._unchanged,
-        )
+        return self.all() if edited is None else self.known(edited)
 
     def after(self, behavior: Behavior, buffers: Buffers) -> None:
         """Record which buffers the layers edited, after their first run.
@@ -166,8 +162,11 @@ class StageBuffers:
         """Whether edits do not increment the version counter, as those of running statistics."""
         return isinstance(slot[0], _NormBase)
 
-    def _unchanged(self, slot: Slot) -> bool:
-        """Whether forward does not edit the buffer, because its update is deferred."""
+    def _deferred_in(self, slot: Slot) -> bool:
+        """Whether the update of the buffer is deferred, so that a batch norm does not edit it.
+
+        What is around the batch norm may, by a call of F.batch_norm, as the first run shows.
+        """
         module = slot[0]
         return self._deferred and isinstance(module, _BatchNorm) and module.training
 

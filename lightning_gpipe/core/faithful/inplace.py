@@ -62,6 +62,11 @@ class MutationGuard:
             self.leaves = _with_copies(leaves, guarded, copied)
             self._versions = _versions(self.leaves, guarded)
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the first run, as far as recorded."""
+        return self._expected is None
+
     def after(self, index: int, layer: nn.Module) -> None:
         """Record which inputs a layer edited; ``index`` is that of the layer in the module."""
         for k, leaf, version in self._versions:

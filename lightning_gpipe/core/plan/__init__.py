@@ -11,8 +11,10 @@ from lightning_gpipe.core.plan.held import (
     CONTAINERS,
     Holder,
     contents,
+    held_in,
     holders,
     is_generator,
+    is_own,
     within,
 )
 from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, one_each
@@ -67,8 +69,10 @@ __all__ = [
     "fill_drain",
     "followed_slots",
     "has_own_forward",
+    "held_in",
     "holders",
     "is_generator",
+    "is_own",
     "is_plain",
     "lay_out",
     "one_each",

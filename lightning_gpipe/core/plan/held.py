@@ -54,9 +54,17 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
         itself = Holder(module, "", vars(module))
         yield itself
         for name, value in itself.held.items():
-            if _is_own(value) and id(value) not in seen:
+            if is_own(value) and id(value) not in seen:
                 seen.add(id(value))
                 yield Holder(module, f"{name}.", vars(value))
+
+
+def held_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what a module, the modules in it and their objects hold, with names in the module."""
+    for path, module in layer.named_modules():
+        for holder in holders([module]):
+            for name, value in holder.held.items():
+                yield f"{path}{'.' * bool(path)}{holder.prefix}{name}", value
 
 
 def within(value: Any) -> Iterator[Any]:
@@ -85,7 +93,7 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, (torch.Generator, random.Random, *others))
 
 
-def _is_own(value: Any) -> bool:
+def is_own(value: Any) -> bool:
     """Whether it is an object of a user's class, with attributes."""
     library = type(value).__module__.partition(".")[0] in _LIBRARIES
     if library or isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS)):

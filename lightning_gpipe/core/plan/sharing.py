@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.plan.held import holders, is_generator, within
+from lightning_gpipe.core.plan.held import held_in, is_generator, within
 from lightning_gpipe.core.plan.layout import Layout
 
 Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
@@ -116,11 +116,8 @@ def followed_slots(
 
 def _generators_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the generators of random numbers that modules of a layer hold, with their names."""
-    for path, module in layer.named_modules():
-        for holder in holders([module]):
-            for name, value in holder.held.items():
-                for each in filter(is_generator, within(value)):
-                    yield f"{path}{'.' * bool(path)}{holder.prefix}{name}", each
+    for name, value in held_in(layer):
+        yield from ((name, each) for each in within(value) if is_generator(each))
 
 
 def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -20,6 +20,7 @@ from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.transport import Transport
@@ -49,6 +50,7 @@ class Engine:
         self.timeline: Timeline | None = None
         self._draws = Draws(layout.devices)
         self._library_draws = LibraryDraws()
+        self._side_channels = SideChannels(self.stages)
         self._layout = layout
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
@@ -93,7 +95,9 @@ class Engine:
             terms=terms,
             library_draws=self._library_draws,
         )
+        shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
+        self._side_channels.end(shared)
         self.timeline = minibatch.timeline
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)

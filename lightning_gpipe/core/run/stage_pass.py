@@ -44,7 +44,11 @@ from lightning_gpipe.core.faithful import (
 from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import Root, root_of
+from lightning_gpipe.core.run.roots import (
+    Root,
+    root_of,
+)
+from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import (
     Table,
@@ -343,6 +347,8 @@ class StagePass:
                 guard.after(k, layer)
         guard.close()
         outputs = tree_flatten(x)
+        if guard.first:
+            warn_of_attributes(stage, outputs.leaves)
         skips = skips if stage.skips else in_flight()
         if not (skips or stage.leaving):
             return outputs, tree_flatten(terms) if terms else _NO_TERMS
