@@ -14,6 +14,7 @@ from lightning_gpipe.core.plan import Kind
 from tests.gpu.models import DEVICES, GPU, ON_GPU, WIDTH, assert_same, batch, gradients, layers
 from tests.support.models import Recorder
 from tests.support.pipes import Pipe
+from tests.support.waiting import awaited
 
 pytestmark = ON_GPU
 
@@ -154,4 +155,5 @@ def test_forward_without_backward_frees_everything(pipe: Pipe, devices: list[str
         pipeline(x)
     torch.cuda.synchronize(GPU)
 
-    assert torch.cuda.memory_allocated(GPU) <= before
+    # A worker's thread may still hold the last output for a moment.
+    assert awaited(lambda: torch.cuda.memory_allocated(GPU) <= before, True)
