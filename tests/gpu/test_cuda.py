@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.gpu.models import DEVICES, GPU, ON_GPU, assert_same, batch, gradients, layers
-from tests.support.pipes import Pipe, every_mode
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = ON_GPU
 
@@ -176,6 +176,22 @@ def test_two_pipelines_in_one_graph(pipe: Pipe) -> None:
     y = one(batch())
     two(torch.cat([y, y.sin()], 1)).square().mean().backward()
     assert_same(found, gradients(one))
+
+
+@every_mode
+@with_and_without_threads
+@pytest.mark.parametrize("devices", DEVICES)
+def test_one_backward_of_several_forwards(pipe: Pipe, devices: list[str]) -> None:
+    # Without threads, the engine runs the second mini-batch's node within a backward action of the
+    # first, while it waits for the GPU. Once that was taken for a layer that runs its pipeline.
+    plain = layers()
+    pipeline = pipe(plain, devices=devices, chunks=4)
+
+    for module, device in ((pipeline, devices[0]), (plain, "cpu")):
+        outputs = [module(batch(seed=k).to(device)) for k in range(3)]
+        torch.stack([y.square().mean() for y in outputs]).prod().backward()
+
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 # Streams.

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
+from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
@@ -82,7 +83,10 @@ class InlineTransport(Transport):
             raise RuntimeError(NESTED)
 
     def _runs_in(self, frame: FrameType | None) -> bool:
-        while frame is not None:
+        # Not beyond a call of autograd's engine. While the engine waits for the thread of a GPU, in
+        # a backward action, it does what else the caller's backward has for this thread, such as
+        # the node of a second mini-batch: no layer of the first is running then.
+        while frame is not None and frame.f_code is not _engine_run_backward.__code__:
             if frame.f_code is InlineTransport.run.__code__ and frame.f_locals["self"] is self:
                 return True
             frame = frame.f_back
