@@ -90,6 +90,7 @@ def test_step_on_another_thread_with_another_current_device(pipe: Pipe) -> None:
     plain = perceptron(16)
     pipeline = pipe(plain, devices=GPUS, chunks=4)
     found: list[dict[str, Tensor]] = []
+    current = torch.cuda.current_device()
 
     def work() -> None:
         torch.cuda.set_device(1)
@@ -99,7 +100,7 @@ def test_step_on_another_thread_with_another_current_device(pipe: Pipe) -> None:
     thread.start()
     thread.join(60)
 
-    assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == current
     assert_same(found, [backward(plain, batch())])
 
 
@@ -133,12 +134,13 @@ class _Doubled(torch.autograd.Function):
 def test_layer_that_names_no_gpu(pipe: Pipe) -> None:
     plain = nn.Sequential(*(Unindexed() for _ in GPUS)).double()
     pipeline = pipe(plain, devices=GPUS[::-1], chunks=3)
+    current = torch.cuda.current_device()
 
     for seed in range(3):
         found = backward(pipeline, batch(seed).to(GPUS[-1]))
 
         assert_same(found, backward(plain, batch(seed)))
-    assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == current
 
 
 def test_input_that_is_overwritten_after_the_step(pipe: Pipe) -> None:
