@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_gpipe import collect_loss_terms, loss_term
 from lightning_gpipe.core.data.marks import is_whole
 from lightning_gpipe.core.data.pytree import FlatTree, map_tensors, tree_flatten, tree_unflatten
 from lightning_gpipe.core.pipeline import GPipe
@@ -38,9 +39,13 @@ from tests.support.grammar import (
     tensors,
 )
 from tests.support.models import assert_same, gradients, whole_batch_loss
-from tests.support.vocabulary import Dropout, Repeated
+from tests.support.vocabulary import Captured, Dropout, Repeated
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    # PyTorch, of a layer with such a hook whose input requires no gradient.
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
 
 
 class Record(NamedTuple):
@@ -53,6 +58,8 @@ class Record(NamedTuple):
     input_gradients: list[Tensor | None]
     buffers: dict[str, Tensor]
     hooks: dict[str, int]  # how often that of each parameter was called
+    terms: dict[str, Tensor]
+    captured: list[Tensor | None]  # the gradients of what layers use from outside
 
 
 def run(case: Case, module: nn.Module, forward: Callable[[Any], Any]) -> list[Record]:
@@ -62,9 +69,13 @@ def run(case: Case, module: nn.Module, forward: Callable[[Any], Any]) -> list[Re
         set_up(module, step, training=step.training)
         inputs = [case.model.tensor(rows, generator) for rows in step.rows]
         inputs = [x.requires_grad_(case.leaf and x.is_floating_point()) for x in inputs]
-        with GRAD[step.grad]():
-            outputs = [forward(case.model.input(x)) for x in inputs]
+        with GRAD[step.grad](), collect_loss_terms() as terms:
+            outputs = []
+            for x in inputs:
+                prepare(module)
+                outputs.append(forward(case.model.input(x)))
         loss = sum(map(loss_of, outputs), start=torch.zeros(()))
+        loss = loss + 0.01 * sum(terms.values(), start=torch.zeros(()))
         if step.between is not None:
             set_up(module, step, training=step.training and step.between == "same")
             with torch.no_grad():
@@ -82,11 +93,22 @@ def run(case: Case, module: nn.Module, forward: Callable[[Any], Any]) -> list[Re
                 [x.grad for x in inputs],
                 {name: buffer.clone() for name, buffer in module.named_buffers()},
                 dict(sorted(calls.items())),
+                {name: term.detach() for name, term in terms.items()},
+                [leaf.grad for each in captured_in(module) for leaf in each.leaves],
             )
         )
         calls.clear()
         finish(module, step)
     return records
+
+
+def captured_in(module: nn.Module) -> list[Captured]:
+    return [each for each in module.modules() if isinstance(each, Captured)]
+
+
+def prepare(module: nn.Module) -> None:
+    for each in captured_in(module):
+        each.prepare()
 
 
 def set_up(module: nn.Module, step: Step, *, training: bool) -> None:
@@ -162,10 +184,19 @@ class Reference:
         if not mixes:
             return self.module(batch)
         if self._case.deferred:
-            return merge(self._deferring(split(batch, sizes)))
-        return merge([self.module(microbatch) for microbatch in split(batch, sizes)])
+            return merge(self._deferring(split(batch, sizes), sizes))
+        parts = zip(split(batch, sizes), sizes, strict=True)
+        return merge([self._part(part, size / sum(sizes)) for part, size in parts])
 
-    def _deferring(self, microbatches: Sequence[Any]) -> list[Any]:
+    def _part(self, microbatch: Any, share: float) -> Any:
+        """Run a micro-batch, whose loss terms that are means count by its share of the rows."""
+        with collect_loss_terms() as terms:
+            output = self.module(microbatch)
+        for name, term in terms.items():
+            loss_term(name, term if name == "sum" else share * term)
+        return output
+
+    def _deferring(self, microbatches: Sequence[Any], sizes: list[int]) -> list[Any]:
         """Feed every batch norm, in the end, all that it saw; only that counts for statistics."""
         norms = [
             each
@@ -179,10 +210,10 @@ class Reference:
             for norm, calls in zip(norms, seen, strict=True)
         ]
         outputs = []
-        for microbatch in microbatches:
+        for microbatch, size in zip(microbatches, sizes, strict=True):
             for calls in seen:
                 calls.append([])
-            outputs.append(self.module(microbatch))
+            outputs.append(self._part(microbatch, size / sum(sizes)))
         for hook in hooks:
             hook.remove()
         for norm, values, calls in zip(norms, before, seen, strict=True):

@@ -28,6 +28,7 @@ from tests.support.vocabulary import (
     FORMS,
     KINDS,
     ROWWISE_COMPANY,
+    Momentum,
     Runs,
     Through,
 )
@@ -194,6 +195,9 @@ class Case:
         for j, (first, end) in enumerate(pairwise(accumulate(self.balance, initial=0))):
             if j in self.frozen_stages:
                 module[first:end].requires_grad_(False)
+        for each in module.modules():
+            if isinstance(each, Momentum):
+                each.slow.requires_grad_(False)
         return module
 
     def sizes(self, rows: int) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gpipe import whole
+from lightning_gpipe import loss_term, whole
 from tests.support.models import Attention, Call, Unused
 
 Runs = dict[str, Callable[[], list[nn.Module]]]
@@ -123,6 +123,109 @@ class Chooser(nn.Module):
         return self.layers[int(x.sum() > EPS)](x)
 
 
+class PythonCounter(nn.Module):
+    """Computes with the number of its forwards, which it keeps in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.rows.append(len(x))
+        return x / (1 + 0.1 * self.calls + 0.01 * sum(self.rows) / len(self.rows))
+
+
+class Momentum(nn.Module):
+    """Adds what a second layer makes, which follows the first one in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.slow.weight.data.lerp_(self.fast.weight.detach(), 0.1)
+        with torch.no_grad():  # a backward would find the weight as it is by then
+            target = self.slow(x)
+        return self.fast(x) + target
+
+
+class OwnNoise(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __deepcopy__(self, memo: Any) -> "OwnNoise":
+        copied = OwnNoise()
+        copied.generator.set_state(self.generator.get_state())
+        return copied.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+        return x + noise.to(x.device)
+
+
+class Captured(nn.Module):
+    """Uses what a network beside the pipeline computes, and a code in a tuple.
+
+    Attributes:
+        outside: The network, and the code.
+        scale: What the network has computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        code = torch.randn(W, dtype=torch.float64, requires_grad=True)
+        self.outside = (nn.Linear(2, W).double(), code)
+        self.scale = torch.ones(W, dtype=torch.float64)
+
+    def prepare(self) -> None:
+        """Compute the scale, before a forward."""
+        self.scale = self.outside[0](torch.ones(2, dtype=torch.float64)).tanh()
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """What is trained outside."""
+        return [*self.outside[0].parameters(), self.outside[1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.to(x) + self.outside[1].to(x)
+
+
+class Penalized(nn.Module):
+    """Hands loss terms out, and keeps another one aside, which nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        loss_term("sum", y.square().sum())
+        loss_term("mean", y.square().mean(), reduction="mean")
+        loss_term("weights", self.linear.weight.square().sum(), reduction="mean")
+        self.kept = y.square().mean()
+        return y
+
+
+def _scale_gradient(layer: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return tuple(None if gradient is None else 1.5 * gradient for gradient in inputs)
+
+
+def hooked() -> list[nn.Module]:
+    """A layer whose hooks change what it takes and returns, and their gradients."""
+    layer = nn.Linear(W, W)
+    layer.register_forward_pre_hook(lambda layer, args: (args[0] * 0.5,))
+    layer.register_forward_hook(lambda layer, args, y: y + 0.25)
+    layer.register_full_backward_hook(_scale_gradient)
+    return [layer, nn.Tanh()]
+
+
 def tied() -> list[nn.Module]:
     """Two layers with one weight."""
     first, last = nn.Linear(W, W), nn.Linear(W, W)
@@ -174,10 +277,16 @@ ROWWISE: Runs = {
     "repeated": lambda: [Repeated(nn.Sequential(nn.Linear(W, W), nn.Tanh()))],
     "checkpointed": lambda: [Checkpointed(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))],
     "masked": lambda: [Dropout()],
+    "captured": lambda: [Captured()],
+    "loss terms": lambda: [Penalized()],
+    "hooks": hooked,
 }
 MIXING: Runs = {
     "counter": lambda: [Counter(edits=True)],
     "counter, replaced": lambda: [Counter(edits=False)],
+    "counter in Python": lambda: [PythonCounter()],
+    "momentum": lambda: [Momentum()],
+    "generator of its own": lambda: [OwnNoise()],
     "chooser": lambda: [Chooser()],
     "centred": lambda: [Call(lambda x: x - x.mean(0))],
     "spectral norm": lambda: [spectral()],

@@ -82,7 +82,8 @@ class MutationGuard:
         """
         if self._expected is None:
             self._check_overlaps()
-            self._behavior.edited_inputs[self._guarded] = set(self._editors)
+            if len(self._versions) == len(self._guarded):  # no inference tensors, without counters
+                self._behavior.edited_inputs[self._guarded] = set(self._editors)
             return
         for k, editor in self._editors.items():
             if k not in self._expected:
