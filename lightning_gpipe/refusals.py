@@ -124,6 +124,30 @@ def refuse_metrics_on_meta(module: nn.Module) -> None:
         )
 
 
+def refuse_metrics_with_lists(root: nn.Module, layers: nn.Module) -> None:
+    """Refuse metrics within layers that are recomputed, if they keep a list of all batches.
+
+    Args:
+        root: The LightningModule.
+        layers: The pipelined module in it.
+    """
+    inside = set(layers.modules())
+    found = [
+        name
+        for name, metric in root.named_modules()
+        if isinstance(metric, Metric)
+        and metric in inside
+        and any(isinstance(value, list) for value in metric.metric_state.values())
+    ]
+    if found:
+        raise ValueError(
+            "a metric that keeps a list of all batches must not be within layers that are "
+            f"recomputed, since its list is not saved for that: got {', '.join(found)}. Return "
+            "what it needs from the layers and update it in training_step, or write "
+            "activation_checkpointing='never'."
+        )
+
+
 def metrics_on_meta(module: nn.Module) -> list[str]:
     """The names of the metrics within ``module`` whose state was created on the meta device."""
     return [

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -44,11 +45,13 @@ from lightning_gpipe.core.plan import (
     check_enough_layers,
     check_even,
     check_outside,
+    count_recomputed,
     shared_with_outside,
 )
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.finetuning import Finetuning
+from lightning_gpipe.guarded_log import GuardedLog
 from lightning_gpipe.refusals import (
     AUTO_DEVICES,
     metrics_on_meta,
@@ -58,6 +61,7 @@ from lightning_gpipe.refusals import (
     refuse_joined_gradients,
     refuse_layer_sync,
     refuse_metrics_on_meta,
+    refuse_metrics_with_lists,
     refuse_several_nodes,
     refuse_several_processes,
     warn_of_one_device,
@@ -138,6 +142,7 @@ class GPipeStrategy(ParallelStrategy):
         self._finetuning = Finetuning()
         self._installed: Installed | None = None
         self._watch: Watch | None = None
+        self._logs: list[GuardedLog] = []
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -259,6 +264,7 @@ class GPipeStrategy(ParallelStrategy):
         self._set_up_pipeline()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_recomputed_metrics()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         for optimizer in self.optimizers:
@@ -283,6 +289,8 @@ class GPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._installed is not None:
             self._installed.remove()
+        while self._logs:
+            self._logs.pop().remove()
         if self._pipeline is not None:
             self._pipeline.close()
         self._averages.release()
@@ -325,6 +333,15 @@ class GPipeStrategy(ParallelStrategy):
             run = VerifiedOnce(self._pipeline, sequential, on_result=_report)
         self._installed = install(sequential, run, name)
         self._watch = Watch(module, path, self._installed)
+        self._logs = [GuardedLog(m) for m in module.modules() if isinstance(m, LightningModule)]
+        for log in self._logs:
+            log.install()
+
+    def _refuse_recomputed_metrics(self) -> None:
+        assert self._pipeline is not None and self._sequential is not None
+        assert self.lightning_module is not None
+        if count_recomputed(self._activation_checkpointing, self._pipeline.chunks):
+            refuse_metrics_with_lists(self.lightning_module, self._sequential)
 
     def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
         balance, devices = self._balance, len(self._devices)

@@ -24,7 +24,7 @@ __main__
 __init__
 cli
 strategy
-averages  checkpoint_io  finetuning  refusals  watch  skip  flatten
+averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

@@ -7,6 +7,7 @@ workers in between interpret the schedule and decide nothing.
 from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.stage_pass import in_layers
 from lightning_gpipe.core.run.timeline import Timeline
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "Stage",
     "Timeline",
     "explain_second_backward",
+    "in_layers",
 ]

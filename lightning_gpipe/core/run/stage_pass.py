@@ -12,6 +12,7 @@ once, if a user runs the pipeline twice before one backward.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -427,3 +428,11 @@ def _apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
         for leaf, copied in zip(outputs.leaves, shared, strict=True)
     ]
     return FlatTree(leaves, outputs.spec)
+
+
+def in_layers() -> bool:
+    """Whether the caller is run by a layer of a pipeline, or by a hook on one."""
+    frame = sys._getframe(1)  # no flag that an interrupt could leave set
+    while frame.f_back is not None and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    return frame.f_code.co_filename == __file__
