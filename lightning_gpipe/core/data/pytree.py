@@ -9,7 +9,8 @@ dataclasses are flattened here too, and any other object that holds tensors is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
@@ -144,12 +145,19 @@ def _name_of(key: Any) -> Any:
 # Dataclasses.
 
 
+class _Kind(NamedTuple):
+    """The class of a dataclass instance, the names of its attributes, and its keys if a dict."""
+
+    cls: type
+    names: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+
+
 class _Record:
     """Replaces a dataclass instance by a pytree node whose children are its attributes."""
 
-    def __init__(self, cls: type, names: tuple[str, ...], values: list[Any]) -> None:
-        self.cls = cls
-        self.names = names
+    def __init__(self, kind: _Kind, values: list[Any]) -> None:
+        self.kind = kind
         self.values = values
 
 
@@ -168,28 +176,42 @@ def _with_records(tree: Any) -> Any:
         if not is_dataclass(leaf) or not _is_opaque(leaf):
             return leaf
         held = dict(attributes(leaf))
-        if not any(map(holds_tensor, held.values())):
+        if not any(map(holds_tensor, held.values())) or not _can_be_made(leaf, held):
             return leaf
-        return _Record(type(leaf), tuple(held), [_with_records(value) for value in held.values()])
+        kind = _Kind(type(leaf), tuple(held), tuple(leaf) if isinstance(leaf, dict) else ())
+        return _Record(kind, [_with_records(value) for value in held.values()])
 
     return _pytree.tree_map(record_of, tree, is_leaf=_is_opaque)
 
 
-def _from_record(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
-    cls, names = context
-    instance: Any = object.__new__(cls)  # __init__ has already processed these values
-    for name, value in zip(names, values, strict=True):
+def _can_be_made(leaf: Any, held: Mapping[str, Any]) -> bool:
+    """Whether an equal instance can be made from the attributes alone.
+
+    An instance of a dict too can, if its items are attributes, as those of a ModelOutput are.
+    """
+    if isinstance(leaf, dict):
+        return all(key in held and held[key] is value for key, value in leaf.items())
+    return not isinstance(leaf, Collection) or type(leaf).__new__ is object.__new__
+
+
+def _from_record(values: Iterable[Any], kind: _Kind) -> Any:
+    made = kind.cls if issubclass(kind.cls, dict) else object
+    instance: Any = made.__new__(kind.cls)  # __init__ has already processed these values
+    for name, value in zip(kind.names, values, strict=True):
         object.__setattr__(instance, name, value)  # works for frozen dataclasses too
+    kept = OrderedDict if issubclass(kind.cls, OrderedDict) else dict
+    for key in kind.keys:
+        kept.__setitem__(instance, key, getattr(instance, key))
     return instance
 
 
 _pytree.register_pytree_node(
     _Record,
-    lambda record: (record.values, (record.cls, record.names)),
+    lambda record: (record.values, record.kind),
     _from_record,
     flatten_with_keys_fn=lambda record: (
-        list(zip(map(_pytree.GetAttrKey, record.names), record.values, strict=True)),
-        (record.cls, record.names),
+        list(zip(map(_pytree.GetAttrKey, record.kind.names), record.values, strict=True)),
+        record.kind,
     ),
 )
 

@@ -1,7 +1,7 @@
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field, fields
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from lightning_gpipe.core.data.pytree import (
 )
 
 X = torch.tensor(2.0)
+
+T = TypeVar("T")
 
 
 class Pair(NamedTuple):
@@ -187,6 +189,108 @@ def test_attributes_of_a_dataclass_that_are_no_fields() -> None:
 
     assert again == Scaled(X)
     assert again.scale == 2.0
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As the outputs of models of Hugging Face: its fields are its items too, if they are set."""
+
+    logits: Any = None
+    hidden: Any = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if getattr(self, each.name) is not None:
+                super().__setitem__(each.name, getattr(self, each.name))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self:
+            super().__setitem__(name, value)
+        super().__setattr__(name, value)
+
+
+def test_dict_whose_items_are_fields() -> None:
+    """Once an error about object.__new__."""
+    output = Output(hidden=(X, X + 1))
+
+    for again in (tree_unflatten(tree_flatten(output)), map_tensors(lambda x: x, output)):
+        assert type(again) is Output
+        assert again == output
+        assert list(again) == ["hidden"]
+        assert again.hidden is again["hidden"]
+        assert again.logits is None
+        again.hidden = X
+        assert again["hidden"] is X
+    assert entries(Output(X)) == ["logits", "hidden"]
+
+
+def test_dict_with_other_items_than_fields_is_refused() -> None:
+    output = Output(X)
+    OrderedDict.__setitem__(output, "more", X)
+
+    with pytest.raises(TypeError, match="got a Output that holds one. Convert it with dict"):
+        tree_flatten({"output": output})
+
+
+@dataclass(eq=False)
+class Sequence(list[Any]):
+    """A list with a field."""
+
+    x: Any
+
+
+def test_list_with_fields_is_refused() -> None:
+    with pytest.raises(TypeError, match="got a Sequence that holds one"):
+        tree_flatten(Sequence(X))
+
+
+@dataclass
+class Unset:
+    x: Any
+    later: Any = field(init=False)
+
+
+@dataclass(slots=True)
+class Base(Generic[T]):
+    x: T
+
+
+@dataclass(slots=True)
+class Derived(Base[T]):
+    y: Any = None
+
+
+@dataclass(kw_only=True)
+class InitOnly:
+    x: Any
+    scale: InitVar[float] = 2.0
+
+    def __post_init__(self, scale: float) -> None:
+        self.scaled = self.x * scale
+
+
+@pytest.mark.parametrize(
+    "tree, leaves",
+    [
+        (Unset(X), [X]),
+        (Derived[Any](X, (X + 1,)), [X + 1, X]),
+        (InitOnly(x=X), [X, X * 2]),
+        ({"a": [Sample(Frozen([X]), {"b": Unset(X + 1)})]}, [X, 1, X + 1]),
+    ],
+)
+def test_dataclasses_of_many_kinds(tree: Any, leaves: list[Any]) -> None:
+    flat = tree_flatten(tree)
+
+    assert flat.leaves == leaves
+    again = tree_unflatten(flat)
+    assert type(again) is type(tree)
+    assert tree_flatten(again).leaves == leaves
+    if isinstance(again, Unset):
+        assert "later" not in vars(again)
 
 
 def test_dataclass_without_tensors_is_left_alone() -> None:
