@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_generator")
 
 W, N, CHUNKS = 3, 3, 4
 STEPS = 20
+UNEVEN = random.Random()  # not the generator of Python's random, whose draws a pipeline notices
 
 
 class Rounded(Function):
@@ -31,12 +32,12 @@ class Rounded(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        time.sleep(random.uniform(0.0, 0.001))
+        time.sleep(UNEVEN.uniform(0.0, 0.001))
         return gradient + torch.rand_like(gradient)
 
 
 def noised(gradient: Tensor) -> Tensor:
-    time.sleep(random.uniform(0.0, 0.001))
+    time.sleep(UNEVEN.uniform(0.0, 0.001))
     return gradient + torch.randn_like(gradient)
 
 
@@ -230,7 +231,7 @@ def test_layers_that_checkpoint_themselves_draw_nothing(use_reentrant: bool, pip
     """They set the generator in backward, and put back what another stage had set."""
 
     def slow(x: Tensor) -> Tensor:
-        time.sleep(random.uniform(0.0, 0.002))
+        time.sleep(UNEVEN.uniform(0.0, 0.002))
         return x.tanh()
 
     own = [Call(lambda x: checkpoint(slow, x, use_reentrant=use_reentrant)) for _ in range(N)]

@@ -19,8 +19,8 @@ _CURES = {
 }
 _REPEAT = (
     "The results of a layer depend on what earlier runs left elsewhere than in buffers, attributes "
-    "and PyTorch's generators, such as in a global variable, in Python's random or in NumPy, or "
-    "its operators are not deterministic. Keep such state in a buffer, or verify without it."
+    "and generators, such as in a global variable, or its operators are not deterministic. Keep "
+    "such state in a buffer, or verify without it."
 )
 
 

@@ -19,6 +19,7 @@ from lightning_gpipe.core.faithful import (
     AttributesPreserved,
     Buffers,
     Journal,
+    LibraryGenerators,
     Manager,
     Write,
     default_generator,
@@ -30,11 +31,14 @@ from lightning_gpipe.core.pipeline import GPipe
 def state_preserved(pipeline: GPipe) -> Iterator[None]:
     """Restore at the end of a ``with`` block what running the pipeline or its layers has changed.
 
-    These are buffers, PyTorch's generators, what layers keep in attributes and generators, and the
-    pipeline's records. Other changes by layers, as to their parameters, are not undone.
+    These are buffers, the generators of PyTorch, NumPy and Python, what layers keep in attributes
+    and generators, and the pipeline's records. Other changes by layers, as to their parameters, are
+    not undone.
     """
     generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
     states = [generator.get_state() for generator in generators]
+    library = LibraryGenerators()
+    library_state = library.get_state()
     buffers = Buffers(pipeline.modules(), copied=lambda slot: True)
     try:
         modules = (module for layer in pipeline for module in layer.modules())
@@ -43,6 +47,7 @@ def state_preserved(pipeline: GPipe) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+        library.set_state(library_state)
         buffers.restore()
         torch.clear_autocast_cache()  # its copies of weights belong to a graph that was freed
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Rows, collect_loss_terms
-from lightning_gpipe.core.faithful import default_generator
+from lightning_gpipe.core.faithful import LibraryGenerators, default_generator
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
 from lightning_gpipe.core.verify.asides import Aside, kept_aside
@@ -113,13 +113,14 @@ def run_plain(
     device_of = {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
 
     def visit(k: int, layer: nn.Module, x: Any) -> Any:
-        before = _random_states(device_of[k])
+        before, library = _random_states(device_of[k]), LibraryGenerators().get_state()
         with _annotated(k), collect_loss_terms() as found:
             y = layer(x)
         for name, value in found.items():
             terms[name] = terms[name] + value if name in terms else value
             term_layers.setdefault(name, []).append(k)
-        if not all(map(torch.equal, before, _random_states(device_of[k]))):
+        drawn = LibraryGenerators().moved(library)
+        if drawn or not all(map(torch.equal, before, _random_states(device_of[k]))):
             drew.add(k)
         if between is not None:
             y = change_tensors(y, between)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -184,6 +186,16 @@ def test_known_reason(layer: Callable[[], nn.Module], reason: str) -> None:
     )
     assert parity.explained
     parity.check()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.random], ids=["python", "numpy"])
+def test_layer_that_draws_elsewhere(draw: Callable[[], float]) -> None:
+    """It draws the same in every plain run, because the generators of libraries are restored."""
+    parity = verified(linear(), Call(lambda x: x * draw()), threads=False)
+
+    assert parity.difference is not None
+    assert "layer 1 draws random numbers" in str(parity.difference.reason)
+    assert parity.explained
 
 
 @pytest.mark.parametrize(

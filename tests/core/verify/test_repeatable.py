@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -60,8 +60,8 @@ def counts() -> nn.Module:
 
 
 def shaken() -> nn.Module:
-    """Draws from Python's generator, which nobody restores."""
-    return Call(lambda x: x * random.random())
+    """Draws from the operating system, which nobody can repeat."""
+    return Call(lambda x: x * SystemRandom().random())
 
 
 class _Later(torch.autograd.Function):
@@ -84,7 +84,7 @@ def backwards() -> nn.Module:
 STATES: dict[str, Callable[[], nn.Module]] = {
     "remembers": remembers,
     "counts": counts,
-    "python's random": shaken,
+    "random": shaken,
 }
 
 
