@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
 
@@ -194,6 +195,45 @@ GENERATORS = {
 def test_generators_of_layers(kind: str, pipe: Pipe) -> None:
     """Once a recomputation drew other numbers: a gradient sum of 5.88 instead of 1.36."""
     assert_same_in_micro_batches(pipe, around(Drawing(GENERATORS[kind]())))
+
+
+class LateDropout(nn.Module):
+    """Counts, draws from a generator of its own, and edits a frozen weight; drops in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+        self.generator = torch.Generator().manual_seed(3)
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(self.calls))
+        self.weight.data.mul_(0.9)
+        noise = torch.rand(3, generator=self.generator, dtype=x.dtype)
+        return self.dropout(x * self.weight.clone() + len(self.calls) * noise)
+
+
+def test_forward_that_runs_again_because_it_draws_for_the_first_time(
+    pipe: Pipe, mode: ActivationCheckpointing
+) -> None:
+    """Once only buffers were restored, and everything else had moved on twice."""
+    plain = around(LateDropout())
+    pipeline = assert_same_in_micro_batches(pipe, plain)
+    late, other = pipeline[1], plain[1]
+    assert isinstance(late, LateDropout)
+    assert isinstance(other, LateDropout)
+
+    late.dropout.p = 0.5
+    pipeline(rows(7)).sum().backward()
+
+    x = rows(7).detach()
+    for part in x.tensor_split(M):
+        plain(part)
+    assert_same(late.calls, other.calls)
+    if mode != "never":  # there edits of frozen parameters are not looked for
+        assert_same(late.weight, other.weight)
+    assert_same(late.generator.get_state(), other.generator.get_state())
 
 
 class OncePerMicroBatch(nn.Module):

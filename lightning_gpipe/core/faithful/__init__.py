@@ -32,7 +32,7 @@ from lightning_gpipe.core.faithful.recomputing import RECOMPUTING, is_recomputin
 from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
-from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, StageState
+from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, Snapshot, StageState
 from lightning_gpipe.core.faithful.streams import Streams
 from lightning_gpipe.core.faithful.tracing import is_traced
 
@@ -59,6 +59,7 @@ __all__ = [
     "Saved",
     "Shadows",
     "SharedGenerators",
+    "Snapshot",
     "StageState",
     "Streams",
     "ThreadState",

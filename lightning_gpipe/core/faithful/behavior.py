@@ -56,14 +56,20 @@ class Behaviors:
         self._recorded: OrderedDict[Hashable, Behavior] = OrderedDict()
 
     @property
-    def edited_buffers(self) -> set[Slot]:
-        """The slots whose buffers the layers edit for any call signature, as far as recorded."""
-        return {slot for each in self._recorded.values() for slot in each.edited_buffers or ()}
-
-    @property
     def edited_parameters(self) -> set[Slot]:
         """The slots whose frozen parameters the layers edit for any call signature."""
         return {slot for each in self._recorded.values() for slot in each.edited_parameters or ()}
+
+    @property
+    def all(self) -> Behavior:
+        """What the layers change for any call signature, as far as recorded."""
+        found, recorded = Behavior(), self._recorded.values()
+        found.edited_buffers = {s for each in recorded for s in each.edited_buffers or ()}
+        found.edited_parameters = frozenset(self.edited_parameters)
+        found.changed_attributes = frozenset(
+            slot for each in recorded for slot in each.changed_attributes or ()
+        )
+        return found
 
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""

@@ -24,9 +24,9 @@ class HeldGenerators:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
-        self._states: list[_State] = []
+        self._states: list[_State] | None = None  # None before they were looked for
 
-    def find(self) -> None:
+    def find(self) -> list[_State]:
         """Look for the generators."""
         found = {
             id(each): each
@@ -36,10 +36,12 @@ class HeldGenerators:
             if is_generator(each)
         }
         self._states = [_State(each) for each in found.values()]
+        return self._states
 
     def saved(self) -> list[Write]:
         """The writes that restore the present states."""
-        return [(state, "state", state["state"]) for state in self._states]
+        states = self.find() if self._states is None else self._states
+        return [(state, "state", state["state"]) for state in states]
 
     def __reduce__(self) -> tuple[type[HeldGenerators], tuple[Any]]:
         return HeldGenerators, (self._modules,)  # a copied module has other generators

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import bytes_of
+from lightning_gpipe.core.data import bytes_of, copy_values
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.shadow import leaf_like
@@ -60,6 +60,12 @@ class Before(NamedTuple):
 
     watched: list[_Watched]
     first: bool
+
+    def restore(self) -> None:
+        """Restore the values of frozen parameters, as far as they were copied."""
+        for each in self.watched:
+            if each.copy is not None and each.edited:
+                copy_values(each.parameter, each.copy)
 
 
 class EditedParameters(NamedTuple):

@@ -17,7 +17,7 @@ it is active in the first mini-batch of each training mode, and later only if th
 that draws for the first time after that, such as one whose dropout starts at p = 0, changes the
 state of the shared generator, which is checked once per mini-batch: then the state is restored, and
 the forward is run again with the dispatch mode. What the first run changed is undone (buffers,
-inputs edited in place), except what layers did in Python.
+attributes, inputs edited in place), except what layers did elsewhere.
 
 What is drawn in backward, as by a hook that adds noise to a gradient, comes from other private
 generators in the same way. But a backward cannot be run again, so if a model draws there for the

@@ -21,6 +21,7 @@ from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.parameters import Before as ParametersBefore
 from lightning_gpipe.core.faithful.parameters import EditedParameters, StageParameters
+from lightning_gpipe.core.plan import Slot
 
 
 class Before(NamedTuple):
@@ -55,23 +56,54 @@ class Saved(NamedTuple):
         return managers
 
 
+class Snapshot:
+    """The state of a stage before a whole forward, which may have to be run again.
+
+    Args:
+        before: The state.
+        attributes: What compares and restores the attributes.
+    """
+
+    def __init__(self, before: Before, attributes: StageAttributes) -> None:
+        self._before = before
+        self._attributes = attributes
+
+    @property
+    def lost(self) -> Slot | None:
+        """The slot of an edited buffer whose value was not saved, if there is one."""
+        return self._before.buffers.lost
+
+    def restore(self) -> None:
+        """Restore the state.
+
+        Raises:
+            RuntimeError: If contents of an attribute changed that were not saved.
+        """
+        self._before.buffers.restore()
+        if self._before.parameters is not None:
+            self._before.parameters.restore()
+        moved, _ = self._attributes.after(self._before.attributes)
+        Journal().write([*moved.writes, *self._before.generators])
+
+
 class StageState:
     """What the modules of one stage may change in forward.
 
     Args:
         modules: The modules.
         deferred: Whether batch norms in training do not update their running statistics in forward.
-
-    Attributes:
-        buffers: The buffers alone.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
         modules = tuple(modules)
-        self.buffers = StageBuffers(modules, deferred=deferred)
+        self._buffers = StageBuffers(modules, deferred=deferred)
         self._parameters = StageParameters(modules)
         self._attributes = StageAttributes(modules)
         self._generators = HeldGenerators(modules)
+
+    def snapshot(self, behavior: Behavior) -> Snapshot:
+        """A snapshot before a run of layers with this behavior, to restore."""
+        return Snapshot(self.before(behavior), self._attributes)
 
     def before(self, behavior: Behavior) -> Before:
         """The state before a run of layers with this behavior."""
@@ -79,7 +111,7 @@ class StageState:
         if edited is None:
             self._generators.find()
         return Before(
-            self.buffers.before(behavior),
+            self._buffers.before(behavior),
             None if edited is not None and not edited else self._parameters.before(edited),
             self._attributes.before(behavior.changed_attributes),
             self._generators.saved(),
@@ -91,7 +123,7 @@ class StageState:
         Raises:
             RuntimeError: If something changed that did not before, and was not saved therefore.
         """
-        self.buffers.after(behavior, before.buffers)
+        self._buffers.after(behavior, before.buffers)
         moved, changed = self._attributes.after(before.attributes)
         if before.parameters is None:
             return Saved(before.buffers, None, moved, before.generators)

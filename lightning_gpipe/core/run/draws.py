@@ -11,18 +11,34 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import Buffers, SharedGenerators, TrainingFlags
+from lightning_gpipe.core.faithful import SharedGenerators, TrainingFlags
+from lightning_gpipe.core.plan import Slot
 
 T = TypeVar("T")
 Outputs = list[FlatTree]
 Forward = Callable[[SharedGenerators | None], Outputs]
-Snapshot = Callable[[bool], Iterable[Buffers]]
+
+
+class Restorable(Protocol):
+    """A snapshot of what forward may change."""
+
+    @property
+    def lost(self) -> Slot | None:
+        """The slot of an edited buffer whose value was not saved, if there is one."""
+        ...
+
+    def restore(self) -> None:
+        """Restore it."""
+        ...
+
+
+Snapshots = Callable[[bool], Iterable[Restorable]]
 
 
 class _Seen(Enum):
@@ -80,7 +96,7 @@ class Draws:
         forward: Forward,
         *,
         generators: SharedGenerators,
-        buffers: Snapshot | None,
+        snapshots: Snapshots | None,
         modes: bool,
         recomputed: bool = False,
     ) -> Outputs:
@@ -90,9 +106,9 @@ class Draws:
             flags: The training flags of all modules.
             forward: Runs the stages, with private generators if it is given the shared ones.
             generators: The shared ones, as they are now.
-            buffers: Takes a snapshot of the buffers that forward may change, to run it again: of
-                all of them if it is given True; None if nothing will be recomputed. The stages
-                guard the inputs themselves.
+            snapshots: Takes snapshots of what forward may change, to run it again: of all of it if
+                it is given True; None if nothing will be recomputed. The stages guard the inputs
+                themselves.
             modes: Whether the caller has active function or dispatch modes: one more costs little
                 then, and a counter must not see the forward twice.
             recomputed: Whether any micro-batch will be recomputed.
@@ -104,7 +120,7 @@ class Draws:
             return forward(None)
         seen = self._forward.of(flags) or _ASSUMED
         if seen is _Seen.NEVER and not modes:
-            return self._run_bare(flags, forward, generators, buffers, recomputed)
+            return self._run_bare(flags, forward, generators, snapshots, recomputed)
         outputs = forward(generators)
         self._forward.set(flags, _after(seen, generators.drew))
         self._settle(generators, generators.drew, recomputed)
@@ -160,11 +176,11 @@ class Draws:
         flags: TrainingFlags,
         forward: Forward,
         generators: SharedGenerators,
-        buffers: Snapshot | None,
+        snapshots: Snapshots | None,
         recomputed: bool,
     ) -> Outputs:
         """Run without private generators, and again with them if that drew from the shared ones."""
-        before = None if buffers is None else list(buffers(flags not in self._forward))
+        before = None if snapshots is None else list(snapshots(flags not in self._forward))
         outputs = forward(None)
         if not generators.moved():
             self._forward.set(flags, _Seen.NEVER)
@@ -247,7 +263,7 @@ def _after(seen: _Seen | None, drew: bool) -> _Seen:
     return _Seen.ALWAYS if drew else seen
 
 
-def _restore(snapshots: Iterable[Buffers]) -> None:
+def _restore(snapshots: Iterable[Restorable]) -> None:
     for each in snapshots:
         if each.lost is not None:
             module, name = each.lost

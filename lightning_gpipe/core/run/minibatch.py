@@ -21,13 +21,13 @@ from torch import Tensor
 from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
     NOTHING,
-    Buffers,
     Context,
     LibraryGenerators,
     OwnGenerators,
     Randomness,
     RowWatch,
     SharedGenerators,
+    Snapshot,
     Streams,
     ThreadState,
     TrainingFlags,
@@ -130,7 +130,7 @@ class MiniBatch:
                 self._flags,
                 partial(self._forward, microbatches),
                 generators=generators,
-                buffers=self._buffers if self._context.grad else None,
+                snapshots=self._snapshots if self._context.grad else None,
                 modes=bool(self._context.modes),
                 recomputed=self._recomputes,
             )
@@ -225,7 +225,7 @@ class MiniBatch:
             private = shared.private(stage.partition.index, grad=self._context.grad)
         return Randomness(own, private)
 
-    def _buffers(self, first: bool) -> Iterator[Buffers]:
+    def _snapshots(self, first: bool) -> Iterator[Snapshot]:
         """Snapshots to run forward again, for the first time with these training flags or not."""
         return (stage.snapshot(first=first) for stage in self._stages)
 

@@ -17,13 +17,13 @@ from lightning_gpipe.core.faithful import (
     Attributes,
     Behavior,
     Behaviors,
-    Buffers,
     DeferredStatistics,
     Journal,
     Manager,
     RowWatch,
     RowWatches,
     Shadows,
+    Snapshot,
     StageState,
     TrainingFlags,
 )
@@ -109,13 +109,9 @@ class Stage:
         """Where batch norms collect the statistics of one mini-batch, if they are deferred."""
         return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
 
-    def snapshot(self, *, first: bool) -> Buffers:
-        """A snapshot of the buffers to run forward again; ``first``: nothing is known of it yet."""
-        return (
-            self.state.buffers.all()
-            if first
-            else self.state.buffers.known(self._behaviors.edited_buffers)
-        )
+    def snapshot(self, *, first: bool) -> Snapshot:
+        """A snapshot of the state to run forward again; ``first``: nothing is known of it yet."""
+        return self.state.snapshot(Behavior() if first else self._behaviors.all)
 
     def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""

@@ -64,7 +64,7 @@ def run(
         flags,
         forward,
         generators=SharedGenerators(draws.shared),
-        buffers=buffers,
+        snapshots=buffers,
         modes=modes,
         recomputed=recomputed,
     )
