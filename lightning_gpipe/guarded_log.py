@@ -14,6 +14,26 @@ import lightning as L
 from lightning_gpipe.core.run import in_layers
 
 
+class GuardedLogs:
+    """The logs of a LightningModule and of those within it, while its layers are a pipeline."""
+
+    def __init__(self) -> None:
+        self._guarded: list[GuardedLog] = []
+
+    def guard(self, root: L.LightningModule) -> None:
+        """Refuse what layers log from now on."""
+        found = [each for each in root.modules() if isinstance(each, L.LightningModule)]
+        self._guarded = [GuardedLog(module) for module in found]
+        for each in self._guarded:
+            each.install()
+
+    def release(self) -> None:
+        """Refuse no longer."""
+        for each in self._guarded:
+            each.remove()
+        self._guarded = []
+
+
 class GuardedLog:
     """Stands in for the ``log`` of a LightningModule, as an attribute of that object.
 

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -51,18 +48,17 @@ from lightning_gpipe.core.plan import (
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.verify import Parity, VerifiedOnce
 from lightning_gpipe.finetuning import Finetuning
-from lightning_gpipe.guarded_log import GuardedLog
+from lightning_gpipe.guarded_log import GuardedLogs
+from lightning_gpipe.one_process import OneProcess
 from lightning_gpipe.refusals import (
     AUTO_DEVICES,
     metrics_on_meta,
-    refuse_a_second_trainer,
     refuse_devices,
     refuse_global_pruning,
     refuse_joined_gradients,
     refuse_layer_sync,
     refuse_metrics_on_meta,
     refuse_metrics_with_lists,
-    refuse_several_nodes,
     refuse_several_processes,
     warn_of_one_device,
 )
@@ -74,7 +70,7 @@ if TYPE_CHECKING:
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
-class GPipeStrategy(ParallelStrategy):
+class GPipeStrategy(OneProcess):
     """Runs the nn.Sequential inside a LightningModule as a GPipe pipeline over ``devices``.
 
     Args:
@@ -142,94 +138,12 @@ class GPipeStrategy(ParallelStrategy):
         self._finetuning = Finetuning()
         self._installed: Installed | None = None
         self._watch: Watch | None = None
-        self._logs: list[GuardedLog] = []
+        self._logs = GuardedLogs()
 
     @property
     def pipeline(self) -> GPipe | None:
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
         return self._pipeline
-
-    # One Trainer, which reads the private attribute of a strategy object, and later sets the other.
-
-    @property
-    def _accelerator(self) -> Accelerator | None:
-        refuse_a_second_trainer(self._accelerator_of_trainer)
-        return None
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator_of_trainer = accelerator
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        return self._accelerator_of_trainer
-
-    @accelerator.setter
-    @override
-    def accelerator(self, accelerator: Accelerator) -> None:
-        self._accelerator_of_trainer = accelerator
-
-    # One process.
-
-    @property
-    def is_distributed(self) -> bool:
-        """False: one process sees every batch."""
-        return False
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of machines: 1."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        refuse_several_nodes(num_nodes)
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        pass
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
 
     # Several devices.
 
@@ -289,8 +203,7 @@ class GPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._installed is not None:
             self._installed.remove()
-        while self._logs:
-            self._logs.pop().remove()
+        self._logs.release()
         if self._pipeline is not None:
             self._pipeline.close()
         self._averages.release()
@@ -333,9 +246,7 @@ class GPipeStrategy(ParallelStrategy):
             run = VerifiedOnce(self._pipeline, sequential, on_result=_report)
         self._installed = install(sequential, run, name)
         self._watch = Watch(module, path, self._installed)
-        self._logs = [GuardedLog(m) for m in module.modules() if isinstance(m, LightningModule)]
-        for log in self._logs:
-            log.install()
+        self._logs.guard(module)
 
     def _refuse_recomputed_metrics(self) -> None:
         assert self._pipeline is not None and self._sequential is not None

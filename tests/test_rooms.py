@@ -24,6 +24,7 @@ __main__
 __init__
 cli
 strategy
+one_process
 averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten
 ════════ above may import Lightning, below may not ════════
 core.verify
