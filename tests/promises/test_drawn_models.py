@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_gpipe import collect_loss_terms, loss_term
 from lightning_gpipe.core.data.marks import is_whole
@@ -197,11 +198,13 @@ class Reference:
         return output
 
     def _deferring(self, microbatches: Sequence[Any], sizes: list[int]) -> list[Any]:
-        """Feed every batch norm, in the end, all that it saw; only that counts for statistics."""
+        """Feed every norm, in the end, all that it saw; only that counts for statistics."""
         norms = [
             each
             for each in self.module.modules()
-            if isinstance(each, _BatchNorm) and each.training and each.running_mean is not None
+            if isinstance(each, _BatchNorm | _InstanceNorm)
+            and each.training
+            and each.running_mean is not None
         ]
         before = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]
         seen: list[list[list[Tensor]]] = [[] for _ in norms]

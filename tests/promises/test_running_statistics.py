@@ -32,6 +32,26 @@ def test_running_statistics_of_batch_norms(pipe: Pipe) -> None:
         assert_same(pipeline(rows(5)), module.eval()(rows(5)))
 
 
+@with_and_without_threads
+@every_mode
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_instance_norms(pipe: Pipe, momentum: float | None) -> None:
+    """Once they were updated once per micro-batch, and in each by fewer rows."""
+    norm = nn.InstanceNorm1d(W, track_running_stats=True, affine=True)
+    norm.momentum = momentum
+    module = nn.Sequential(
+        nn.Conv1d(2, W, 2), norm, nn.Tanh(), nn.InstanceNorm1d(W, track_running_stats=True)
+    ).double()
+    pipeline = pipe(module)
+
+    for seed in range(3):
+        batch = rows(7, 10, seed=seed).view(7, 2, 5)
+        step(pipeline, batch)
+        module(batch)
+
+    assert_same(dict(pipeline.named_buffers()), dict(module.named_buffers()))
+
+
 class Around(nn.Module):
     """Calls the function of a batch norm that it holds, instead of the batch norm."""
 

@@ -10,26 +10,31 @@ Here a batch norm still normalises by micro-batch, but while the pipeline runs i
 and the unbiased variance of its input to a list. After all micro-batches these are merged into the
 statistics of the mini-batch, and the running statistics are updated once, exactly as they are for a
 whole mini-batch. Recomputation records nothing.
+
+The running statistics of an instance norm are averages over the rows, and are deferred as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 
+Norm = _BatchNorm | _InstanceNorm
+
 
 class Moments(NamedTuple):
-    """The moments of the input of one batch norm in one call, for each of C channels."""
+    """The moments of the input of one norm in one call, for each of C channels."""
 
-    number: float  # of values in each channel
+    number: float  # of values in each channel; of an instance norm, of rows
     mean: Tensor  # (C,)
     variance: Tensor  # (C,), unbiased
 
@@ -63,19 +68,19 @@ def rows_needed(module: nn.Module) -> int:
 
 
 class DeferredStatistics:
-    """The statistics that the batch norms of one stage collect during one mini-batch."""
+    """The statistics that the norms of one stage collect during one mini-batch."""
 
-    def __init__(self, batch_norms: Iterable[_BatchNorm]) -> None:
-        self._calls: dict[_BatchNorm, list[_Forward]] = {bn: [] for bn in batch_norms}
-        self._outer = {bn: _deferred_by(bn) for bn in self._calls}
+    def __init__(self, norms: Iterable[Norm]) -> None:
+        self._calls: dict[Norm, list[_Forward]] = {norm: [] for norm in norms}
+        self._outer = {norm: _deferred_by(norm) for norm in self._calls}
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> DeferredStatistics | None:
-        """For the batch norms among ``modules`` that would update statistics; None without any."""
+        """For the norms among ``modules`` that would update statistics; None without any."""
         updating = [
             module
             for module in modules
-            if isinstance(module, _BatchNorm)
+            if isinstance(module, Norm)
             and module.training
             and module.running_mean is not None
             and (_is_plain(module) or _deferred_by(module) is not None)
@@ -83,36 +88,36 @@ class DeferredStatistics:
         return cls(updating) if updating else None
 
     def collecting(self, journal: Journal, *, record: bool) -> Manager:
-        """Defer the updates of the batch norms in a ``with`` block that runs one micro-batch.
+        """Defer the updates of the norms in a ``with`` block that runs one micro-batch.
 
         Args:
             journal: Where the change of their forward is recorded.
             record: Whether to record the moments of their inputs; False on recomputation.
         """
         writes: list[Write] = []
-        for bn, calls in self._calls.items():
-            forward = _Forward(bn)
+        for norm, calls in self._calls.items():
+            forward = _Forward(norm)
             if record:
                 calls.append(forward)
-            writes.append((vars(bn), "forward", forward))
+            writes.append((vars(norm), _method_of(norm), forward))
         return journal.changed(writes)
 
     def commit(self) -> None:
         """Update the running statistics, once for each call that the layers made.
 
-        All batch norms of the stage are updated in one operation, so that Ctrl-C comes before it or
+        All norms of the stage are updated in one operation, so that Ctrl-C comes before it or
         after it. In a layer of another pipeline, which defers them too, the merged moments are left
         to that pipeline.
         """
         old: list[Tensor] = []
         new: list[Tensor] = []
-        for bn, forwards in self._calls.items():
-            merged = list(_merged_calls([forward.seen for forward in forwards]))
-            outer = self._outer[bn]
+        for norm, forwards in self._calls.items():
+            merged = list(_merged_calls(norm, [forward.seen for forward in forwards]))
+            outer = self._outer[norm]
             if outer is not None:
                 outer.seen += merged
             elif merged:
-                found, updated = zip(*_updates(bn, merged), strict=True)
+                found, updated = zip(*_updates(norm, merged), strict=True)
                 old += found
                 new += updated
         if old:
@@ -136,57 +141,84 @@ def merge_moments(moments: Iterable[Moments]) -> Moments:
     return Moments(total, mean, spread / (total - 1))
 
 
+def average_moments(moments: Iterable[Moments]) -> Moments:
+    """The averages over the rows of several samples, as an instance norm keeps them."""
+    parts = list(moments)
+    total = sum(part.number for part in parts)
+    mean, variance = torch.zeros_like(parts[0].mean), torch.zeros_like(parts[0].variance)
+    for number, own, spread in parts:
+        mean += own * (number / total)
+        variance += spread * (number / total)
+    return Moments(total, mean, variance)
+
+
 class _Forward:
-    """The forward of a batch norm while its statistics are deferred.
+    """The forward of a norm while its statistics are deferred.
 
     Attributes:
         seen: The moments of its inputs so far, one for each call.
     """
 
-    def __init__(self, bn: _BatchNorm) -> None:
-        self._bn = bn
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
         self.seen: list[Moments] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the batch norm in training, and append its input's moments, not to its buffers."""
-        bn = self._bn
-        bn._check_input_dim(x)
-        assert bn.running_mean is not None and bn.running_var is not None
-        mean, variance = torch.zeros_like(bn.running_mean), torch.zeros_like(bn.running_var)
-        y = F.batch_norm(x, mean, variance, bn.weight, bn.bias, True, 1.0, bn.eps)
-        self.seen.append(Moments(x.numel() / x.size(1), mean, variance))
+        """Run the norm in training, and record its input's moments, not in its buffers."""
+        norm = self._norm
+        norm._check_input_dim(x)
+        assert norm.running_mean is not None and norm.running_var is not None
+        mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        by_batch = isinstance(norm, _BatchNorm)
+        function = F.batch_norm if by_batch else F.instance_norm
+        y = function(x, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
+        number = x.numel() / x.size(1) if by_batch else x.size(0)
+        self.seen.append(Moments(number, mean, variance))
         return y
 
 
-def _merged_calls(microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
+def _merged_calls(norm: Norm, microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
     """The moments of the whole mini-batch, for each call that the layers made."""
+    merge = merge_moments if isinstance(norm, _BatchNorm) else average_moments
     for call in range(max(map(len, microbatches), default=0)):
-        yield merge_moments([seen[call] for seen in microbatches if call < len(seen)])
+        yield merge([seen[call] for seen in microbatches if call < len(seen)])
 
 
-def _updates(bn: _BatchNorm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The buffers of a batch norm, each with its value after these calls."""
-    assert bn.running_mean is not None and bn.running_var is not None
-    mean, variance, number = bn.running_mean, bn.running_var, bn.num_batches_tracked
+def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The buffers of a norm, each with its value after these calls."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, variance = norm.running_mean, norm.running_var
+    counted = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
+    number = counted
     for moments in calls:
-        factor = bn.momentum
+        factor = norm.momentum
         if number is not None:
             number = number + 1
             if factor is None:  # a cumulative average
                 factor = 1.0 / float(number)
         mean = mean.lerp(moments.mean, factor or 0.0)
         variance = variance.lerp(moments.variance, factor or 0.0)
-    yield bn.running_mean, mean
-    yield bn.running_var, variance
-    if bn.num_batches_tracked is not None and number is not None:
-        yield bn.num_batches_tracked, number
+    yield norm.running_mean, mean
+    yield norm.running_var, variance
+    if counted is not None and number is not None:
+        yield counted, number
 
 
-def _deferred_by(module: _BatchNorm) -> _Forward | None:
-    """The forward that another pipeline, of which this one is a layer, has given the batch norm."""
-    forward = vars(module).get("forward")
+def _method_of(norm: Norm) -> str:
+    """The name of the method that gets a batch; an instance norm adds the dim of one row first."""
+    return "forward" if isinstance(norm, _BatchNorm) else "_apply_instance_norm"
+
+
+def _deferred_by(norm: Norm) -> _Forward | None:
+    """The method that another pipeline, of which this one is a layer, has given the norm."""
+    forward = vars(norm).get(_method_of(norm))
     return forward if isinstance(forward, _Forward) else None
 
 
-def _is_plain(module: _BatchNorm) -> bool:
-    return type(module).forward is _BatchNorm.forward and "forward" not in vars(module)
+def _is_plain(norm: Norm) -> bool:
+    kind: Any = _BatchNorm if isinstance(norm, _BatchNorm) else _InstanceNorm
+    names = ("forward", _method_of(norm))
+    return all(
+        getattr(type(norm), name) is getattr(kind, name) and name not in vars(norm)
+        for name in names
+    )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.behavior import Behavior
@@ -168,7 +169,8 @@ class StageBuffers:
         What is around the batch norm may, by a call of F.batch_norm, as the first run shows.
         """
         module = slot[0]
-        return self._deferred and isinstance(module, _BatchNorm) and module.training
+        deferred = self._deferred and isinstance(module, (_BatchNorm, _InstanceNorm))
+        return deferred and module.training
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> _Buffers:
