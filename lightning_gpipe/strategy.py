@@ -86,7 +86,7 @@ class GPipeStrategy(OneProcess):
             none, an integer k the first k.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
-        microbatching: Another way to split batches than along dim 0, such as
+        microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
             :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.

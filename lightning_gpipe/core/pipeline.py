@@ -92,7 +92,7 @@ class GPipe(StandIn):
             none, an integer k the first k.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
-        microbatching: Another way to make micro-batches, such as
+        microbatching: Another way to make micro-batches, such as ``Rows(dim=1)`` or
             :class:`~lightning_gpipe.PaddedSequences`. None splits along dim 0, with two rows or
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
