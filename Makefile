@@ -18,12 +18,13 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test soak bench bench-gpu check format clean
+.PHONY: help demo test soak mutate bench bench-gpu check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
 	@echo "make soak    4,000 drawn models, always others (a few minutes)"
+	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
 	@echo "make check   format, lint, types, rooms; changes nothing"
@@ -40,6 +41,10 @@ test: check
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
+
+mutate: $(READY)
+	$(BIN)/python -m tests.mutation $(if $(filter-out auto,$(JOBS)),--jobs $(JOBS)) \
+	    $(or $(ARGS),--results tests/mutation/RESULTS.md)
 
 bench: $(BENCH_READY)
 	$(BENCH) -m benchmarks cpu $(ARGS)

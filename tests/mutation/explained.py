@@ -1,0 +1,24 @@
+"""Mutants that no test can notice, each with the reason; a run checks that this is still so."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Explained(NamedTuple):
+    """Effects that make no difference, or none that a test could see.
+
+    Attributes:
+        module: The module, within ``lightning_gpipe/core``.
+        where: The function.
+        effect: How the source of the effect begins.
+        reason: Why the code has it all the same.
+    """
+
+    module: str
+    where: str
+    effect: str
+    reason: str
+
+
+EXPLAINED: tuple[Explained, ...] = ()

@@ -1,0 +1,149 @@
+"""A run of all trials on a module of a few lines, in a tree of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.explained import EXPLAINED, Explained
+from tests.mutation.mutants import Mutant, mutants_of
+from tests.mutation.reach import Reach, instrument, measure, mirror_of
+from tests.mutation.sessions import Sessions
+from tests.mutation.table import explanation_of, obsolete, summary, survivors, table
+from tests.mutation.trees import Tree
+from tests.mutation.trials import Trial, attempt
+
+TOOL = Path(__file__).parent
+ROOT = TOOL.parents[1]
+
+GATE = """\
+import os
+import threading
+
+class Gate:
+    def __init__(self):
+        self.opened = threading.Event()
+        self.log = []
+
+    def open(self):
+        self.log.append("opens")
+        self.opened.set()
+        self.count = 1
+
+    def shut(self):
+        self.opened.clear()
+
+    def end(self):
+        self.log.clear()
+        raise ValueError
+"""
+
+TESTS = """\
+import pytest
+from gate import Gate
+
+def test_log():
+    gate = Gate()
+    gate.open()
+    assert gate.log == ["opens"]
+
+def test_wait():
+    gate = Gate()
+    gate.open()
+    assert gate.opened.wait()
+
+def test_end():
+    with pytest.raises(ValueError):
+        Gate().end()
+
+def test_that_fails_anyway():
+    Gate().shut()
+    assert False
+"""
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> tuple[Reach, list[Trial]]:
+    original = tmp_path_factory.mktemp("original")
+    shutil.copytree(TOOL, original / "tests" / "mutation", ignore=lambda *_: ["__pycache__"])
+    (original / "pyproject.toml").write_text("[tool.pytest.ini_options]\n", encoding="utf-8")
+    (original / "gate.py").write_text(GATE, encoding="utf-8")
+    (original / "tests" / "test_gate.py").write_text(TESTS, encoding="utf-8")
+    tree = Tree(original, tmp_path_factory.mktemp("copies") / "copy")
+    sessions, mutants, reach = Sessions(tree, ["pytest"]), mutants_of("gate.py", GATE), Reach()
+    try:
+        instrument(tree, mutants)
+        measure(sessions, "tests/test_gate.py", simulated=False, mutants=mutants, reach=reach)
+        tree.restore("gate.py")
+        tried = [attempt(tree, sessions, each, reach, patience=5) for each in mutants]
+        assert (tree.root / "gate.py").read_text(encoding="utf-8") == GATE
+    finally:
+        sessions.close()
+    return reach, tried
+
+
+def test_each_effect_is_noticed_by_a_test_that_needs_it(trials):
+    _, tried = trials
+    assert {each.mutant.effect: each.noticed for each in tried} == {
+        "self.log.append('opens')": "tests/test_gate.py::test_log",
+        "self.opened.set()": "tests/test_gate.py::test_wait",
+        "self.count = 1": None,
+        "self.opened.clear()": None,
+        "self.log.clear()": None,
+        "raise ValueError": "tests/test_gate.py::test_end",
+    }
+
+
+def test_wait_without_an_end_counts_as_noticed(trials):
+    _, tried = trials
+    assert [each.mutant.effect for each in tried if each.hung] == ["self.opened.set()"]
+
+
+def test_only_tests_that_reach_an_effect_are_tried(trials):
+    _, tried = trials
+    reached = {each.mutant.effect: each.reached_by for each in tried}
+    assert reached["self.count = 1"] == 2
+    assert reached["raise ValueError"] == 1
+
+
+def test_tests_that_fail_without_a_change_are_left_out(trials):
+    reach, tried = trials
+    assert reach.failed == ["tests/test_gate.py::test_that_fails_anyway"]
+    assert [each.reached_by for each in tried if "opened.clear" in each.mutant.effect] == [0]
+
+
+def trial(effect: str, noticed: str | None) -> Trial:
+    mutant = Mutant("lightning_gpipe/core/run/a.py", "Run.end", effect, "waits", 0, 7, 0)
+    return Trial(mutant, noticed, hung=False, reached_by=3, tried=3, seconds=1.0)
+
+
+REASON = Explained("run/a.py", "Run.end", "self.wait(", "Only memory is freed sooner.")
+
+
+def test_survivor_is_one_that_is_not_explained():
+    tried = [trial("self.wait(1)", None), trial("self.put()", None), trial("self.get()", "tests/t")]
+    assert [each.mutant.effect for each in survivors(tried, [REASON])] == ["self.put()"]
+    assert summary(tried, [REASON]) == (
+        "3 effects taken out in turn: 1 noticed, 1 explained, 1 survivors."
+    )
+    assert "Only memory is freed sooner." in table(tried, [REASON])
+
+
+def test_explanation_that_is_no_longer_true():
+    noticed = [trial("self.wait(1)", "tests/t")]
+    assert obsolete(noticed, [REASON]) == ["run/a.py Run.end: self.wait(: noticed by tests/t"]
+    other = [trial("self.put()", None)]
+    assert obsolete(other, [REASON]) == ["run/a.py Run.end: self.wait(: there is no such effect"]
+
+
+@pytest.mark.parametrize("entry", EXPLAINED, ids=lambda entry: f"{entry.module} {entry.effect}")
+def test_explained_effect_exists(entry: Explained):
+    module = f"lightning_gpipe/core/{entry.module}"
+    source = (ROOT / module).read_text(encoding="utf-8")
+    assert any(explanation_of(each, [entry]) for each in mutants_of(module, source))
+
+
+def test_file_that_mirrors_a_module():
+    assert mirror_of("lightning_gpipe/core/run/worker.py") == "tests/core/run/test_worker.py"
