@@ -74,17 +74,18 @@ class Owners:
         self.containing: list[tuple[Holder, str]] = []  # attributes with contents
         self._getters: list[tuple[Any, dict[str, Any]]] = []
         self._slots = [holder.slots for holder in self.holders]
-        self._sizes = list(map(len, self._slots))
+        self._size = sum(map(len, self._slots))
         for holder in self.holders:
             held = holder.held
             if held:
-                self._getters.append((itemgetter(*held, *held), holder.slots))  # twice: a tuple
+                names = [*held, *held] if len(held) == 1 else held  # for two it returns a tuple
+                self._getters.append((itemgetter(*names), holder.slots))
             self.names.append(tuple(held))
             self.containing += [(holder, name) for name in held if has_contents(held[name])]
 
     def values(self) -> _Values | None:
         """The present values of all attributes; None if some were added or removed."""
-        if list(map(len, self._slots)) != self._sizes:
+        if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
             return None
         try:
             return [get(slots) for get, slots in self._getters]
@@ -121,6 +122,8 @@ class StageAttributes:
         if values is None or not self._owners.holders:
             self._owners = Owners(self._modules)
             values = self._owners.values() or ()
+        if not self._owners.containing:
+            return Before(self._owners, values, (), first)
         held = []
         for holder, name in self._owners.containing:
             slot = holder.module, holder.prefix + name
