@@ -28,6 +28,7 @@ from tests.support.meters import (
 )
 from tests.support.models import Call, Fork, Join, Through, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
+from tests.support.process import workers
 from tests.support.waiting import awaited
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -211,6 +212,23 @@ def test_output_kept_after_backward_keeps_nothing(workers: int, pipe: Pipe) -> N
     x.grad = None
 
     assert awaited(lambda: census()[1] - before, y.nbytes) == y.nbytes
+
+
+@with_and_without_threads
+def test_output_kept_after_backward_does_not_keep_the_pipeline(threads: bool) -> None:
+    """Once it kept its stages, and threads that nobody could end any more."""
+    pipeline = GPipe(perceptron(), [2, 2], devices=["cpu"] * 2, threads=threads)
+    engine = weakref.ref(pipeline.engine)
+    stage = weakref.ref(pipeline.stages[0])
+
+    y = pipeline(rows(7))
+    y.sum().backward()
+    del pipeline
+    gc.collect()
+
+    assert y.grad_fn is not None
+    assert (engine(), stage()) == (None, None)
+    assert awaited(lambda: len(workers()), 0) == 0
 
 
 def train(pipeline: GPipe) -> None:

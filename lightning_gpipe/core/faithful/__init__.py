@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful.modes import (
     refuse_cached_parametrizations,
     refuse_function_transforms,
 )
+from lightning_gpipe.core.faithful.notes import add_note
 from lightning_gpipe.core.faithful.randomness import (
     OwnGenerators,
     Randomness,
@@ -65,6 +66,7 @@ __all__ = [
     "ThreadState",
     "TrainingFlags",
     "Write",
+    "add_note",
     "check_batch_norms",
     "default_generator",
     "has_hooks",

@@ -33,6 +33,7 @@ from lightning_gpipe.core.data import Division, tree_flatten
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.mixing import RECOGNISED, Mixed, continues, mixed_by, unbatched
+from lightning_gpipe.core.faithful.notes import add_note
 
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
@@ -220,7 +221,7 @@ class _Watching:
         self._changed.__exit__(kind, error, traceback)
         likely = self._watch.likely(self._i) if isinstance(error, Exception) else None
         if error is not None and likely is not None:
-            error.add_note(f"this may be the reason: {likely}")
+            add_note(error, f"this may be the reason: {likely}")
 
 
 def _was_cut(seen: dict[int, _Seen], division: Division) -> bool:

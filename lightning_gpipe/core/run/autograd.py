@@ -137,7 +137,9 @@ class _Run(Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         output_gradients: _OutputGradients = ctx.output_gradients
         output_gradients.refuse_another_pass()
-        inputs, leaves = ctx.minibatch.backward(output_gradients.take())
+        minibatch: MiniBatch = ctx.minibatch
+        ctx.minibatch = None  # the user may keep the output, and drop the pipeline
+        inputs, leaves = minibatch.backward(output_gradients.take())
         input_gradients = [inputs[i][k] if inputs[i] else None for i, k in ctx.input_leaves]
         return (None, None, None, None, *input_gradients, *leaves)
 

@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import Context, Manager, Streams, together
+from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
 from lightning_gpipe.core.run.clocks import clock_of
 from lightning_gpipe.core.run.handed_out import term_route
@@ -135,7 +135,7 @@ class WorkerTask(Task):
             except Cancelled:
                 raise
             except BaseException as error:
-                error.add_note(f"raised in {self._describe(action)}")
+                add_note(error, f"raised in {self._describe(action)}")
                 raise
 
     def _pass_on(self, action: Action) -> None:

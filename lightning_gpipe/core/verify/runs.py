@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Rows, collect_loss_terms
-from lightning_gpipe.core.faithful import LibraryGenerators, default_generator
+from lightning_gpipe.core.faithful import LibraryGenerators, add_note, default_generator
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
 from lightning_gpipe.core.verify.asides import Aside, kept_aside
@@ -152,7 +152,7 @@ def _annotated(k: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        error.add_note(f"raised in layer {k}, which ran on the whole batch to verify the pipeline")
+        add_note(error, f"raised in layer {k}, which ran on the whole batch to verify the pipeline")
         raise
 
 
