@@ -75,6 +75,8 @@ def run(case: Case, module: nn.Module, forward: Callable[[Any], Any]) -> list[Re
             for x in inputs:
                 prepare(module)
                 outputs.append(forward(case.model.input(x)))
+        if step.grad != "grad":  # the plain module may return its input, which requires one
+            outputs = [map_tensors(torch.detach, output) for output in outputs]
         loss = sum(map(loss_of, outputs), start=torch.zeros(()))
         loss = loss + 0.01 * sum(terms.values(), start=torch.zeros(()))
         if step.between is not None:

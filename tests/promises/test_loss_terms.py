@@ -330,8 +330,10 @@ def test_term_in_an_attribute_that_is_the_only_loss(pipe: Pipe) -> None:
     y = pipeline(rows(7))
     kept_by(pipeline, 0).backward()
 
-    with pytest.warns(UserWarning, match="must be handed out of its layer: .* for layer 0.weight"):
-        del y
+    del y
+    with pytest.raises(RuntimeError, match="must be handed out of its layer: .* for layer 0.weig"):
+        pipeline(rows(7))
+    a_loss(pipeline(rows(7))).backward()
 
 
 @every_mode

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
 from lightning_gpipe.core.plan import Layout, Schedule
+from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.library_draws import LibraryDraws
@@ -48,6 +49,7 @@ class Engine:
             Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in range(layout.n)
         )
         self.timeline: Timeline | None = None
+        self._asides: list[Asides] = []  # of the latest mini-batch, if its backward has not run
         self._draws = Draws(layout.devices)
         self._library_draws = LibraryDraws()
         self._side_channels = SideChannels(self.stages)
@@ -86,6 +88,7 @@ class Engine:
             For each micro-batch its output, and the loss terms of its layers in their order; both
             in the caller's graph.
         """
+        self._check_asides()
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -98,11 +101,17 @@ class Engine:
         shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
         self._side_channels.end(shared)
-        self.timeline = minibatch.timeline
+        self.timeline, self._asides = minibatch.timeline, minibatch.asides
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return (outputs, []) if minibatch.terms is None else minibatch.terms.split(outputs)
+
+    def _check_asides(self) -> None:
+        """Raise if gradients arrived in the latest mini-batch that no backward will take."""
+        asides, self._asides = self._asides, []
+        for each in asides:
+            each.check()
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -136,4 +145,4 @@ class Engine:
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "timeline": None, "_observers": OrderedDict()}
+        return {**self.__dict__, "timeline": None, "_observers": OrderedDict(), "_asides": []}

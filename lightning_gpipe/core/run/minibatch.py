@@ -8,7 +8,6 @@ freed.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,6 +68,7 @@ class MiniBatch:
         terms: Where the loss terms are among the leaves of the outputs; None if none are collected.
         leaves: After forward, those that will have a gradient, each once: parameters, and those
             that layers captured from outside.
+        asides: Between forward and backward, what watches for other gradients on each stage.
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class MiniBatch:
         self.timeline = Timeline(schedule, [])
         self.terms = HandedOut(layout.n) if terms else None
         self.leaves: list[Tensor] = []
+        self.asides: list[Asides] = []
 
     def forward(
         self, microbatches: Sequence[FlatTree], division: Callable[[], Division | None]
@@ -138,6 +139,7 @@ class MiniBatch:
                 each.finish_forward()
             self._library_draws.end(self._flags, library, alone=alone, recomputed=self._recomputes)
             self._watches = []
+        self.asides = [each.asides for each in self._passes]
         self.leaves = self._participation.leaves()
         return outputs
 
@@ -167,14 +169,6 @@ class MiniBatch:
         for each in asides:
             each.check()
         return input_gradients, gradients
-
-    def __del__(self) -> None:
-        # Without a backward nobody takes the gradients that a layer's own loss has sent here.
-        try:
-            for each in self._release():
-                each.check()
-        except RuntimeError as error:
-            warnings.warn(str(error), stacklevel=2)
 
     def _forward(
         self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
@@ -241,7 +235,7 @@ class MiniBatch:
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
         for each in self._passes:
-            each.check_asides()
+            each.asides.check()
             each.check_unchanged()
         with self._context.default_dtype_set() if self._recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
@@ -320,10 +314,11 @@ class MiniBatch:
     def _release(self) -> list[Asides]:
         """Release everything after backward: the user may keep the output for long."""
         asides = [each.release() for each in self._passes]
+        self.asides.clear()
         self._participation = Participation(())
         self._passes, self._workers, self.leaves = [], [], []
-        for each in asides:
-            each.refuse_gradients()
+        for aside in asides:
+            aside.refuse_gradients()
         return asides
 
 

@@ -94,6 +94,7 @@ class StagePass:
     Attributes:
         stage, randomness, shadows, terms: As given.
         statistics: The statistics of the stage's batch norms, if they are deferred.
+        asides: Watches for gradients that do not come through the outputs.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class StagePass:
         self._flags = stage.training_flags
         self._microbatches: dict[int, _Kept] = {}
         self._captures = Captures(participation)
-        self._asides = Asides()
+        self.asides = Asides()
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
@@ -163,7 +164,7 @@ class StagePass:
         if needed:
             self._microbatches[i] = kept
             self._captures.record(self._behavior(inputs), inputs.leaves, leaves)
-            self._asides.watch(inputs.leaves, partial(_input_described, self.stage))
+            self.asides.watch(inputs.leaves, partial(_input_described, self.stage))
         if self.terms:
             self._terms[i] = terms.detached()
         return self._sent(outputs)
@@ -243,7 +244,7 @@ class StagePass:
         self._check_edits()
         for parameter in self.shadows.parameters:
             description = partial(_parameter_described, self.stage, parameter)
-            self._asides.watch([self.shadows.shadow_of(parameter)], description)
+            self.asides.watch([self.shadows.shadow_of(parameter)], description)
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()
@@ -282,13 +283,9 @@ class StagePass:
             )
 
     def release(self) -> Asides:
-        """Free everything that was kept for backward, and return what watches the leaves of it."""
+        """Free everything that was kept for backward, and return what watches its leaves."""
         self._microbatches.clear()
-        return self._asides
-
-    def check_asides(self) -> None:
-        """Raise if a gradient arrived before backward; see :class:`Asides`."""
-        self._asides.check()
+        return self.asides
 
     def _sent(self, outputs: FlatTree) -> FlatTree:
         """The outputs, detached: leaves for the graphs of the stages that they are sent to."""
@@ -320,7 +317,7 @@ class StagePass:
                 f"others in {self.stage}. Do not let them depend on what forward changes."
             )
         leaves = [*outputs.leaves, *terms.leaves]
-        self._asides.watch(inputs.leaves, partial(_input_described, self.stage))
+        self.asides.watch(inputs.leaves, partial(_input_described, self.stage))
         self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in leaves])
 
     def _as_in_forward(self) -> list[Manager]:
