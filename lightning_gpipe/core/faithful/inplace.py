@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import inference_mode
 
 from lightning_gpipe.core.data import copy_marks, identity, is_aliased, is_whole, overlap
 from lightning_gpipe.core.faithful.behavior import Behavior
@@ -115,7 +117,7 @@ class MutationGuard:
 def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[int]) -> list[Any]:
     """The leaves with some of them copied, each copy wherever the same tensor appears."""
     copies: dict[Hashable, Tensor] = {
-        identity(leaves[k]): copy_marks(leaves[k], leaves[k].clone())
+        identity(leaves[k]): copy_marks(leaves[k], _copy(leaves[k]))
         for k in guarded
         if k in copied or leaves[k].is_inference()
     }
@@ -125,6 +127,13 @@ def _with_copies(leaves: list[Any], guarded: Sequence[int], copied: Collection[i
     for k in guarded:
         result[k] = copies.get(identity(leaves[k]), leaves[k])
     return result
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    if not torch.is_inference_mode_enabled() or leaf.is_inference():
+        return leaf.clone()
+    with inference_mode(False):  # a clone made in inference mode would have no version counter
+        return leaf.detach().clone()
 
 
 def _versions(leaves: list[Any], guarded: Sequence[int]) -> list[tuple[int, Tensor, int]]:
