@@ -23,7 +23,7 @@ endif
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
-	@echo "make soak    4,000 drawn models, always others (a few minutes)"
+	@echo "make soak    5,000 drawn models, always others, 1,000 on simulated GPUs (a few minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -40,6 +40,8 @@ test: check
 
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \
+	    --timeout=0 -o faulthandler_timeout=0
+	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
 
 mutate: $(READY)

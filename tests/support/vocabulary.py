@@ -53,7 +53,8 @@ class Dropout(nn.Module):
         if not self.taken:
             self.masks[first] = F.dropout(torch.ones_like(x), 0.4)
         self.draws.add_(number)
-        return x * torch.cat([self.masks[k] for k in range(first, first + number)])
+        masks = [self.masks[k].to(x.device) for k in range(first, first + number)]
+        return x * torch.cat(masks)
 
 
 class Repeated(nn.Module):
@@ -355,11 +356,14 @@ ROWWISE_COMPANY: dict[str, Callable[[Tensor], Any]] = {
     "integers": lambda x: (7.7 * x).long(),
     "booleans": lambda x: x > EPS,
     "nested": lambda x: {"sin": x.sin(), "sign": ((x - EPS).sign(),)},
-    "whole": lambda x: whole(torch.ones(W)),
+    "whole": lambda x: whole(torch.ones(W, device=x.device)),
     "none": lambda x: None,
     "string": lambda x: "company",
 }
-COMPANY = ROWWISE_COMPANY | {"mean": lambda x: x.mean(), "constant": lambda x: torch.tensor(2.0)}
+COMPANY = ROWWISE_COMPANY | {
+    "mean": lambda x: x.mean(),
+    "constant": lambda x: torch.tensor(2.0, device=x.device),
+}
 
 
 @dataclass
