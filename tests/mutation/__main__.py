@@ -46,9 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places = [(tree, Sessions(tree)) for tree in trees]
         for _, sessions in places:
             stack.callback(sessions.close)
-        reach = _reach(places, options.tests, mutants)
+        reach = _known_reach(options.reach) or _reach(places, options.tests, mutants)
+        if options.reach is not None:
+            reach.save(options.reach)
         trials = _trials(places, mutants, reach, options.budget)
-    return _report(trials, Path(options.results) if options.results else None)
+    return _report(trials, options.results)
 
 
 Place = tuple[Tree, Sessions]
@@ -74,6 +76,10 @@ def _reach(places: Sequence[Place], tests: Sequence[str], mutants: Sequence[Muta
     for test in reach.failed:
         print(f"left out, as it fails without a change: {test}", file=sys.stderr)
     return reach
+
+
+def _known_reach(path: Path | None) -> Reach | None:
+    return Reach.load(path) if path is not None and path.exists() else None
 
 
 def _trials(
@@ -168,7 +174,10 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--tests", nargs="+", default=(), help="test files or folders to try")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--budget", type=float, default=inf, help="seconds of tests per mutant")
-    parser.add_argument("--results", help="the file to write the table into")
+    parser.add_argument(
+        "--reach", type=Path, help="a file that keeps which tests reach what, for further runs"
+    )
+    parser.add_argument("--results", type=Path, help="the file to write the table into")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")
     parser.add_argument("--declaration", action="store_true", help="print what is taken out")
     return parser

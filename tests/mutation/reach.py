@@ -5,13 +5,17 @@ All tests run once in a copy in which each effect says that it is reached.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from dataclasses import astuple, dataclass, field
+from pathlib import Path, PurePosixPath
+from threading import Lock
 
 from tests.mutation.mutants import Mutant, instrumented
 from tests.mutation.sessions import Sessions
 from tests.mutation.trees import Tree
+
+Key = tuple[str, str, str, int]  # of a mutant
 
 _LIMIT = 600.0  # seconds for a test of the sound code
 
@@ -41,17 +45,31 @@ class Reach:
 
     tests: list[Test] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    _of: dict[tuple[str, str, str, int], list[Test]] = field(default_factory=dict)
+    _of: dict[Key, list[int]] = field(default_factory=dict)  # indices of tests
+    _lock: Lock = field(default_factory=Lock)
 
     def add(self, test: Test, reached: Iterable[Mutant]) -> None:
         """Record what a test has reached."""
-        self.tests.append(test)
-        for mutant in reached:
-            self._of.setdefault(mutant.key, []).append(test)
+        with self._lock:
+            self.tests.append(test)
+            for mutant in reached:
+                self._of.setdefault(mutant.key, []).append(len(self.tests) - 1)
 
     def of(self, mutant: Mutant) -> list[Test]:
         """The tests that reach a mutant, the likeliest to notice it first."""
-        return sorted(self._of.get(mutant.key, ()), key=lambda test: _rank(test, mutant))
+        found = (self.tests[k] for k in self._of.get(mutant.key, ()))
+        return sorted(found, key=lambda test: _rank(test, mutant))
+
+    def save(self, path: Path) -> None:
+        """Write it to a file, from which :meth:`load` reads it."""
+        of = [[*key, tests] for key, tests in self._of.items()]
+        path.write_text(json.dumps([list(map(astuple, self.tests)), self.failed, of]), "utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Reach:
+        """What :meth:`save` wrote, if the code has not changed since; lines may have moved."""
+        tests, failed, of = json.loads(path.read_text("utf-8"))
+        return cls([Test(*each) for each in tests], failed, {tuple(k): v for *k, v in of})
 
 
 def instrument(tree: Tree, mutants: Sequence[Mutant]) -> None:
@@ -86,15 +104,22 @@ def mirror_of(module: str) -> str:
     return str(folder / f"test_{path.name}")
 
 
-_FOLDERS: Mapping[str, int] = {"core": 2, "promises": 3, "gpu": 3, "lightning": 4}
+_FOLDERS: Mapping[str, int] = {"core": 2, "promises": 3, "gpu": 4, "lightning": 5}
 
 
 def _rank(test: Test, mutant: Mutant) -> tuple[int, float]:
-    """The order of tests: the mirroring file, for streams GPUs, the room, promises, the rest."""
+    """The order of tests: for streams GPUs, the mirroring file, the room, promises, the rest.
+
+    Those on GPUs are kept together, because each change of the kind is another run of pytest.
+    """
     mirror = mirror_of(mutant.module)
-    if test.path == mirror or (mutant.on_streams and test.simulated):
-        return 0, test.seconds
-    if PurePosixPath(test.path).parent == PurePosixPath(mirror).parent:
-        return 1, test.seconds
     folder = PurePosixPath(test.path).parts[1]
-    return _FOLDERS.get(folder, 5), test.seconds
+    if mutant.on_streams and test.simulated:
+        rank = -1
+    elif test.path == mirror:
+        rank = 0
+    elif PurePosixPath(test.path).parent == PurePosixPath(mirror).parent:
+        rank = 1
+    else:
+        rank = _FOLDERS.get(folder, 6)
+    return rank, test.seconds

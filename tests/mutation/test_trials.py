@@ -114,6 +114,14 @@ def test_tests_that_fail_without_a_change_are_left_out(trials):
     assert [each.reached_by for each in tried if "opened.clear" in each.mutant.effect] == [0]
 
 
+def test_reach_is_kept_for_further_runs(trials, tmp_path: Path):
+    reach, tried = trials
+    reach.save(tmp_path / "reach.json")
+    loaded = Reach.load(tmp_path / "reach.json")
+    assert loaded.failed == reach.failed
+    assert [loaded.of(each.mutant) for each in tried] == [reach.of(each.mutant) for each in tried]
+
+
 def trial(effect: str, noticed: str | None) -> Trial:
     mutant = Mutant("lightning_gpipe/core/run/a.py", "Run.end", effect, "waits", 0, 7, 0)
     return Trial(mutant, noticed, hung=False, reached_by=3, tried=3, seconds=1.0)
