@@ -7,13 +7,16 @@ real GPUs; on simulated ones it fails the test whatever the timing was.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.transport.copies import Copies
 from tests.gpu.models import ON_GPU, WIDTH, assert_same, batch, gradients, layers
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
+from tests.support.transports import layout_of
 
 pytestmark = [
     *ON_GPU,
@@ -216,3 +219,26 @@ def test_parameter_shared_by_two_gpus(pipe: Pipe, backward_on: str) -> None:
 
     _, expected = total(tied(), batch())
     assert_same(gradients(pipeline), expected)
+
+
+def test_copies_do_not_queue_up_behind_what_the_layers_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[list[torch.cuda.Stream]] = []
+    copy = Tensor.to
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append([torch.cuda.current_stream(device) for device in TWO])
+        return copy(tensor, *args, **kwargs)
+
+    source, target = map(torch.device, TWO)
+    copies = Copies(layout_of(2, [source, target]))
+    x = batch().to(source)
+    monkeypatch.setattr(Tensor, "to", noted)
+
+    copies.send([x], source, target)
+
+    usual = [torch.cuda.current_stream(device) for device in TWO]
+    (side,) = found
+    assert side[0] != usual[0]
+    assert side[1] != usual[1]

@@ -1,11 +1,14 @@
 import copy
 import pickle
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_gpipe.core.faithful.journal import Abandoned, Attributes, Journal
+from tests.support.waiting import PATIENCE
 
 
 def test_changes_last_as_long_as_the_block() -> None:
@@ -156,3 +159,60 @@ def test_journal_that_was_reset_can_be_used_again() -> None:
         assert slots == {"a": 2}
 
     assert slots == {"a": 1}
+
+
+class Slow(dict[str, int]):
+    """Slots in whose next write a thread stays until it may go on."""
+
+    def __init__(self, **values: int) -> None:
+        super().__init__(**values)
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __setitem__(self, name: str, value: int) -> None:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.go_on.wait(PATIENCE)
+        super().__setitem__(name, value)
+
+
+def abandoned_during(journal: Journal, change: Callable[[], None], slow: Slow) -> list[str]:
+    """Abandon the journal while another thread is in a change; returns what that raised."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            change()
+        except BaseException as error:
+            errors.append(repr(error))
+
+    worker, caller = threading.Thread(target=run), threading.Thread(target=journal.abandon)
+    worker.start()
+    assert slow.begun.wait(PATIENCE)
+    caller.start()
+    caller.join(0.1)  # as it must wait for the worker, it is not over by then
+    slow.go_on.set()
+    worker.join(PATIENCE)
+    caller.join(PATIENCE)
+    return errors
+
+
+def test_journal_is_abandoned_while_a_thread_makes_a_change() -> None:
+    """Else the change would be made after it was undone, and stay."""
+    journal, slots = Journal(), Slow(a=1)
+
+    errors = abandoned_during(journal, lambda: journal.write([(slots, "a", 2)]), slots)
+
+    assert errors == []
+    assert slots == {"a": 1}
+
+
+def test_journal_is_abandoned_while_a_thread_undoes_a_change() -> None:
+    journal, slots, slow = Journal(), {"a": 1}, Slow(a=1)
+    slow.begun.set()
+    journal.write([(slots, "a", 2), (slow, "a", 2)])
+    slow.begun.clear()
+
+    errors = abandoned_during(journal, journal.undo, slow)
+
+    assert errors == []
+    assert (slots, slow, len(journal)) == ({"a": 1}, {"a": 1}, 0)
