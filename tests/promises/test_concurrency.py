@@ -3,10 +3,12 @@
 import threading
 import time
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import Function
 
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.models import (
@@ -19,7 +21,7 @@ from tests.support.models import (
     rows,
     step,
 )
-from tests.support.pipes import Pipe, every_mode
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.waiting import PATIENCE
 
 
@@ -113,6 +115,44 @@ def test_pipelines_that_share_some_layers_take_turns(pipe: Pipe) -> None:
     assert not any(thread.is_alive() for thread in threads)
     after = [p for each in (first, shared, last) for p in each.parameters()]
     assert all(one is two for one, two in zip(after, parameters, strict=True))
+
+
+class Waits(Function):
+    """The identity, whose backward waits for another thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begun: threading.Event, seen: threading.Event) -> Tensor:
+        ctx.begun, ctx.seen = begun, seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.begun.set()
+        ctx.seen.wait(0.1)
+        return gradients[0], None, None
+
+
+@with_and_without_threads
+def test_forward_while_another_thread_runs_a_backward(pipe: Pipe) -> None:
+    """Once it took the gradients on their way for those that no backward takes."""
+    begun, seen = threading.Event(), threading.Event()
+    plain = nn.Sequential(
+        nn.Linear(3, 3), Call(lambda x: Waits.apply(x, begun, seen)), nn.Linear(3, 3)
+    ).double()
+    pipeline = pipe(plain, [2, 1])
+    loss = pipeline(rows(7)).sum()
+    other = threading.Thread(target=loss.backward, daemon=True)
+    other.start()
+    assert begun.wait(PATIENCE)
+
+    output = pipeline(rows(7))
+    seen.set()
+    other.join(PATIENCE)
+    assert not other.is_alive()
+
+    assert_same(output.detach(), plain(rows(7)).detach())
+    plain(rows(7)).sum().backward()
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:

@@ -88,7 +88,10 @@ class Engine:
             For each micro-batch its output, and the loss terms of its layers in their order; both
             in the caller's graph.
         """
-        self._check_asides()
+        with (
+            self._transport.exclusive()
+        ):  # in a backward of another thread gradients are on the way
+            self._check_asides()
         minibatch = MiniBatch(
             self.stages,
             self._layout,

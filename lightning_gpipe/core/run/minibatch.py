@@ -225,6 +225,7 @@ class MiniBatch:
 
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
+        self.asides.clear()  # the next forward need not check them: this backward does
         last = self._schedule.n - 1
         sent: Iterable[Sent] = (
             (Action(Kind.BACKWARD, i, last), FlatTree(gradients), None)
@@ -314,7 +315,6 @@ class MiniBatch:
     def _release(self) -> list[Asides]:
         """Release everything after backward: the user may keep the output for long."""
         asides = [each.release() for each in self._passes]
-        self.asides.clear()
         self._participation = Participation(())
         self._passes, self._workers, self.leaves = [], [], []
         for aside in asides:
