@@ -12,27 +12,41 @@ arrives earlier is found in the leaf.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
-Description = Callable[[], str]
+from lightning_gpipe.core.faithful import Shadows
+from lightning_gpipe.core.run.stage import Stage
 
 
 class Asides:
-    """The leaves of one pass through a stage, held weakly."""
+    """The leaves of one pass through a stage, held weakly.
 
-    def __init__(self) -> None:
-        self._leaves: list[tuple[weakref.ref[Tensor], Description]] = []
+    Args:
+        stage: The stage.
+    """
 
-    def watch(self, leaves: Iterable[Any], description: Description) -> None:
-        """Watch those of ``leaves`` that require a gradient; describe them so in a message."""
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        # A leaf, and the parameter that it is the shadow of; None if it is an input.
+        self._leaves: list[tuple[weakref.ref[Tensor], nn.Parameter | None]] = []
+
+    def watch_inputs(self, leaves: Iterable[Any]) -> None:
+        """Watch those of ``leaves`` that require a gradient."""
         self._leaves += [
-            (weakref.ref(leaf), description)
+            (weakref.ref(leaf), None)
             for leaf in leaves
             if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+
+    def watch_shadows(self, shadows: Shadows) -> None:
+        """Watch the shadows of parameters."""
+        self._leaves += [
+            (weakref.ref(shadows.shadow_of(parameter)), parameter)
+            for parameter in shadows.parameters
         ]
 
     def check(self) -> None:
@@ -41,17 +55,18 @@ class Asides:
         Raises:
             RuntimeError: Names the leaf.
         """
-        for reference, description in self._leaves:
+        for reference, parameter in self._leaves:
             leaf = reference()
             if leaf is not None and leaf.grad is not None:
-                _refuse(description)
+                _refuse(self._stage, parameter)
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""
-        for reference, description in self._leaves:
+        for reference, parameter in self._leaves:
             leaf = reference()
             if leaf is not None:
-                leaf.register_post_accumulate_grad_hook(partial(_refuse, description))
+                refuse = partial(_refuse, self._stage, parameter)
+                leaf.register_post_accumulate_grad_hook(refuse)
 
 
 def explain_second_backward(error: RuntimeError) -> None:
@@ -64,9 +79,10 @@ def explain_second_backward(error: RuntimeError) -> None:
         )
 
 
-def _refuse(description: Description, *_: Tensor) -> NoReturn:
+def _refuse(stage: Stage, parameter: nn.Parameter | None, *_: Tensor) -> NoReturn:
+    leaf = "the input of" if parameter is None else f"{stage.name_of(parameter)} in"
     raise RuntimeError(
-        f"a loss term must be handed out of its layer: got a gradient for {description()} that did "
+        f"a loss term must be handed out of its layer: got a gradient for {leaf} {stage} that did "
         "not come through the pipeline's output, so it would be lost. In the layer write "
         "loss_term(name, value), and collect_loss_terms() around its call."
     )

@@ -13,18 +13,14 @@ once, if a user runs the pipeline twice before one backward.
 from __future__ import annotations
 
 import sys
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpipe.core.data import (
     FlatTree,
     Term,
     bytes_of,
-    copy_marks,
-    mark_aliased,
-    memory,
     receiving,
     tree_flatten,
     tree_unflatten,
@@ -38,15 +34,16 @@ from lightning_gpipe.core.faithful import (
     MutationGuard,
     Randomness,
     RowWatch,
-    Saved,
     Shadows,
     together,
 )
 from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.borders import apart, sent, taken
 from lightning_gpipe.core.run.captures import Captures
+from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
+from lightning_gpipe.core.run.kept import Kept
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.roots import (
-    Root,
     root_of,
 )
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
@@ -60,22 +57,6 @@ from lightning_gpipe.core.skip import (
 )
 
 _NO_TERMS = tree_flatten([])
-
-
-class _Kept(NamedTuple):
-    """What a stage keeps of a micro-batch until its backward."""
-
-    inputs: FlatTree
-    roots: list[Root | None] | None  # where backward of the outputs starts; None if dropped
-    # If it will be recomputed: the state from before, and the version counters of the inputs.
-    saved: Saved | None = None
-    versions: tuple[int, ...] = ()
-    terms: int = 0  # the number of the leaves of its loss terms
-
-    @property
-    def edited(self) -> bool:
-        """Whether an input was edited since forward, although it will be needed again."""
-        return self.roots is None and _versions(self.inputs) != self.versions
 
 
 class StagePass:
@@ -121,9 +102,9 @@ class StagePass:
         self._bare = not (randomness.redirected or self.statistics or stage.skips or watch or terms)
         self._modules = stage.modules
         self._flags = stage.training_flags
-        self._microbatches: dict[int, _Kept] = {}
+        self._microbatches: dict[int, Kept] = {}
         self._captures = Captures(participation)
-        self.asides = Asides()
+        self.asides = Asides(stage)
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
@@ -150,24 +131,24 @@ class StagePass:
                 outputs, terms = self._run(i, inputs, first=True)
             saved = self.stage.state.after(behavior, before)
             if self.stage.last:
-                outputs = _apart(outputs, inputs)
+                outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
-            kept = _Kept(inputs, None, saved, _versions(inputs), len(terms.leaves))
+            kept = Kept.dropped(inputs, saved, len(terms.leaves))
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         else:
             with self._context.saving():
                 outputs, terms = self._run(i, inputs, first=True)
             leaves = [*outputs.leaves, *terms.leaves]
             roots = [root_of(leaf) for leaf in leaves]
-            kept = _Kept(inputs, roots)
+            kept = Kept(inputs, roots)
             needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
             self._captures.record(self._behavior(inputs), inputs.leaves, leaves)
-            self.asides.watch(inputs.leaves, partial(_input_described, self.stage))
+            self.asides.watch_inputs(inputs.leaves)
         if self.terms:
             self._terms[i] = terms.detached()
-        return self._sent(outputs)
+        return sent(self.stage, outputs)
 
     def take_terms(self, i: int) -> FlatTree:
         """The loss terms of micro-batch ``i``, detached like its outputs; no longer held here."""
@@ -197,7 +178,7 @@ class StagePass:
             self._captures.run_backward(
                 roots[len(roots) - len(gradients.leaves) :], gradients.leaves
             )
-        return FlatTree([_taken(leaf) for leaf in leaves])  # of equal leaves, the first has it
+        return FlatTree([taken(leaf) for leaf in leaves])  # of equal leaves, the first has it
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
@@ -205,33 +186,7 @@ class StagePass:
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
-        if all(kept.roots is not None for kept in self._microbatches.values()):
-            return
-        self._check_inputs()
-        kept = [each.saved for each in self._microbatches.values() if each.saved is not None]
-        if self.shadows.edited:
-            change = "parameters must not be edited", "an edit, such as an optimizer step"
-        elif any(saved.buffers.lost for saved in kept):
-            change = "buffers must not be edited", "an edit"
-        elif self.stage.modules_now() != self._modules:
-            change = "modules must not be added, removed or replaced", "other modules"
-        else:
-            return
-        rule, found = change
-        raise RuntimeError(
-            f"{rule} between a forward and its backward: got {found} in {self.stage}, and its "
-            "forward is yet to be recomputed. Change the model after backward."
-        )
-
-    def _check_inputs(self) -> None:
-        i = next((i for i, kept in self._microbatches.items() if kept.edited), None)
-        if i is not None:
-            raise RuntimeError(
-                f"the input of {self.stage} must not be edited between a forward and its backward: "
-                f"got an edit in place of micro-batch {i}, and its forward is yet to be "
-                "recomputed. Edit a copy, write the next batch after backward, or write "
-                "activation_checkpointing='never'."
-            )
+        check_unchanged(self.stage, self.shadows, self._modules, self._microbatches.values())
 
     def finish_forward(self) -> None:
         """Update running statistics, and record the version counters of the parameters.
@@ -240,70 +195,19 @@ class StagePass:
             RuntimeError: If a layer registered a hook on one of its parameters while it ran, or
                 edited one in a way that cannot be honoured.
         """
-        self._check_hooks()
-        self._check_edits()
-        for parameter in self.shadows.parameters:
-            description = partial(_parameter_described, self.stage, parameter)
-            self.asides.watch([self.shadows.shadow_of(parameter)], description)
+        check_hooks(self.stage, self.shadows)
+        check_edits(self.stage, self.shadows)
+        self.asides.watch_shadows(self.shadows)
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()
         if self.statistics is not None:
             self.statistics.commit()
 
-    def _check_hooks(self) -> None:
-        parameter = self.shadows.hooked
-        if parameter is not None:
-            raise RuntimeError(
-                "hooks on parameters must be registered outside of forward: got one on "
-                f"{self.stage.name_of(parameter)}, registered while {self.stage} ran, where it "
-                "would see the gradient of each micro-batch instead of the whole. Register it "
-                "once, before the first step."
-            )
-
-    def _check_edits(self) -> None:
-        replaced = self.shadows.replaced
-        if replaced is not None:
-            raise RuntimeError(
-                "the data of a parameter that is trained must not be replaced in forward: got "
-                f"other data of {self.stage.name_of(replaced)}. Write weight.data.copy_(value) "
-                "instead of weight.data = value."
-            )
-        moved = self.shadows.moved
-        if not moved:
-            return
-        known = set(map(id, self.stage.edited_parameters))
-        unknown = next((each for each in moved if id(each) not in known), None)
-        if unknown is not None:
-            raise RuntimeError(
-                f"frozen parameters must be edited in every forward or in none: {self.stage} "
-                f"edited {self.stage.name_of(unknown)} for the first time after an earlier run "
-                "that did not, and the value before is needed for recomputation. Make it a buffer, "
-                "or write activation_checkpointing='never'."
-            )
-
     def release(self) -> Asides:
         """Free everything that was kept for backward, and return what watches its leaves."""
         self._microbatches.clear()
         return self.asides
-
-    def _sent(self, outputs: FlatTree) -> FlatTree:
-        """The outputs, detached: leaves for the graphs of the stages that they are sent to."""
-        if not self.stage.leaving:
-            return outputs.detached()
-        main = len(outputs.leaves) - len(self.stage.leaving)
-        sent = FlatTree(outputs.leaves[:main]).detached().leaves
-        targets = [self.stage.partition.index + 1] * main
-        for route, tensor in zip(self.stage.leaving, outputs.leaves[main:], strict=True):
-            sent += FlatTree([tensor]).detached().leaves
-            targets.append(route.target)
-        targets_of: dict[int | None, set[int]] = {}
-        for leaf, target in zip(sent, targets, strict=True):
-            targets_of.setdefault(memory(leaf), set()).add(target)
-        for leaf in sent:
-            if memory(leaf) is not None and len(targets_of[memory(leaf)]) > 1:
-                mark_aliased(leaf)
-        return FlatTree(sent, outputs.spec)
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
@@ -317,8 +221,8 @@ class StagePass:
                 f"others in {self.stage}. Do not let them depend on what forward changes."
             )
         leaves = [*outputs.leaves, *terms.leaves]
-        self.asides.watch(inputs.leaves, partial(_input_described, self.stage))
-        self._microbatches[i] = _Kept(inputs, [root_of(leaf) for leaf in leaves])
+        self.asides.watch_inputs(inputs.leaves)
+        self._microbatches[i] = Kept(inputs, [root_of(leaf) for leaf in leaves])
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""
@@ -348,12 +252,11 @@ class StagePass:
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
         skips = skips if stage.skips else in_flight()
-        if not (skips or stage.leaving):
-            return outputs, tree_flatten(terms) if terms else _NO_TERMS
-        leaving = tensors_leaving(skips, stage.leaving)
-        for route, tensor in zip(stage.leaving, leaving, strict=True):
-            stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
-        outputs = FlatTree([*outputs.leaves, *leaving], outputs.spec)
+        if skips or stage.leaving:
+            leaving = tensors_leaving(skips, stage.leaving)
+            for route, tensor in zip(stage.leaving, leaving, strict=True):
+                stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
+            outputs = FlatTree([*outputs.leaves, *leaving], outputs.spec)
         return outputs, tree_flatten(terms) if terms else _NO_TERMS
 
     def _around(self, i: int, skips: Table, terms: list[Term], *, first: bool) -> Manager:
@@ -387,44 +290,6 @@ class StagePass:
         if self._latest is None or self._latest[0] is not inputs.spec:
             self._latest = inputs.spec, self.stage.behavior(self._flags, inputs.spec)
         return self._latest[1]
-
-
-def _taken(leaf: Any) -> Tensor | None:
-    """The gradient of a leaf, which no longer holds it."""
-    if not isinstance(leaf, Tensor) or leaf.grad is None:
-        return None
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
-
-
-def _input_described(stage: Stage) -> str:
-    return f"the input of {stage}"
-
-
-def _parameter_described(stage: Stage, parameter: nn.Parameter) -> str:
-    return f"{stage.name_of(parameter)} in {stage}"
-
-
-def _versions(inputs: FlatTree) -> tuple[int, ...]:
-    """The version counters of the tensors among the leaves; inference tensors have none."""
-    return tuple(
-        leaf._version
-        for leaf in inputs.leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    )
-
-
-def _apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
-    """The outputs without the memory of the inputs, for the caller, who may edit them in place."""
-    kept = {memory(leaf) for leaf in inputs.leaves} - {None}
-    shared = [memory(leaf) in kept for leaf in outputs.leaves]
-    if not any(shared):
-        return outputs
-    leaves = [
-        copy_marks(leaf, leaf.clone()) if copied else leaf
-        for leaf, copied in zip(outputs.leaves, shared, strict=True)
-    ]
-    return FlatTree(leaves, outputs.spec)
 
 
 def in_layers() -> bool:
