@@ -81,7 +81,9 @@ def detached(results: Any) -> Any:
 
 @with_and_without_threads
 @every_mode
-@pytest.mark.parametrize("hands", [*([hand] for hand in HANDS), HANDS], ids=str)
+@pytest.mark.parametrize(
+    "hands", [*([hand] for hand in HANDS), HANDS], ids=[*(h.__name__ for h in HANDS), "all"]
+)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_terms_and_their_gradients(pipe: Pipe, hands: list[Hand], chunks: int) -> None:
     plain = model(*hands)
