@@ -1,5 +1,6 @@
 """Promise: a user is told, in the first mini-batches, of layers that talk past the pipeline."""
 
+import logging
 import warnings
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_object_that_is_shared_and_not_changed(pipe: Pipe, kind: type) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pipe(layers, [2, 3])(rows(7)).sum().backward()
+
+
+class Logs(nn.Module):
+    """Asks the logger that all layers of its file have, which caches the answer."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self.logger = logger
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.logger.debug("forward")
+        return x
+
+
+def test_logger_that_is_shared(pipe: Pipe) -> None:
+    logger = logging.Logger("a logger of its own")
+    layers = nn.Sequential(perceptron(2), Logs(logger), *perceptron(2), Logs(logger))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(layers, [2, 3], copy=False)(rows(7)).sum().backward()
 
 
 class Tags(nn.Module):

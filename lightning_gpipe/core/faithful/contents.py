@@ -2,11 +2,12 @@
 
 They change without the attribute being set: ``self.seen.append(x)``, ``self.mean.mul_(0.9)``. To
 notice it they must be copied. Small containers always are; large ones and tensors only in the first
-run, and in later runs if earlier ones changed them.
+run, and in later runs if earlier ones changed them. Very large ones are only then looked into.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from lightning_gpipe.core.plan import CONTAINERS, contents, within
 Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there
 
 _LARGE = 64  # elements
+_VERY_LARGE = 1024  # elements, which are looked at in the first run only
 
 
 class _Value(NamedTuple):
@@ -74,7 +76,7 @@ class Contents:
     """
 
     def __init__(self, value: Any, *, copied: bool) -> None:
-        found = list(within(value))
+        found = list(within(value, largest=math.inf if copied else _VERY_LARGE))
         self._containers = [
             _Shallow.of(each, copied=copied) for each in found if isinstance(each, CONTAINERS)
         ]

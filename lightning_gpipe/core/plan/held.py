@@ -7,13 +7,15 @@ a user's class that a module holds, such as a meter, is looked into as well.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +25,10 @@ CONTAINERS = (list, dict, set, deque)
 # The slots of nn.Module itself. A deferred batch norm, for one, has another forward while it runs.
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
-_LIBRARIES = ("builtins", "lightning", "numpy", "random", "torch")
+# Loggers and configurations too: reading them fills caches in their attributes.
+_LIBRARIES = ("builtins", "lightning", "logging", "numpy", "omegaconf", "random", "torch")
+# What holds nothing: there may be a vocabulary of them. A proxy may be that of a deleted object.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, *ProxyTypes})
 
 
 class Holder(NamedTuple):
@@ -67,19 +72,28 @@ def held_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}{'.' * bool(path)}{holder.prefix}{name}", value
 
 
-def within(value: Any) -> Iterator[Any]:
-    """Yield ``value`` and, if it is a container or a tuple, everything in it, each object once."""
+def within(value: Any, *, largest: float = math.inf) -> Iterator[Any]:
+    """Yield ``value`` and, if it is a container or a tuple, everything in it, each object once.
+
+    Numbers and strings are left out.
+
+    Args:
+        value: The object.
+        largest: The most elements of containers and tuples to look into.
+    """
     seen: set[int] = set()
-    waiting = [value]
+    waiting = [] if type(value) in _ATOMS else [value]
     while waiting:
         found = waiting.pop()
         if id(found) not in seen:
             seen.add(id(found))
             yield found
-            waiting += contents(found)
+            elements = contents(found)
+            if len(elements) <= largest:
+                waiting += [each for each in elements if type(each) not in _ATOMS]
 
 
-def contents(value: Any) -> Iterable[Any]:
+def contents(value: Any) -> Collection[Any]:
     """The elements of a container or a tuple, the values of a dict; nothing of anything else."""
     if isinstance(value, dict):
         return value.values()
@@ -96,6 +110,10 @@ def is_generator(value: Any) -> bool:
 def is_own(value: Any) -> bool:
     """Whether it is an object of a user's class, with attributes."""
     library = type(value).__module__.partition(".")[0] in _LIBRARIES
-    if library or isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS)):
+    if (
+        library
+        or type(value) in _ATOMS
+        or isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS))
+    ):
         return False
     return isinstance(getattr(value, "__dict__", None), dict)
