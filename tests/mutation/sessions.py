@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tests.mutation import probe
 from tests.mutation.trees import Tree
 
 Event = dict[str, Any]
@@ -69,7 +70,9 @@ class Sessions:
 
     def _server(self, simulated: bool) -> subprocess.Popen[str]:
         if simulated not in self._servers:
-            environment = {**os.environ, "PYTHONPATH": str(self._tree.root), "OMP_NUM_THREADS": "1"}
+            root = str(self._tree.root)
+            environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+            environment[probe.FILE] = f"{root}.reached"
             environment.pop("SIMULATED_GPUS", None)
             first: list[str] = []
             if simulated:

@@ -38,9 +38,14 @@ class Gate:
     def end(self):
         self.log.clear()
         raise ValueError
+
+    def leave(self):
+        os._exit(3)
 """
 
 TESTS = """\
+import subprocess
+import sys
 import pytest
 from gate import Gate
 
@@ -57,6 +62,10 @@ def test_wait():
 def test_end():
     with pytest.raises(ValueError):
         Gate().end()
+
+def test_process():
+    script = "from gate import Gate; Gate().leave()"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 3
 
 def test_that_fails_anyway():
     Gate().shut()
@@ -93,6 +102,7 @@ def test_each_effect_is_noticed_by_a_test_that_needs_it(trials):
         "self.opened.clear()": None,
         "self.log.clear()": None,
         "raise ValueError": "tests/test_gate.py::test_end",
+        "os._exit(3)": "tests/test_gate.py::test_process",
     }
 
 

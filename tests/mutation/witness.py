@@ -20,6 +20,7 @@ class Witness:
     """
 
     def __init__(self, lines: IO[str], tests: Sequence[str] | None) -> None:
+        probe.begin()
         self._lines = lines
         self._order = None if tests is None else {test: k for k, test in enumerate(tests)}
 
