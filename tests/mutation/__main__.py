@@ -18,6 +18,7 @@ from tests.mutation import declaration
 from tests.mutation.explained import EXPLAINED
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.reach import Reach, instrument, measure
+from tests.mutation.records import Records
 from tests.mutation.sessions import Sessions
 from tests.mutation.table import line_of, obsolete, summary, survivors, table
 from tests.mutation.trees import Tree
@@ -46,19 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         places = [(tree, Sessions(tree)) for tree in trees]
         for _, sessions in places:
             stack.callback(sessions.close)
-        reach = _known_reach(options.reach) or _reach(places, options.tests, mutants)
-        if options.reach is not None:
-            reach.save(options.reach)
-        trials = _trials(places, mutants, reach, options.budget)
+        reach = _reach(places, options.tests, mutants, options.reach)
+        records = Records(options.trials, ROOT)
+        trials = _trials(places, mutants, reach, records, options.budget)
     return _report(trials, options.results)
 
 
 Place = tuple[Tree, Sessions]
 
 
-def _reach(places: Sequence[Place], tests: Sequence[str], mutants: Sequence[Mutant]) -> Reach:
-    """Run all tests once, to see which effects they reach."""
-    reach, modules = Reach(), dict.fromkeys(each.module for each in mutants)
+def _reach(
+    places: Sequence[Place], tests: Sequence[str], mutants: Sequence[Mutant], kept: Path | None
+) -> Reach:
+    """Run tests once, to see which effects they reach; all of them if nothing is known yet."""
+    known = kept is not None and kept.exists()
+    reach = Reach.load(kept) if kept is not None and known else Reach()
+    files = [] if known and not tests else list(_files(tests))
+    modules = dict.fromkeys(each.module for each in mutants)
     # Effects are counted per module, so whole modules are instrumented, whatever was chosen.
     every = [each for module in modules for each in _mutants_in(module)]
     for tree, _ in places:
@@ -69,30 +74,36 @@ def _reach(places: Sequence[Place], tests: Sequence[str], mutants: Sequence[Muta
         measure(place[1], path, simulated=simulated, mutants=every, reach=reach)
         print(f"{path}: {len(reach.tests)} tests so far", file=sys.stderr)
 
-    _shared_out(places, list(_files(tests)), run)
+    for path in files:
+        reach.forget(path)
+    _shared_out(places, files, run)
     for tree, _ in places:
         for module in modules:
             tree.restore(module)
     for test in reach.failed:
         print(f"left out, as it fails without a change: {test}", file=sys.stderr)
+    if kept is not None:
+        reach.save(kept)
     return reach
 
 
-def _known_reach(path: Path | None) -> Reach | None:
-    return Reach.load(path) if path is not None and path.exists() else None
-
-
 def _trials(
-    places: Sequence[Place], mutants: Sequence[Mutant], reach: Reach, budget: float
+    places: Sequence[Place],
+    mutants: Sequence[Mutant],
+    reach: Reach,
+    records: Records,
+    budget: float,
 ) -> list[Trial]:
-    trials: list[Trial] = []
+    trials = records.noticed(mutants)
+    known = {trial.mutant for trial in trials}
 
     def run(place: Place, mutant: Mutant) -> None:
         trial = attempt(*place, mutant, reach, budget=budget)
+        records.add(trial)
         trials.append(trial)
         print(f"{len(trials)}/{len(mutants)} {line_of(trial)}", flush=True)
 
-    _shared_out(places, mutants, run)
+    _shared_out(places, [each for each in mutants if each not in known], run)
     return trials
 
 
@@ -175,7 +186,12 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--budget", type=float, default=inf, help="seconds of tests per mutant")
     parser.add_argument(
-        "--reach", type=Path, help="a file that keeps which tests reach what, for further runs"
+        "--reach",
+        type=Path,
+        help="a file that keeps which tests reach what; with it only those of --tests run for that",
+    )
+    parser.add_argument(
+        "--trials", type=Path, help="a file that keeps what was noticed, and is not tried again"
     )
     parser.add_argument("--results", type=Path, help="the file to write the table into")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run nothing")

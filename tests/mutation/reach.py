@@ -55,6 +55,13 @@ class Reach:
             for mutant in reached:
                 self._of.setdefault(mutant.key, []).append(len(self.tests) - 1)
 
+    def forget(self, path: str) -> None:
+        """Forget the tests of a file, which will run again."""
+        gone = {k for k, test in enumerate(self.tests) if test.path == path}
+        self.failed = [test for test in self.failed if test.partition("::")[0] != path]
+        for tests in self._of.values():
+            tests[:] = [k for k in tests if k not in gone]
+
     def of(self, mutant: Mutant) -> list[Test]:
         """The tests that reach a mutant, the likeliest to notice it first."""
         found = (self.tests[k] for k in self._of.get(mutant.key, ()))

@@ -10,6 +10,7 @@ import pytest
 from tests.mutation.explained import EXPLAINED, Explained
 from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.reach import Reach, instrument, measure, mirror_of
+from tests.mutation.records import Records
 from tests.mutation.sessions import Sessions
 from tests.mutation.table import explanation_of, obsolete, summary, survivors, table
 from tests.mutation.trees import Tree
@@ -130,6 +131,29 @@ def test_reach_is_kept_for_further_runs(trials, tmp_path: Path):
     loaded = Reach.load(tmp_path / "reach.json")
     assert loaded.failed == reach.failed
     assert [loaded.of(each.mutant) for each in tried] == [reach.of(each.mutant) for each in tried]
+
+
+def test_tests_that_run_again_are_known_once(trials, tmp_path: Path):
+    kept, tried = trials
+    kept.save(tmp_path / "reach.json")
+    reach = Reach.load(tmp_path / "reach.json")
+    reach.forget("tests/test_gate.py")
+    assert all(reach.of(each.mutant) == [] for each in tried)
+
+
+def test_noticed_effects_are_not_tried_again(tmp_path: Path):
+    (tmp_path / "gate.py").write_text(GATE, encoding="utf-8")
+    first, second = mutants_of("gate.py", GATE)[:2]
+    kept = tmp_path / "trials"
+    noticed = Trial(first, "tests/t", hung=True, reached_by=3, tried=2, seconds=1.0)
+    records = Records(kept, tmp_path)
+    records.add(noticed)
+    records.add(Trial(second, None, hung=False, reached_by=3, tried=3, seconds=1.0))
+
+    assert Records(kept, tmp_path).noticed([first, second]) == [noticed]
+
+    (tmp_path / "gate.py").write_text(f"{GATE}# changed", encoding="utf-8")
+    assert Records(kept, tmp_path).noticed([first, second]) == []
 
 
 def trial(effect: str, noticed: str | None) -> Trial:
