@@ -161,6 +161,30 @@ def test_journal_that_was_reset_can_be_used_again() -> None:
     assert slots == {"a": 1}
 
 
+def test_changes_that_an_interrupt_left_are_undone_on_reset() -> None:
+    journal, slots = Journal(), {"a": 1}
+    journal.write([(slots, "a", 2)])
+
+    journal.reset()
+
+    assert slots == {"a": 1}
+
+
+def test_lock_that_an_interrupt_left_is_open_after_reset() -> None:
+    """Ctrl-C just before a ``with`` block exits leaves it to a thread that will not open it."""
+    journal, slots, written = Journal(), {"a": 1}, threading.Event()
+    journal._lock.acquire()
+
+    journal.reset()
+
+    def write() -> None:
+        journal.write([(slots, "a", 2)])
+        written.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    assert written.wait(PATIENCE)
+
+
 class Slow(dict[str, int]):
     """Slots in whose next write a thread stays until it may go on."""
 

@@ -2,18 +2,21 @@ import copy
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
 import torch
+from typing_extensions import override
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
 from lightning_gpipe.core.plan import Action, Kind, Route, SkipName, fill_drain, one_each
 from lightning_gpipe.core.transport import local
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
+from lightning_gpipe.core.transport.threads import Outcomes
 from tests.support.faults import Busy
 from tests.support.transports import Job, layout_of
 from tests.support.waiting import NEVER, PATIENCE, awaited
@@ -65,6 +68,10 @@ def forward(i: int, j: int) -> Action:
 
 def fail(error: BaseException) -> None:
     raise error
+
+
+def take_a_while() -> None:
+    time.sleep(0.1)
 
 
 def note(place: list[threading.Thread]) -> None:
@@ -347,6 +354,119 @@ def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> Non
     assert awaited(alive, None) is None
 
 
+# One run at a time.
+
+
+def test_other_thread_waits_until_the_run_has_ended(transport: LocalTransport) -> None:
+    busy, order = Busy(), list[str]()
+
+    def work() -> None:
+        busy()
+        order.append("the run")
+
+    def enter() -> None:
+        with transport.exclusive():
+            order.append("the other")
+
+    caller = threading.Thread(target=run, args=(transport, transport.open(PHASE), [work, nothing]))
+    other = threading.Thread(target=enter)
+    caller.start()
+    assert busy.begun.wait(PATIENCE)
+    other.start()
+    other.join(0.1)  # as it must wait, it is not over by then
+    busy.end()
+    caller.join(PATIENCE)
+    other.join(PATIENCE)
+
+    assert order == ["the run", "the other"]
+
+
+def test_next_turn_waits_for_the_busy_worker_of_a_failed_run(transport: LocalTransport) -> None:
+    busy, over = Busy(), list[bool]()
+    with pytest.raises(KeyError):
+        run(transport, transport.open(PHASE), [partial(fail, KeyError()), busy])
+
+    def enter() -> None:
+        with transport.exclusive():
+            over.append(busy.over)
+
+    other = threading.Thread(target=enter)
+    other.start()
+    other.join(0.1)  # as it must wait, it is not over by then
+    busy.end()
+    other.join(PATIENCE)
+
+    assert over == [True]
+
+
+@pytest.mark.parametrize("after", ["a run", "a failed run and the wait for it"])
+def test_next_turn_does_not_ask_threads_that_have_ended(
+    transport: LocalTransport, after: str
+) -> None:
+    """A message to each thread and back would cost every mini-batch."""
+    if after == "a run":
+        run(transport, transport.open(PHASE), [nothing, nothing])
+    else:
+        with pytest.raises(KeyError):
+            run(transport, transport.open(PHASE), [partial(fail, KeyError()), nothing])
+        with transport.exclusive():
+            pass
+    busy, entered = Busy(), threading.Event()
+    transport._pool.threads[0].put(busy)
+
+    def enter() -> None:
+        with transport.exclusive():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    other.start()
+
+    assert entered.wait(PATIENCE / 2)
+    busy.end()
+    other.join(PATIENCE)
+
+
+class Abandoned(Job):
+    """A task that takes its time to be abandoned."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__(function)
+        self.over = False
+
+    @override
+    def abandon(self) -> None:
+        take_a_while()
+        self.over = True
+
+
+def test_busy_task_is_abandoned_before_the_error_reaches_the_caller(
+    transport: LocalTransport,
+) -> None:
+    busy = Busy()
+    task = Abandoned(busy)
+
+    with pytest.raises(KeyError):
+        transport.run(transport.open(PHASE), [Job(partial(fail, KeyError())), task])
+
+    assert task.over
+    busy.end()
+
+
+def test_busy_task_is_abandoned_although_the_wait_for_it_is_interrupted(
+    transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Busy()
+    task = Abandoned(busy)
+    run(transport, transport.open(PHASE), [nothing, nothing])
+    monkeypatch.setattr(Outcomes, "wait_for_all", lambda self, timeout: fail(KeyboardInterrupt()))
+
+    with pytest.raises(KeyboardInterrupt):
+        transport.run(transport.open(PHASE), [Job(partial(fail, KeyError())), task])
+
+    assert task.over
+    busy.end()
+
+
 # Intra-op threads.
 
 
@@ -421,3 +541,32 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
 def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport) -> None:
     with pytest.raises(RuntimeError, match="it ended without"):
         transport.open(PHASE).receive(forward(0, 2))
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
+def test_share_is_set_once(transport: LocalTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(transport, transport.open(PHASE), [nothing, nothing])
+    calls: list[int] = []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", calls.append)
+        run(transport, transport.open(PHASE), [nothing, nothing])
+
+    assert calls == []
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
+def test_threads_that_come_later_have_the_callers_number_although_a_worker_is_slow(
+    transport: LocalTransport,
+) -> None:
+    run(transport, transport.open(PHASE), [nothing, nothing])
+    torch.set_num_threads(2)
+    transport._pool.threads[0].put(take_a_while)
+    found: list[int] = []
+
+    run(transport, transport.open(PHASE), [nothing, nothing])
+    later = threading.Thread(target=intra_op_of, args=(found,))
+    later.start()
+    later.join()
+
+    assert found == [2]
