@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import TypeVar
 
 from tests.mutation import declaration
@@ -112,10 +113,10 @@ def _shared_out(
 ) -> None:
     """Do all work, each place a piece at a time."""
     waiting = iter(work)
-    lock = Lock()
+    lock, stopped = Lock(), Event()
 
     def take_turns(place: Place) -> None:
-        while True:
+        while not stopped.is_set():
             with lock:
                 piece = next(waiting, None)
             if piece is None:
@@ -123,7 +124,10 @@ def _shared_out(
             run(place, piece)
 
     with ThreadPoolExecutor(len(places)) as pool:
-        list(pool.map(take_turns, places))
+        try:
+            list(pool.map(take_turns, places))
+        finally:
+            stopped.set()  # an interrupt waits for the pieces at hand only
 
 
 def _report(trials: Sequence[Trial], results: Path | None) -> int:
@@ -200,4 +204,5 @@ def _options() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the servers too, as Ctrl-C does
     sys.exit(main())

@@ -1,0 +1,66 @@
+"""All workers in turns on the calling thread."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+from typing_extensions import override
+
+from lightning_gpipe.core.plan import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport
+from tests.support.transports import Job, layout_of
+
+CPU = torch.device("cpu")
+PHASE = fill_drain(2, one_each(2)).phase(0)
+
+
+class Noted(Job):
+    """A task that notes what happens to it."""
+
+    def __init__(self, name: str, place: list[str]) -> None:
+        super().__init__(lambda: None)
+        self._name, self._place = name, place
+
+    @override
+    def session(self) -> AbstractContextManager[None]:
+        return self._session()
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        self._place.append(f"{self._name} begins")
+        yield
+        self._place.append(f"{self._name} ends")
+
+    @override
+    def perform(self, actions: Sequence[Action]) -> None:
+        self._place.append(" ".join(map(str, actions)))
+
+
+def test_sessions_last_as_long_as_all_actions() -> None:
+    transport, place = InlineTransport(layout_of(2, [CPU, CPU])), list[str]()
+
+    transport.run(transport.open(PHASE), [Noted("one", place), Noted("other", place)])
+
+    assert place[:2] == ["one begins", "other begins"]
+    assert place[-2:] == ["other ends", "one ends"]
+    assert len(place) > 4
+
+
+def test_value_that_no_action_has_sent() -> None:
+    transport = InlineTransport(layout_of(2, [CPU, CPU]))
+
+    with pytest.raises(RuntimeError, match="it ended without"):
+        transport.open(PHASE).receive(Action(Kind.FORWARD, 0, 2))
+
+
+def test_run_by_threads_within_a_run_on_the_calling_thread() -> None:
+    threads = LocalTransport(layout_of(2, [CPU, CPU]))
+    inline = threads.inline()
+
+    def run_within() -> None:
+        threads.run(threads.open(PHASE), [Job(lambda: None)] * 2)
+
+    with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
+        inline.run(inline.open(PHASE), [Job(run_within), Job(lambda: None)])
+    threads.close()
