@@ -354,6 +354,35 @@ def test_nothing_of_a_finished_job_stays_alive(transport: LocalTransport) -> Non
     assert awaited(alive, None) is None
 
 
+class Fault(Exception):
+    """An error to which there can be a weak reference."""
+
+
+def break_down() -> None:
+    raise Fault
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+def test_error_is_freed_once_it_is_handled(transport: LocalTransport) -> None:
+    """Its traceback refers to all that was local in the layers, which can be gigabytes."""
+
+    def handled() -> weakref.ref[Fault]:
+        try:
+            run(transport, transport.open(PHASE), [break_down, nothing])
+        except Fault as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    assert awaited(handled(), None) is None
+
+
 # One run at a time.
 
 
@@ -465,6 +494,19 @@ def test_busy_task_is_abandoned_although_the_wait_for_it_is_interrupted(
 
     assert task.over
     busy.end()
+
+
+def test_caller_sleeps_while_the_workers_work(
+    transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that looked again and again would take the core of a worker."""
+    monkeypatch.setattr(local, "_POLL", NEVER)
+    looks: list[None] = []
+    monkeypatch.setattr(transport, "_check_threads", lambda: looks.append(None))
+
+    run(transport, transport.open(PHASE), [take_a_while, nothing])
+
+    assert len(looks) <= 1
 
 
 # Intra-op threads.
