@@ -135,6 +135,18 @@ class Average(nn.Module):
         return y
 
 
+class Histogram(nn.Module):
+    """Counts in a NumPy array."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.counts = np.zeros(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[: len(x)] += 1
+        return x * float(self.counts.sum())
+
+
 LAYERS = {
     "a counter": Counter(),
     "an attribute that does not exist at first": Previous(),
@@ -148,6 +160,8 @@ LAYERS = {
     "a tensor": Average(listed=False, data=False),
     "a tensor edited through .data": Average(listed=False, data=True),
     "a list of tensors": Average(listed=True, data=False),
+    "a NumPy array": Histogram(5),
+    "a large NumPy array": Histogram(500),
 }
 
 
@@ -164,7 +178,7 @@ def test_attributes(layer: nn.Module, pipe: Pipe) -> None:
 def _state(layer: nn.Module) -> dict[str, Any]:
     state = {name: each for name, each in vars(layer).items() if name not in vars(nn.Module())}
     state.update(vars(state.pop("meter", None) or Meter()))
-    return state
+    return {name: each.tolist() if name == "counts" else each for name, each in state.items()}
 
 
 class Vocabulary(nn.Module):

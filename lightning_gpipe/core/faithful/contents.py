@@ -1,13 +1,15 @@
-"""The contents of lists, dicts, sets, deques and tensors that modules hold in attributes.
+"""The contents of lists, dicts, sets, deques, arrays and tensors that modules hold in attributes.
 
 They change without the attribute being set: ``self.seen.append(x)``, ``self.mean.mul_(0.9)``. To
 notice it they must be copied. Small containers always are; large ones and tensors only in the first
 run, and in later runs if earlier ones changed them. Very large ones are only then looked into.
+NumPy arrays are treated as large containers are, if they are not very large.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any, NamedTuple
@@ -23,6 +25,7 @@ Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first fo
 
 _LARGE = 64  # elements
 _VERY_LARGE = 1024  # elements, which are looked at in the first run only
+_LARGEST_ARRAY = 2**20  # bytes; larger ones may be data sets
 
 
 class _Value(NamedTuple):
@@ -67,6 +70,17 @@ class _Shallow(NamedTuple):
         return not (keys and all(map(is_, contents(self.container), contents(self.copy))))
 
 
+class _Array(NamedTuple):
+    """A NumPy array as it was."""
+
+    array: Any
+    copy: Any
+
+    @property
+    def moved(self) -> bool:
+        return bool(self.array.tobytes() != self.copy.tobytes())  # a NaN is equal to itself
+
+
 class Contents:
     """The contents of one object that a module holds, before a run.
 
@@ -83,11 +97,18 @@ class Contents:
         self._values = [
             _Value.of(each, copied=copied) for each in found if isinstance(each, Tensor)
         ]
+        self._arrays = [
+            _Array(each, each.copy())
+            for each in found
+            if _is_array(each) and (copied or each.size <= _LARGE)
+        ]
 
     def moved(self, *, compared: bool) -> bool:
         """Whether they were changed; ``compared``: compare the values of tensors too."""
-        return any(each.moved for each in self._containers) or any(
-            each.moved(compared=compared) for each in self._values
+        return (
+            any(each.moved for each in self._containers)
+            or any(each.moved for each in self._arrays)
+            or any(each.moved(compared=compared) for each in self._values)
         )
 
     @property
@@ -106,6 +127,8 @@ class Contents:
         for container, _, copy in self._containers:
             if copy is not None:
                 yield _Elements(container), "elements", _replaced(copy, values)
+        for array, copy in self._arrays:
+            yield _Numbers(array), "numbers", copy
 
     def left(self) -> Iterator[Left]:
         """The tensors with a graph that were put into lists and dicts since."""
@@ -120,8 +143,17 @@ class Contents:
 
 
 def has_contents(value: Any) -> bool:
-    """Whether it is, or holds, a container or a tensor."""
-    return any(isinstance(each, (Tensor, *CONTAINERS)) for each in within(value))
+    """Whether it is, or holds, a container, an array or a tensor."""
+    return any(isinstance(each, (Tensor, *CONTAINERS)) or _is_array(each) for each in within(value))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of numbers in memory that may change, of a size to be copied."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return False
+    fixed = isinstance(value, numpy.memmap) or not value.flags.writeable
+    return not (fixed or value.dtype.hasobject) and bool(value.nbytes <= _LARGEST_ARRAY)
 
 
 def left_in(slots: Slots, name: Any) -> Iterator[Left]:
@@ -150,6 +182,22 @@ class _Elements:
 
     def __delitem__(self, name: str) -> None:
         raise AssertionError("a container always has elements, if only none")
+
+
+class _Numbers:
+    """The numbers in an array, as a slot."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __getitem__(self, name: str) -> Any:
+        return self._array.copy()
+
+    def __setitem__(self, name: str, numbers: Any) -> None:
+        self._array[...] = numbers
+
+    def __delitem__(self, name: str) -> None:
+        raise AssertionError("an array always has its numbers")
 
 
 def _elements(container: Any) -> Any:
