@@ -128,3 +128,20 @@ def test_weights_of_another_layer_in_a_list(pipe: Pipe) -> None:
     for module in (one, other):
         a_loss(module(rows(7))).backward()
     assert_same([p.grad for p in other.parameters()], [p.grad for p in one.parameters()])
+
+
+@with_and_without_threads
+def test_tensor_that_requires_a_gradient_later(pipe: Pipe) -> None:
+    """The graph behind it is not kept for the other micro-batches; the error says why."""
+    layers, network = conditioned()
+    pipeline = pipe(layers, [2, 3])
+    for film in films_of(pipeline):
+        film.scale = network(rows(1))[0].detach()
+    pipeline(rows(7)).sum().backward()
+    scale = network(rows(1))[0]
+    for film in films_of(pipeline):
+        film.scale = scale
+
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        pipeline(rows(7)).sum().backward()
+    assert "did not require a gradient in the first" in "".join(caught.value.__notes__)

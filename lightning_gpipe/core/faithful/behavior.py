@@ -79,3 +79,6 @@ class Behaviors:
         if len(self._recorded) > _CAPACITY:
             self._recorded.popitem(last=False)
         return behavior
+
+    def __reduce__(self) -> tuple[type[Behaviors], tuple[()]]:
+        return Behaviors, ()  # a copy records it anew; a file must not have PyTorch's TreeSpecs

@@ -92,6 +92,9 @@ class RowWatches:
             self._known.clear()
         self._known.add(signature)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": set()}  # as those of Behaviors
+
 
 class RowWatch:
     """Watches what the modules of one stage get in one mini-batch."""

@@ -75,7 +75,9 @@ def explain_second_backward(error: RuntimeError) -> None:
         error.add_note(
             "A tensor that a layer has kept aside, in an attribute or through a hook, shares a "
             "graph with the pipeline's output, and both are in the loss. Let the layer return it "
-            "as a part of its output, or hand it out with loss_term(name, value)."
+            "as a part of its output, or hand it out with loss_term(name, value). Or a layer uses "
+            "a tensor without being given it, which did not require a gradient in the first "
+            "mini-batch: pass it with the input, marked by whole(tensor)."
         )
 
 
