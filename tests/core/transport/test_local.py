@@ -586,6 +586,28 @@ def test_caller_does_not_wait_for_what_no_worker_made(transport: LocalTransport)
 
 
 @pytest.mark.usefixtures("_four_intra_op_threads")
+def test_caller_is_interrupted_while_the_workers_take_their_share(
+    transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Outcomes.wait_for_all
+
+    def interrupted(outcomes: Outcomes, timeout: float) -> None:
+        wait(outcomes, timeout)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outcomes, "wait_for_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(transport, transport.open(PHASE), [nothing, nothing])
+    found: list[int] = []
+    later = threading.Thread(target=intra_op_of, args=(found,))
+    later.start()
+    later.join()
+
+    assert found == [4]
+
+
+@pytest.mark.usefixtures("_four_intra_op_threads")
 def test_share_is_set_once(transport: LocalTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     run(transport, transport.open(PHASE), [nothing, nothing])
     calls: list[int] = []

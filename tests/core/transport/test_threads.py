@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_gpipe.core.transport.threads import WorkerThread
+from lightning_gpipe.core.transport.threads import WorkerThread, lineage
 from tests.support.waiting import PATIENCE
 
 
@@ -32,6 +32,16 @@ def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
 
     assert seen == [("worker under test", True)]
     assert not thread.current
+
+
+def test_thread_knows_for_whom_it_works_as_long_as_it_does(thread: WorkerThread) -> None:
+    seen: list[list[threading.Thread]] = []
+
+    thread.work(lambda: seen.append(lineage()))
+    thread.put(lambda: seen.append(lineage()))
+    thread.join(PATIENCE)
+
+    assert seen == [[thread._thread, threading.current_thread()], [thread._thread]]
 
 
 def test_joined_thread_has_ended(thread: WorkerThread) -> None:
