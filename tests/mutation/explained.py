@@ -21,4 +21,19 @@ class Explained(NamedTuple):
     reason: str
 
 
-EXPLAINED: tuple[Explained, ...] = ()
+_NEVER = "Cannot happen: "
+
+EXPLAINED = (
+    Explained(
+        "transport/threads.py",
+        "_Thread.work",
+        "finally: self.caller = None",
+        _NEVER + "a job does not raise, see WorkerThread.",
+    ),
+    Explained(
+        "transport/threads.py",
+        "Outcomes._run",
+        "finally: self._ended.append(None)",
+        _NEVER + "the handler above lets no error pass. It is written for one in the handler.",
+    ),
+)

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_gpipe.core.transport.threads import WorkerThread, lineage
+from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread, lineage
 from tests.support.waiting import PATIENCE
 
 
@@ -82,3 +82,14 @@ def test_joining_does_not_wait_longer_than_it_is_told(thread: WorkerThread) -> N
 
 def test_thread_does_not_keep_the_interpreter_alive(thread: WorkerThread) -> None:
     assert thread._thread.daemon
+
+
+def test_caller_sleeps_until_all_jobs_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here they end while it sleeps, so it would wait in vain if it did not."""
+    outcomes = Outcomes(2)
+    jobs = [outcomes.of(lambda: None) for _ in range(2)]
+    monkeypatch.setattr(outcomes, "wait", lambda timeout: jobs.pop()())
+
+    outcomes.wait_for_all(PATIENCE)
+
+    assert outcomes.pending == 0
