@@ -16,7 +16,7 @@ from tests.mutation.trees import Tree
 # Tests in one run of pytest: the first runs are short, as most mutants are noticed there.
 _SHARES = (5.0, 30.0)  # seconds of tests
 _FACTOR = 5.0  # how much longer than usual a test may take, after PATIENCE
-PATIENCE = 15.0  # seconds
+PATIENCE = 10.0  # seconds
 
 
 @dataclass(frozen=True)
