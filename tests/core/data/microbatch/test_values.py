@@ -71,7 +71,6 @@ def test_rows_of_an_array(shape: tuple[int, ...]) -> None:
         whole(np.arange(7)),
         whole((1, 2, 3, 4, 5, 6, 7)),
     ],
-    ids=str,
 )
 def test_other_values_are_whole(value: Any) -> None:
     for piece in split(value):
