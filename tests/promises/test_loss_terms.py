@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, PaddedSequences, collect_loss_terms, loss_term
 from lightning_gpipe.core.data.terms import Reduction
-from tests.support.models import a_loss, assert_same, gradients, rows
+from tests.support.models import Call, a_loss, assert_same, gradients, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 Hand = Callable[[nn.Linear, Tensor], None]
@@ -91,6 +91,44 @@ def test_terms_and_their_gradients(pipe: Pipe, hands: list[Hand], chunks: int) -
 
     for _ in range(2):
         assert_same(detached(run(pipeline)), detached(run(plain)))
+
+
+def mean_of_the_marked(x: Tensor) -> Tensor:
+    """Hands out the mean of the rows that begin with a positive number, and its number of rows."""
+    marked = x[x[:, 0] > 0]
+    loss_term("marked", marked.exp().mean(), reduction="mean", weight=len(marked))
+    return x
+
+
+def clamped_mean_of_the_marked(x: Tensor) -> Tensor:
+    marked = x[x[:, 0] > 0]
+    mean = marked.exp().sum() / max(1, marked.numel())
+    loss_term("marked", mean, reduction="mean", weight=len(marked))
+    return x
+
+
+@with_and_without_threads
+@every_mode
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_micro_batches_without_weight(pipe: Pipe, number: int) -> None:
+    """The mean of no elements is NaN, which nothing times zero makes zero."""
+    marks = mean_of_the_marked if number else clamped_mean_of_the_marked
+    first = nn.Linear(3, 3)
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(3))
+        first.bias.zero_()
+    plain = nn.Sequential(first, nn.Tanh(), Call(marks), nn.Linear(3, 3)).double()
+    x = rows(7).detach()
+    x[:, 0] = x[:, 0].abs() * torch.where(torch.arange(7) < number, 1, -1)
+    pipeline = pipe(plain, [3, 1])
+
+    results = []
+    for module in (plain, pipeline):
+        with collect_loss_terms() as terms:
+            output = module(x)
+        (a_loss(output) + terms["marked"]).backward()
+        results.append((terms["marked"].detach(), gradients(module)))
+    assert_same(*results)
 
 
 @every_mode

@@ -151,8 +151,7 @@ def reduced(
             continue
         weights = _weights(terms, division)
         total = sum(weights)
-        shares = [term.value * (w / total) for term, w in zip(terms, weights, strict=True)]
-        yield first._replace(value=sum(shares[1:], start=shares[0]), weight=total)
+        yield first._replace(value=_mean([term.value for term in terms], weights), weight=total)
 
 
 def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> list[float]:
@@ -168,6 +167,15 @@ def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> 
             "weight=len(x))."
         )
     return list(known.sizes)
+
+
+def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of the values that have a weight; the mean of nothing may be NaN."""
+    total = sum(weights)
+    if total == 0:
+        return torch.stack(list(values)).mean()
+    shares = [value * (w / total) for value, w in zip(values, weights, strict=True) if w != 0]
+    return sum(shares[1:], start=shares[0])
 
 
 def _add(terms: dict[str, Tensor], term: Term) -> None:
