@@ -101,3 +101,36 @@ def test_drawing_between_forwards_is_not_the_layers(pipe: Pipe, library: str) ->
     for _ in range(4):
         DRAWS[library]()
         pipeline(rows(7)).sum().backward()
+
+
+class LaterDropout(nn.Module):
+    """Draws from PyTorch's generator from the third step on."""
+
+    steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x) if self.steps > 1 else x
+
+
+class Noise(nn.Module):
+    """Draws from Python's generator in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.random()
+
+
+def test_forward_that_runs_again_draws_the_same(pipe: Pipe) -> None:
+    """It runs again with private generators once PyTorch's are drawn from for the first time."""
+    plain = nn.Sequential(Noise(), nn.Linear(3, 3), LaterDropout()).double()
+    pipeline = pipe(plain, [2, 1], chunks=1, threads=False)
+
+    after = []
+    for module in (plain, pipeline):
+        random.seed(5)
+        for step in range(4):
+            for layer in module:
+                if isinstance(layer, LaterDropout):
+                    layer.steps = step
+            module(rows(7)).sum().backward()
+        after.append(random.random())
+    assert after[0] == after[1]

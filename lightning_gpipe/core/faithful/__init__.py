@@ -16,7 +16,11 @@ from lightning_gpipe.core.faithful.contents import Contents
 from lightning_gpipe.core.faithful.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.inplace import MutationGuard
 from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
-from lightning_gpipe.core.faithful.library_generators import LibraryGenerators, LibraryState
+from lightning_gpipe.core.faithful.library_generators import (
+    LibraryGenerators,
+    LibrarySnapshot,
+    LibraryState,
+)
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
     ThreadState,
@@ -50,6 +54,7 @@ __all__ = [
     "DeferredStatistics",
     "Journal",
     "LibraryGenerators",
+    "LibrarySnapshot",
     "LibraryState",
     "Manager",
     "MutationGuard",

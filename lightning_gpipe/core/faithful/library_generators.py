@@ -12,6 +12,8 @@ import random
 import sys
 from typing import Any
 
+from lightning_gpipe.core.plan import Slot
+
 LibraryState = tuple[Any, ...]
 
 
@@ -39,3 +41,17 @@ class LibraryGenerators:
         (_, keys, *place), (_, before, *old) = numpy, state[1]
         same = place == old and (keys == before).all()
         return moved if same else [*moved, "numpy.random"]
+
+
+class LibrarySnapshot:
+    """The states before a whole forward, which may have to be run again."""
+
+    lost: Slot | None = None
+
+    def __init__(self) -> None:
+        self._generators = LibraryGenerators()
+        self._state = self._generators.get_state()
+
+    def restore(self) -> None:
+        """Restore the states."""
+        self._generators.set_state(self._state)

@@ -22,6 +22,7 @@ from lightning_gpipe.core.faithful import (
     NOTHING,
     Context,
     LibraryGenerators,
+    LibrarySnapshot,
     OwnGenerators,
     Randomness,
     RowWatch,
@@ -219,9 +220,11 @@ class MiniBatch:
             private = shared.private(stage.partition.index, grad=self._context.grad)
         return Randomness(own, private)
 
-    def _snapshots(self, first: bool) -> Iterator[Snapshot]:
+    def _snapshots(self, first: bool) -> Iterator[Snapshot | LibrarySnapshot]:
         """Snapshots to run forward again, for the first time with these training flags or not."""
-        return (stage.snapshot(first=first) for stage in self._stages)
+        yield from (stage.snapshot(first=first) for stage in self._stages)
+        if self._library_draws.saved(self._flags):
+            yield LibrarySnapshot()
 
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
