@@ -36,4 +36,23 @@ EXPLAINED = (
         "finally: self._ended.append(None)",
         _NEVER + "the handler above lets no error pass. It is written for one in the handler.",
     ),
+    Explained(
+        "run/autograd.py",
+        "_Run.backward",
+        "output_gradients.refuse_another_pass()",
+        "Only two backwards at the same time, on two threads, come so far: another second one has "
+        "ended at _Attach.",
+    ),
+    Explained(
+        "faithful/journal.py",
+        "Attributes.__delitem__",
+        "delattr(",
+        _NEVER + "attributes that the engine writes exist before. It completes the interface.",
+    ),
+    Explained(
+        "faithful/held_generators.py",
+        "_State.__delitem__",
+        "raise AssertionError",
+        _NEVER + "a generator always has a state. It completes the interface.",
+    ),
 )
