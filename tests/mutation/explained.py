@@ -21,6 +21,7 @@ class Explained(NamedTuple):
     reason: str
 
 
+_COST = "Costs time and changes nothing: "
 _NEVER = "Cannot happen: "
 
 EXPLAINED = (
@@ -54,5 +55,30 @@ EXPLAINED = (
         "_State.__delitem__",
         "raise AssertionError",
         _NEVER + "a generator always has a state. It completes the interface.",
+    ),
+    Explained(
+        "run/captures.py",
+        "Captures.record",
+        "behavior.captures = bool(found)",
+        _COST + "later runs would search the graphs again.",
+    ),
+    Explained(
+        "run/captures.py",
+        "Captures.take_gradients",
+        "self._gradients.clear()",
+        "The pass is released right after; until then two references hold the same tensors.",
+    ),
+    Explained(
+        "run/clocks.py",
+        "CudaClock.reading",
+        "last.synchronize()",
+        "Needed on a real GPU, which reports an event that it has not reached; simulated ones reach "
+        "it at once.",
+    ),
+    Explained(
+        "run/clocks.py",
+        "CudaClock.reading.seconds",
+        "timestamp.synchronize()",
+        "Needed on a real GPU, as above.",
     ),
 )
