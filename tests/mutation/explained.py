@@ -72,8 +72,8 @@ EXPLAINED = (
         "run/clocks.py",
         "CudaClock.reading",
         "last.synchronize()",
-        "Needed on a real GPU, which reports an event that it has not reached; simulated ones reach "
-        "it at once.",
+        "Needed on a real GPU, where the stream may not have reached the event yet; simulated "
+        "streams reach it at once.",
     ),
     Explained(
         "run/clocks.py",

@@ -237,3 +237,108 @@ def test_all_buffers_are_saved_where_nothing_is_known(
         run(draws, Forward(draws=False), buffers=snapshots)
 
     assert asked == ([False] if assumed is None else [True, False])
+
+
+# Backward.
+
+
+def strays(amount: int = 5) -> Callable[[SharedGenerators | None], None]:
+    """A backward that draws from the shared generator itself, as an untagged operator does."""
+
+    def backward(shared: SharedGenerators | None) -> None:
+        torch.rand(amount)
+
+    return backward
+
+
+def back(draws: Draws, backward: Callable[[SharedGenerators | None], None]) -> None:
+    draws.run_backward(TRAIN, backward, forward=(), modes=False)
+
+
+def expected_after_one_draw() -> Tensor:
+    """The state of the shared generator after one draw, which is undone."""
+    before = state()
+    generators = SharedGenerators([CPU])
+    generators.advance()
+    after = state()
+    torch.default_generator.set_state(before)
+    return after
+
+
+def test_generator_advances_by_one_draw_however_much_backward_drew(draws: Draws) -> None:
+    after = expected_after_one_draw()
+
+    with pytest.warns(UserWarning, match="must draw random numbers by PyTorch's operators"):
+        back(draws, strays())
+
+    assert torch.equal(state(), after)
+
+
+def test_generator_advances_by_one_draw_however_much_forward_strayed(draws: Draws) -> None:
+    after = expected_after_one_draw()
+
+    with pytest.warns(UserWarning, match="must draw random numbers by PyTorch's operators"):
+        run(draws, lambda shared: [FlatTree([torch.rand(5)])])
+
+    assert torch.equal(state(), after)
+
+
+def test_generator_is_rewound_after_a_backward_that_failed(draws: Draws) -> None:
+    before = state()
+
+    def fail(shared: SharedGenerators | None) -> None:
+        torch.rand(5)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        back(draws, fail)
+
+    assert torch.equal(state(), before)
+
+
+def test_backward_that_draws_nothing_runs_bare_from_then_on(draws: Draws) -> None:
+    private: list[bool] = []
+
+    for _ in range(3):
+        back(draws, lambda shared: private.append(shared is not None))
+
+    assert private == [True, False, False]
+
+
+# What is not recorded.
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_recorded_in_a_block(draws: Draws, fails: bool) -> None:
+    forward = Forward(draws=False)
+    run(draws, forward)  # runs bare from now on
+
+    try:
+        with draws.unchanged():
+            forward.draws = True
+            run(draws, forward)
+            run(draws, forward)
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    forward.draws = False
+    run(draws, forward)
+
+    # In the block: bare, again with private generators, and with them. After it: bare.
+    assert forward.private == [True, False, True, True, False]
+
+
+def test_training_mode_that_was_used_last_is_dropped_last(
+    draws: Draws, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_under_test, "_CAPACITY", 2)
+    forward = Forward(draws=False)
+    first, second, third = (True, True), (True, False), (False, False)
+    for flags in (first, second, first, third):  # the second was used least recently
+        run(draws, forward, flags)
+    forward.private.clear()
+
+    run(draws, forward, first)
+
+    assert forward.private == [False]
