@@ -31,38 +31,47 @@ class Asides:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        # A leaf, and the parameter that it is the shadow of; None if it is an input.
-        self._leaves: list[tuple[weakref.ref[Tensor], nn.Parameter | None]] = []
+        self._inputs: list[weakref.ref[Tensor]] = []
+        self._shadows: list[tuple[weakref.ref[Tensor], nn.Parameter]] = []
 
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
         """Watch those of ``leaves`` that require a gradient."""
-        self._leaves += [
-            (weakref.ref(leaf), None)
-            for leaf in leaves
-            if isinstance(leaf, Tensor) and leaf.requires_grad
+        self._inputs += [
+            weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
         ]
 
     def watch_shadows(self, shadows: Shadows) -> None:
         """Watch the shadows of parameters."""
-        self._leaves += [
+        self._shadows += [
             (weakref.ref(shadows.shadow_of(parameter)), parameter)
             for parameter in shadows.parameters
         ]
 
     def check(self) -> None:
-        """Raise if a leaf has a gradient, before or after the backward of the pipeline.
+        """Raise if a leaf has a gradient before the backward of the pipeline.
 
         Raises:
             RuntimeError: Names the leaf.
         """
-        for reference, parameter in self._leaves:
-            leaf = reference()
-            if leaf is not None and leaf.grad is not None:
+        self.check_shadows()
+        if any(map(_has_gradient, self._inputs)):
+            _refuse(self._stage, None)
+
+    def check_shadows(self) -> None:
+        """Raise if a shadow has a gradient after the backward, which has taken all of them.
+
+        Raises:
+            RuntimeError: Names the parameter.
+        """
+        for shadow, parameter in self._shadows:
+            if _has_gradient(shadow):
                 _refuse(self._stage, parameter)
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""
-        for reference, parameter in self._leaves:
+        inputs: list[tuple[weakref.ref[Tensor], nn.Parameter | None]]
+        inputs = [(leaf, None) for leaf in self._inputs]
+        for reference, parameter in [*inputs, *self._shadows]:
             leaf = reference()
             if leaf is not None:
                 refuse = partial(_refuse, self._stage, parameter)
@@ -79,6 +88,11 @@ def explain_second_backward(error: RuntimeError) -> None:
             "a tensor without being given it, which did not require a gradient in the first "
             "mini-batch: pass it with the input, marked by whole(tensor)."
         )
+
+
+def _has_gradient(reference: weakref.ref[Tensor]) -> bool:
+    leaf = reference()
+    return leaf is not None and leaf.grad is not None
 
 
 def _refuse(stage: Stage, parameter: nn.Parameter | None, *_: Tensor) -> NoReturn:

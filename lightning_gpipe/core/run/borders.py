@@ -42,9 +42,15 @@ def apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
     return FlatTree(leaves, outputs.spec)
 
 
-def taken(leaf: Any) -> Tensor | None:
-    """The gradient of an input, which no longer holds it."""
-    if not isinstance(leaf, Tensor) or leaf.grad is None:
-        return None
-    gradient, leaf.grad = leaf.grad, None
-    return gradient
+def gradients_in(leaves: list[Any]) -> list[Tensor | None]:
+    """The gradients of a stage's inputs; a tensor that appears twice has its gradient once.
+
+    They stay in the leaves too: a layer may have kept its input to look at them.
+    """
+    if len(leaves) == 1 and isinstance(leaves[0], Tensor):
+        return [leaves[0].grad]
+    first = {id(leaf): k for k, leaf in reversed(list(enumerate(leaves)))}
+    return [
+        leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
+        for k, leaf in enumerate(leaves)
+    ]

@@ -168,7 +168,7 @@ class MiniBatch:
             self._streams.rejoin()
             asides = self._release()
         for each in asides:
-            each.check()
+            each.check_shadows()
         return input_gradients, gradients
 
     def _forward(

@@ -38,7 +38,7 @@ from lightning_gpipe.core.faithful import (
     together,
 )
 from lightning_gpipe.core.run.asides import Asides
-from lightning_gpipe.core.run.borders import apart, sent, taken
+from lightning_gpipe.core.run.borders import apart, gradients_in, sent
 from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
 from lightning_gpipe.core.run.kept import Kept
@@ -178,7 +178,7 @@ class StagePass:
             self._captures.run_backward(
                 roots[len(roots) - len(gradients.leaves) :], gradients.leaves
             )
-        return FlatTree([taken(leaf) for leaf in leaves])  # of equal leaves, the first has it
+        return FlatTree(gradients_in(leaves))
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
