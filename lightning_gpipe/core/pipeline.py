@@ -187,7 +187,7 @@ class GPipe(StandIn):
         if len(self.patches):
             with self._engine.exclusive():
                 self.patches.reset()  # those that an interrupted verification left
-        if is_traced(input):
+        if is_traced(input, self.parameters()):
             self._check_layers()
             with self._engine.exclusive():
                 return walk(self.stages, input, lambda _, layer, x: layer(x))

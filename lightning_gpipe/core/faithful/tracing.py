@@ -8,21 +8,37 @@ connect the stages, are no part of that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
 
-_MODES = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
 
-def is_traced(input: Any) -> bool:
-    """Whether a call with this input is recorded, or made with tensors that have no values."""
+def is_traced(input: Any, parameters: Iterable[Tensor]) -> bool:
+    """Whether a call with this input is recorded, or made with tensors that have no values.
+
+    Layers that have no values themselves, as when their memory is counted, run as a pipeline.
+
+    Args:
+        input: The input.
+        parameters: The parameters of the layers.
+    """
     return (
         torch._C._get_tracing_state() is not None
-        or any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch.compiler.is_exporting()
+        or (torch._C._get_dispatch_mode(_FAKE) is not None and not all(map(_fake, parameters)))
         or _has_proxy(input)
     )
+
+
+def _fake(parameter: Tensor) -> bool:
+    return isinstance(parameter, FakeTensor)
 
 
 def _has_proxy(input: Any) -> bool:

@@ -21,6 +21,7 @@ from lightning_gpipe.core.faithful import Contents
 from lightning_gpipe.core.plan import CONTAINERS, held_in, is_own, within
 from lightning_gpipe.core.run.stage import Stage
 
+_OF_PYTORCH = "_dynamo_"  # what it sets on tensors, such as on the offsets of jagged ones
 _MINIBATCHES = 2  # the second, because a layer may make something in the first
 
 
@@ -68,7 +69,7 @@ def warn_of_attributes(stage: Stage, leaves: Iterable[object]) -> None:
         for leaf in leaves
         if type(leaf) in (Tensor, nn.Parameter)
         for name in vars(leaf)
-        if name not in MARKS
+        if name not in MARKS and not name.startswith(_OF_PYTORCH)
     }
     if names:
         warnings.warn(

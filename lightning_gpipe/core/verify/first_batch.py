@@ -33,7 +33,7 @@ class VerifiedOnce:
 
     def __call__(self, input: Any) -> Any:
         wanted = self._pending and self._module.training and torch.is_grad_enabled()
-        if wanted and not is_traced(input):
+        if wanted and not is_traced(input, self._pipeline.parameters()):
             self._pending = False
             self._on_result(verify(self._pipeline, input))
         return self._pipeline.forward(input)
