@@ -358,7 +358,7 @@ ROWWISE_COMPANY: dict[str, Callable[[Tensor], Any]] = {
     "nested": lambda x: {"sin": x.sin(), "sign": ((x - EPS).sign(),)},
     "whole": lambda x: whole(torch.ones(W, device=x.device)),
     "none": lambda x: None,
-    "string": lambda x: "company",
+    "string": lambda x: {"name": "company"},  # alone in a list it might be one per row
 }
 COMPANY = ROWWISE_COMPANY | {
     "mean": lambda x: x.mean(),
