@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.frontends import Installed
 
 
@@ -62,7 +63,7 @@ class Watch:
                     result = step()
                 except Exception as error:
                     if ran and self._installed.runs == runs:
-                        error.add_note(self._bypassed(name, ran))  # on other devices it may fail
+                        add_note(error, self._bypassed(name, ran))  # on other devices it may fail
                     raise
             around = self._bypassed(name, ran) if ran else None
         self._record = self._installed.runs == runs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_gpipe import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
-from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
+from tests.support.models import Counter, a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
 
 pytestmark = [every_mode, with_and_without_threads]
@@ -45,18 +45,6 @@ def assert_same_in_micro_batches(pipe: Pipe, plain: nn.Sequential, steps: int = 
         a_loss(pipeline(x)).backward()
         assert_same(gradients(pipeline), gradients(plain))
     return pipeline
-
-
-class Counter(nn.Module):
-    """Scales by the number of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
 
 
 class Previous(nn.Module):

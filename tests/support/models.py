@@ -114,6 +114,18 @@ class Call(nn.Module):
         return self.function(x)
 
 
+class Counter(nn.Module):
+    """Scales by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
 class Fork(nn.Module):
     """One tensor in; out a tuple of a tensor and a dict with a floating and an integer one."""
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import Shadows
+from lightning_gpipe.core.faithful import Shadows, add_note
 from lightning_gpipe.core.run.stage import Stage
 
 
@@ -81,12 +81,13 @@ class Asides:
 def explain_second_backward(error: RuntimeError) -> None:
     """Add a note to autograd's error about a second backward through a graph that is freed."""
     if "second time" in str(error):
-        error.add_note(
+        add_note(
+            error,
             "A tensor that a layer has kept aside, in an attribute or through a hook, shares a "
             "graph with the pipeline's output, and both are in the loss. Let the layer return it "
             "as a part of its output, or hand it out with loss_term(name, value). Or a layer uses "
             "a tensor without being given it, which did not require a gradient in the first "
-            "mini-batch: pass it with the input, marked by whole(tensor)."
+            "mini-batch: pass it with the input, marked by whole(tensor).",
         )
 
 

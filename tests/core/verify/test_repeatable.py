@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import verify
-from tests.support.models import Call, perceptron, rows
+from tests.support.models import Call, Counter, perceptron, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.unequal_models import W, functional_dropout, linear, sequential, verified
 
@@ -39,18 +39,6 @@ class Remembers(nn.Module):
 def remembers() -> nn.Module:
     """Keeps its state where nobody restores it."""
     return Remembers([torch.zeros(W, dtype=torch.float64)])
-
-
-class Counts(nn.Module):
-    """Scales by the number of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x * self.calls
 
 
 def counts() -> nn.Module:
@@ -128,7 +116,7 @@ def test_backward_that_does_not_repeat() -> None:
         parity.check()
 
 
-@pytest.mark.parametrize("layer", [Remembers, Counts])
+@pytest.mark.parametrize("layer", [Remembers, Counter])
 @every_mode
 @with_and_without_threads
 def test_state_in_attributes_is_restored_and_a_difference(
