@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trees = [Tree(ROOT, scratch / f"copy{k}") for k in range(options.jobs)]
+        records = Records(options.trials, ROOT, mutants)
         places = [(tree, Sessions(tree)) for tree in trees]
         for _, sessions in places:
             stack.callback(sessions.close)
         reach = _reach(places, options.tests, mutants, options.reach)
-        records = Records(options.trials, ROOT)
         trials = _trials(places, mutants, reach, records, options.budget)
     return _report(trials, options.results)
 
@@ -95,7 +95,7 @@ def _trials(
     records: Records,
     budget: float,
 ) -> list[Trial]:
-    trials = records.noticed(mutants)
+    trials = records.noticed()
     known = {trial.mutant for trial in trials}
 
     def run(place: Place, mutant: Mutant) -> None:

@@ -23,19 +23,21 @@ class Records:
     Args:
         path: The file, a line of JSON for each trial; None to keep none.
         root: Where the modules are.
+        mutants: Those that may be tried. Their modules are read now, as they may change later.
     """
 
-    def __init__(self, path: Path | None, root: Path) -> None:
-        self._path, self._root = path, root
+    def __init__(self, path: Path | None, root: Path, mutants: Iterable[Mutant]) -> None:
+        self._path = path
+        self._keys = {mutant: _key(mutant, root) for mutant in mutants}
         lines = [] if path is None or not path.exists() else path.read_text("utf-8").splitlines()
         self._latest: dict[str, dict[str, Any]] = {}
         for line in lines:
             record = json.loads(line)
             self._latest[record["key"]] = record
 
-    def noticed(self, mutants: Iterable[Mutant]) -> list[Trial]:
+    def noticed(self) -> list[Trial]:
         """The trials that need not be made again."""
-        found = ((each, self._latest.get(self._key(each))) for each in mutants)
+        found = ((each, self._latest.get(key)) for each, key in self._keys.items())
         return [
             Trial(each, **record["trial"])
             for each, record in found
@@ -46,11 +48,12 @@ class Records:
         """Keep a trial."""
         if self._path is not None:
             details = {k: v for k, v in asdict(trial).items() if k != "mutant"}
-            record = {"key": self._key(trial.mutant), "trial": details}
+            record = {"key": self._keys[trial.mutant], "trial": details}
             with self._path.open("a", encoding="utf-8") as file:
                 print(json.dumps(record), file=file)
 
-    def _key(self, mutant: Mutant) -> str:
-        """The mutant, and the state of its module."""
-        source = (self._root / mutant.module).read_bytes()
-        return json.dumps([*mutant.key, blake2b(source, digest_size=8).hexdigest()])
+
+def _key(mutant: Mutant, root: Path) -> str:
+    """The mutant, and the state of its module."""
+    source = (root / mutant.module).read_bytes()
+    return json.dumps([*mutant.key, blake2b(source, digest_size=8).hexdigest()])

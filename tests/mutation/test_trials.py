@@ -143,17 +143,20 @@ def test_tests_that_run_again_are_known_once(trials, tmp_path: Path):
 
 def test_noticed_effects_are_not_tried_again(tmp_path: Path):
     (tmp_path / "gate.py").write_text(GATE, encoding="utf-8")
-    first, second = mutants_of("gate.py", GATE)[:2]
+    first, second = mutants = mutants_of("gate.py", GATE)[:2]
     kept = tmp_path / "trials"
     noticed = Trial(first, "tests/t", hung=True, reached_by=3, tried=2, seconds=1.0)
-    records = Records(kept, tmp_path)
+    records = Records(kept, tmp_path, mutants)
     records.add(noticed)
     records.add(Trial(second, None, hung=False, reached_by=3, tried=3, seconds=1.0))
 
-    assert Records(kept, tmp_path).noticed([first, second]) == [noticed]
+    assert Records(kept, tmp_path, mutants).noticed() == [noticed]
 
     (tmp_path / "gate.py").write_text(f"{GATE}# changed", encoding="utf-8")
-    assert Records(kept, tmp_path).noticed([first, second]) == []
+    assert Records(kept, tmp_path, mutants).noticed() == []
+
+    records.add(Trial(second, "tests/t", hung=False, reached_by=3, tried=3, seconds=1.0))
+    assert Records(kept, tmp_path, mutants).noticed() == [], "tried in the module as it was before"
 
 
 def trial(effect: str, noticed: str | None) -> Trial:

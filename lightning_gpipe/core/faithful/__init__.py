@@ -19,7 +19,6 @@ from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
 from lightning_gpipe.core.faithful.library_generators import (
     LibraryGenerators,
     LibrarySnapshot,
-    LibraryState,
 )
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
@@ -55,7 +54,6 @@ __all__ = [
     "Journal",
     "LibraryGenerators",
     "LibrarySnapshot",
-    "LibraryState",
     "Manager",
     "MutationGuard",
     "OwnGenerators",

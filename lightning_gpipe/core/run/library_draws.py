@@ -8,8 +8,10 @@ what is done about it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from lightning_gpipe.core.faithful import LibraryGenerators, LibraryState, TrainingFlags
+from lightning_gpipe.core.faithful import LibraryGenerators, TrainingFlags
 
 _CAPACITY = 64  # training modes
 _INSTEAD = "Use torch.rand, or a generator that the layer holds, such as numpy.random.default_rng()"
@@ -28,31 +30,37 @@ class LibraryDraws:
         """Whether the states must be saved before each forward of the mini-batch that begins."""
         return self._count.get(flags, 0) <= 1 or flags in self._drawing
 
-    def begin(self, flags: TrainingFlags) -> LibraryState | None:
-        """Begin a mini-batch; the states, if they are to be compared at its end."""
-        if len(self._count) > _CAPACITY:
-            self._count.clear()
-        count = self._count[flags] = self._count.get(flags, 0) + 1
-        looked_at = count & (count - 1) == 0  # a power of two
-        return self._generators.get_state() if looked_at else None
-
-    def end(
-        self, flags: TrainingFlags, before: LibraryState | None, *, alone: bool, recomputed: bool
-    ) -> None:
-        """Compare the states after the forward of a mini-batch.
+    @contextmanager
+    def forward(
+        self, flags: TrainingFlags, *, alone: bool, recomputed: bool
+    ) -> Iterator[LibraryGenerators | None]:
+        """The forward of a mini-batch in a ``with`` block: the states after it are compared.
 
         Args:
             flags: The training flags of all modules.
-            before: What :meth:`begin` returned.
-            alone: Whether all stages ran on the calling thread.
+            alone: Whether all stages run on the calling thread.
             recomputed: Whether any micro-batch will be recomputed.
+
+        Yields:
+            The generators, if their states must be saved for recomputation.
 
         Raises:
             RuntimeError: If a recomputation would draw other numbers.
         """
+        if len(self._count) > _CAPACITY:
+            self._count.clear()
+        count = self._count[flags] = self._count.get(flags, 0) + 1
+        looked_at = count & (count - 1) == 0  # a power of two
+        before = self._generators.get_state() if looked_at else None
+        yield self._generators if alone and recomputed and self.saved(flags) else None
         moved = [] if before is None else self._generators.moved(before)
-        if not moved:
-            return
+        if moved:
+            self._settle(flags, moved, alone=alone, recomputed=recomputed)
+
+    def _settle(
+        self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
+    ) -> None:
+        """Refuse what was drawn, or warn of it, unless a recomputation draws the same."""
         reproducible = alone and (self.saved(flags) or not recomputed)
         self._drawing.add(flags)
         if reproducible:

@@ -125,20 +125,20 @@ class MiniBatch:
             signature = bytes(self._flags), microbatches[0].spec
             self._watches = [stage.watch(signature, division) for stage in self._stages]
             alone = self._transport_in(self._context) is self._transport.inline()
-            library = self._library_draws.begin(self._flags)
-            if alone and self._recomputes and self._library_draws.saved(self._flags):
-                self._library = LibraryGenerators()
-            outputs = self._draws.run(
-                self._flags,
-                partial(self._forward, microbatches),
-                generators=generators,
-                snapshots=self._snapshots if self._context.grad else None,
-                modes=bool(self._context.modes),
-                recomputed=self._recomputes,
+            recorded = self._library_draws.forward(
+                self._flags, alone=alone, recomputed=self._recomputes
             )
-            for each in self._passes:
-                each.finish_forward()
-            self._library_draws.end(self._flags, library, alone=alone, recomputed=self._recomputes)
+            with recorded as self._library:
+                outputs = self._draws.run(
+                    self._flags,
+                    partial(self._forward, microbatches),
+                    generators=generators,
+                    snapshots=self._snapshots if self._context.grad else None,
+                    modes=bool(self._context.modes),
+                    recomputed=self._recomputes,
+                )
+                for each in self._passes:
+                    each.finish_forward()
             self._watches = []
         self.asides = [each.asides for each in self._passes]
         self.leaves = self._participation.leaves()
