@@ -31,7 +31,8 @@ from torch.autograd.function import Function
 
 from lightning_gpipe.core.data import FlatTree, copy_marks
 from lightning_gpipe.core.faithful import not_compiled
-from lightning_gpipe.core.run.minibatch import Gradients, MiniBatch
+from lightning_gpipe.core.run.gradients import Gradients
+from lightning_gpipe.core.run.minibatch import MiniBatch
 
 Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
 

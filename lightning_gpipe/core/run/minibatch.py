@@ -36,17 +36,16 @@ from lightning_gpipe.core.faithful import (
 from lightning_gpipe.core.plan import Action, Kind, Layout, Route, Schedule
 from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.draws import Draws
+from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
 from lightning_gpipe.core.run.handed_out import HandedOut
 from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import root_of, run_backward
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Transport
 
-Gradients = list[Tensor | None]
 Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
@@ -162,7 +161,8 @@ class MiniBatch:
                     exchange = self._backward(output_gradients)
                 m = self._schedule.m
                 input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
-                gradients = self._take_gradients()
+                taken = chain.from_iterable(each.take_gradients() for each in self._passes)
+                gradients = sum_gradients(taken, self.leaves)
             self._streams.lend(chain(*input_gradients, gradients))
         finally:
             self._streams.rejoin()
@@ -301,20 +301,6 @@ class MiniBatch:
             for gradient, device in zip(gradients, devices, strict=True)
         ]
 
-    def _take_gradients(self) -> Gradients:
-        """The gradients of :attr:`leaves`, summed over all micro-batches and stages."""
-        taken: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        for each in self._passes:
-            for leaf, gradient in each.take_gradients():
-                _, gradients = taken.setdefault(id(leaf), (leaf, []))
-                gradients.append(gradient.to(leaf.device))
-        found = [_total(taken.pop(id(each), (each, []))[1]) for each in self.leaves]
-        for leaf, gradients in taken.values():
-            # Not an input of the node, because no forward used it, but a recomputation did: one of
-            # another stage, which uses it without having registered it with nn.Module.
-            run_backward([root_of(leaf)], [_total(gradients)])
-        return found
-
     def _release(self) -> list[Asides]:
         """Release everything after backward: the user may keep the output for long."""
         asides = [each.release() for each in self._passes]
@@ -327,14 +313,3 @@ class MiniBatch:
 
 def _device_of(leaf: Any) -> torch.device | None:
     return leaf.device if isinstance(leaf, Tensor) else None
-
-
-def _total(gradients: list[Tensor]) -> Tensor | None:
-    """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
-    if len(gradients) < 2:
-        return gradients[0] if gradients else None
-    gradients.sort(key=lambda gradient: gradient.is_sparse)
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total.add_(gradient)
-    return total

@@ -1,0 +1,42 @@
+"""Sums the gradients that the stages have for the same leaf, over micro-batches and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from lightning_gpipe.core.run.roots import root_of, run_backward
+
+Gradients = list[Tensor | None]
+
+
+def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
+    """The sum of each leaf's gradients on its device; None for a leaf without any.
+
+    Args:
+        pairs: Leaves with gradients of theirs, of the same shape on any device. A leaf that is not
+            among ``leaves`` is one that no forward used but a recomputation did: it accumulates its
+            gradient here, because it is not an input of the mini-batch's autograd node. So it is
+            with one of another stage, used without having been registered with nn.Module.
+        leaves: Whose sums to return, in their order.
+    """
+    found: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for leaf, gradient in pairs:
+        _, gradients = found.setdefault(id(leaf), (leaf, []))
+        gradients.append(gradient.to(leaf.device))
+    sums = [_sum(found.pop(id(leaf), (leaf, []))[1]) for leaf in leaves]
+    for leaf, gradients in found.values():
+        run_backward([root_of(leaf)], [_sum(gradients)])
+    return sums
+
+
+def _sum(gradients: list[Tensor]) -> Tensor | None:
+    """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
+    if len(gradients) < 2:
+        return gradients[0] if gradients else None
+    gradients.sort(key=lambda gradient: gradient.is_sparse)
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total.add_(gradient)
+    return total
