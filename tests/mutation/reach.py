@@ -6,8 +6,10 @@ All tests run once in a copy in which each effect says that it is reached.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
@@ -24,6 +26,8 @@ _LIMIT = 600.0  # seconds for a test of the sound code
 class Test:
     """A test that passes on the sound code."""
 
+    __test__ = False  # for pytest: this is none itself
+
     id: str
     seconds: float
     simulated: bool
@@ -32,6 +36,11 @@ class Test:
     def path(self) -> str:
         """The path of its file."""
         return self.id.partition("::")[0]
+
+    @property
+    def function(self) -> str:
+        """The function of which it is one case."""
+        return self.id.partition("[")[0]
 
 
 @dataclass
@@ -64,8 +73,13 @@ class Reach:
 
     def of(self, mutant: Mutant) -> list[Test]:
         """The tests that reach a mutant, the likeliest to notice it first."""
-        found = (self.tests[k] for k in self._of.get(mutant.key, ()))
-        return sorted(found, key=lambda test: _rank(test, mutant))
+        found = sorted((self.tests[k] for k in self._of.get(mutant.key, ())), key=_seconds)
+        before: Counter[str] = Counter()
+        ranked = []
+        for test in found:
+            ranked.append((_rank(test, mutant), before[test.function], test))
+            before[test.function] += 1
+        return [test for *_, test in sorted(ranked, key=itemgetter(0, 1))]
 
     def save(self, path: Path) -> None:
         """Write it to a file, from which :meth:`load` reads it."""
@@ -114,19 +128,22 @@ def mirror_of(module: str) -> str:
 _FOLDERS: Mapping[str, int] = {"core": 2, "promises": 3, "gpu": 4, "lightning": 5}
 
 
-def _rank(test: Test, mutant: Mutant) -> tuple[int, float]:
+def _rank(test: Test, mutant: Mutant) -> int:
     """The order of tests: for streams GPUs, the mirroring file, the room, promises, the rest.
 
-    Those on GPUs are kept together, because each change of the kind is another run of pytest.
+    Those on GPUs are kept together, because each change of the kind is another run of pytest. Of
+    equal ones the quickest case of each function is first, then the second of each, and so on.
     """
     mirror = mirror_of(mutant.module)
     folder = PurePosixPath(test.path).parts[1]
     if mutant.on_streams and test.simulated:
-        rank = -1
-    elif test.path == mirror:
-        rank = 0
-    elif PurePosixPath(test.path).parent == PurePosixPath(mirror).parent:
-        rank = 1
-    else:
-        rank = _FOLDERS.get(folder, 6)
-    return rank, test.seconds
+        return -1
+    if test.path == mirror:
+        return 0
+    if PurePosixPath(test.path).parent == PurePosixPath(mirror).parent:
+        return 1
+    return _FOLDERS.get(folder, 6)
+
+
+def _seconds(test: Test) -> float:
+    return test.seconds

@@ -9,7 +9,7 @@ import pytest
 
 from tests.mutation.explained import EXPLAINED, Explained
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.mutation.reach import Reach, instrument, measure, mirror_of
+from tests.mutation.reach import Reach, Test, instrument, measure, mirror_of
 from tests.mutation.records import Records
 from tests.mutation.sessions import Sessions
 from tests.mutation.table import explanation_of, obsolete, summary, survivors, table
@@ -139,6 +139,25 @@ def test_tests_that_run_again_are_known_once(trials, tmp_path: Path):
     reach = Reach.load(tmp_path / "reach.json")
     reach.forget("tests/test_gate.py")
     assert all(reach.of(each.mutant) == [] for each in tried)
+
+
+def test_each_function_is_tried_by_its_quickest_case_first():
+    (mutant, *_) = mutants_of("lightning_gpipe/core/run/gate.py", GATE)
+    seconds = {
+        "tests/promises/test_b.py::test_many[1]": 0.1,
+        "tests/promises/test_b.py::test_many[2]": 0.2,
+        "tests/promises/test_b.py::test_slow": 0.9,
+        "tests/core/run/test_other.py::test_room": 5.0,
+        "tests/core/run/test_gate.py::test_mirror": 9.0,
+        "tests/lightning/test_a.py::test_quick": 0.1,
+    }
+    reach = Reach()
+    for test, taken in seconds.items():
+        reach.add(Test(test, taken, simulated=False), [mutant])
+
+    names = [test.id.rpartition("::")[2] for test in reach.of(mutant)]
+    mirror_and_room, promises = ["test_mirror", "test_room"], ["test_many[1]", "test_slow"]
+    assert names == [*mirror_and_room, *promises, "test_many[2]", "test_quick"]
 
 
 def test_noticed_effects_are_not_tried_again(tmp_path: Path):
