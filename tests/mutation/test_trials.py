@@ -107,6 +107,19 @@ def test_each_effect_is_noticed_by_a_test_that_needs_it(trials):
     }
 
 
+def test_copy_stays_as_it_was_copied_whatever_becomes_of_the_original(tmp_path: Path):
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "gate.py").write_text(GATE, encoding="utf-8")
+    tree = Tree(original, tmp_path / "copy")
+    (original / "gate.py").write_text("edited meanwhile", encoding="utf-8")
+
+    tree.change("gate.py", "mutant")
+    assert tree.source("gate.py") == GATE
+    tree.restore("gate.py")
+    assert (tmp_path / "copy" / "gate.py").read_text(encoding="utf-8") == GATE
+
+
 def test_wait_without_an_end_counts_as_noticed(trials):
     _, tried = trials
     assert [each.mutant.effect for each in tried if each.hung] == ["self.opened.set()"]

@@ -18,16 +18,17 @@ class Tree:
     """
 
     def __init__(self, original: Path, root: Path) -> None:
-        self._original = original
         self.root = root
+        self._sources: dict[str, str] = {}  # of modules that were changed, as they were copied
         shutil.copytree(original, root, ignore=_LEFT_OUT)
 
     def source(self, module: str) -> str:
-        """The source of a module as it is in the original."""
-        return (self._original / module).read_text(encoding="utf-8")
+        """The source of a module as it was copied: the original may have changed since."""
+        return self._sources.get(module) or (self.root / module).read_text(encoding="utf-8")
 
     def change(self, module: str, source: str) -> None:
         """Give a module another source."""
+        self._sources.setdefault(module, self.source(module))
         path = self.root / module
         path.write_text(source, encoding="utf-8")
         # Python takes the bytecode of before if size and second of the change are the same.
