@@ -1,4 +1,4 @@
-"""The stage that sends a skip tensor, and the stage that it is sent to."""
+"""The stage that sends a skip tensor, or a value of a program, and the stage that it is sent to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,25 @@ class SkipName(NamedTuple):
         return repr(self.name) if self.namespace is None else f"{self.name!r} (isolated)"
 
 
-class Route(NamedTuple):
-    """A skip connection that crosses from one stage to a later one."""
+class Value(NamedTuple):
+    """A value of a :class:`~lightning_gpipe.core.plan.program.Program`, by its number.
 
-    name: SkipName
+    In the arguments of a step it stands for what the value is when the step runs.
+    """
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"%{self.number}"
+
+
+class Route(NamedTuple):
+    """A way from one stage to a later one that does not go through those between.
+
+    The caller is at -1 before the first stage, and at n after the last.
+    """
+
+    name: SkipName | Value
     source: int
     target: int
 

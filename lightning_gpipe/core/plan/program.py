@@ -1,0 +1,259 @@
+"""A program: what the stages run if that is more than one layer after another.
+
+A module whose forward loops over blocks, or calls its children in any order, is a list of steps: the
+calls that its forward makes, in order, each on values that the caller gave or an earlier step made.
+Every step belongs to a stage, and none needs a value of a later stage::
+
+    %0 <- caller
+    %1 <- caller
+    %2 <- stage 0: blocks.0(%0, mask=%1)
+    %3 <- stage 0: blocks.1(%2, mask=%1)
+    %4 <- stage 1: blocks.2(%3, mask=%1)
+    caller <- %4
+
+From this follows what travels. A value goes to the next stage with the micro-batch: here %3. To any
+other stage, and between the caller and the middle of the pipeline, it goes straight, by a route, as
+a skip tensor does: here %1 to stage 1. A stage drops a value after the last step that needs it.
+
+The program of one mini-batch may differ from that of the next, so it is given with the mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightning_gpipe.core.plan.route import Route, Value
+
+CALLER = -1  # in the place of a stage: where inputs come from
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One call.
+
+    Attributes:
+        run: What is called.
+        args, kwargs: Its arguments: constants, values, and tuples, lists, dicts and slices of both.
+        value: The number of its result.
+        stage: The stage that it belongs to.
+        name: What it is to the user, such as ``blocks.3``.
+        line: The line of the user's code that made the call, such as ``model.py:7``, if known.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    value: int
+    stage: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    line: str = ""
+
+    @cached_property
+    def needs(self) -> frozenset[int]:
+        """The numbers of the values among its arguments."""
+        return frozenset(each.number for each in values_in((self.args, self.kwargs)))
+
+    def __call__(self, values: Mapping[int, Any]) -> Any:
+        """Call it with the values of these numbers."""
+        args = [filled(each, values) for each in self.args]
+        kwargs = {key: filled(each, values) for key, each in self.kwargs.items()}
+        return self.run(*args, **kwargs)
+
+    def __str__(self) -> str:
+        given = [_shown(each) for each in self.args]
+        given += [f"{key}={_shown(each)}" for key, each in self.kwargs.items()]
+        return f"%{self.value} <- stage {self.stage}: {self.name}({', '.join(given)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The steps of one stage, and what they need and leave.
+
+    Attributes:
+        steps: The steps, in order.
+        takes: The values that come with the micro-batch, in order.
+        gives: Those that go to the next stage with it; for the last stage, its outputs.
+        arriving: The routes of values from other places than the previous stage.
+        leaving: The routes of values to other places than the next stage.
+        drops: For each step, the values that nothing needs after it.
+    """
+
+    steps: tuple[Step, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    arriving: tuple[Route, ...]
+    leaving: tuple[Route, ...]
+    drops: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for parts that make the same calls on the same values."""
+        calls = tuple((step.name, step.value, step.needs) for step in self.steps)
+        return calls, self.takes, self.gives, self.arriving, self.leaving
+
+
+class Program:
+    """Steps in order, and what travels between their stages.
+
+    Args:
+        steps: The steps, in order of their calls.
+        inputs: The numbers of the values that the caller gives.
+        outputs: The numbers of the values that the caller gets.
+        n: The number of stages.
+
+    Attributes:
+        inputs, outputs, n: As given.
+        parts: The part of each stage.
+
+    Raises:
+        ValueError: If a step needs a value that no earlier step of its stage or an earlier one
+            makes.
+    """
+
+    def __init__(
+        self, steps: Sequence[Step], *, inputs: Sequence[int], outputs: Sequence[int], n: int
+    ) -> None:
+        self.inputs, self.outputs, self.n = tuple(inputs), tuple(outputs), n
+        self._steps = sorted(steps, key=lambda step: step.stage)  # stable: in order within a stage
+        self._made = dict.fromkeys(self.inputs, CALLER) | {s.value: s.stage for s in steps}
+        self._check()
+        self._used = self._uses()
+        self.parts = tuple(self._part(j) for j in range(n))
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The inputs that stage 0 needs: what a micro-batch is at first."""
+        return self.parts[0].takes
+
+    @property
+    def given(self) -> tuple[Route, ...]:
+        """The routes of inputs to later stages."""
+        return tuple(r for part in self.parts for r in part.arriving if r.source == CALLER)
+
+    @property
+    def returned(self) -> tuple[Route, ...]:
+        """The routes of outputs that earlier stages than the last make."""
+        return tuple(r for part in self.parts for r in part.leaving if r.target == self.n)
+
+    def __str__(self) -> str:
+        lines = [f"%{each} <- caller" for each in self.inputs]
+        lines += map(str, self._steps)
+        return "\n".join([*lines, f"caller <- {', '.join(f'%{each}' for each in self.outputs)}"])
+
+    def _check(self) -> None:
+        known = set(self.inputs)
+        for step in self._steps:
+            if missing := sorted(step.needs - known):
+                raise ValueError(
+                    "a step must need values that the caller gives, or earlier steps of its stage "
+                    f"or of an earlier one: got {step}, before %{missing[0]} is made."
+                )
+            known.add(step.value)
+        if missing := sorted(set(self.outputs) - set(self._made)):
+            raise ValueError(f"outputs must be made by steps: got %{missing[0]}, made by none.")
+        if given := sorted(set(self.outputs) & set(self.inputs)):
+            raise ValueError(f"outputs must be made by steps: got %{given[0]}, an input.")
+
+    def _uses(self) -> dict[int, list[int]]:
+        """For each value the stages that need it, in order; n for the caller."""
+        used: dict[int, set[int]] = {number: set() for number in self._made}
+        for step in self._steps:
+            for number in step.needs:
+                used[number].add(step.stage)
+        for number in self.outputs:
+            used[number].add(self.n)
+        return {number: sorted(stages) for number, stages in used.items()}
+
+    def _part(self, j: int) -> Part:
+        steps = tuple(step for step in self._steps if step.stage == j)
+        takes = tuple(self._between(j - 1, j))
+        gives = tuple(self._between(j, j + 1)) if j < self.n - 1 else self._last_outputs()
+        arriving = tuple(
+            Route(Value(number), self._made[number], j)
+            for number, stages in self._used.items()
+            if j in stages and self._made[number] not in (j, j - 1)
+        )
+        leaving = tuple(
+            Route(Value(number), j, target)
+            for number, stages in self._used.items()
+            for target in stages
+            if self._made[number] == j and target not in (j, j + 1)
+        )
+        kept = {*gives, *(_number(route) for route in leaving)}
+        held = {*takes, *(_number(route) for route in arriving)}
+        return Part(steps, takes, gives, arriving, leaving, tuple(_drops(steps, held, kept)))
+
+    def _between(self, source: int, target: int) -> Iterator[int]:
+        """The values that go from a stage to the next one, or from the caller to the first."""
+        for number, stages in self._used.items():
+            if self._made[number] == source and target in stages:
+                yield number
+
+    def _last_outputs(self) -> tuple[int, ...]:
+        made_there = (number for number in self.outputs if self._made[number] == self.n - 1)
+        return tuple(dict.fromkeys(made_there))
+
+
+def values_in(tree: Any) -> Iterator[Value]:
+    """The values in arguments of a step."""
+    if isinstance(tree, Value):
+        yield tree
+    for each in _children(tree):
+        yield from values_in(each)
+
+
+def filled(tree: Any, values: Mapping[int, Any]) -> Any:
+    """The tree with what ``values`` has for its values."""
+    kind = type(tree)
+    if kind is Value:
+        return values[tree.number]
+    if kind is tuple or kind is list:
+        return kind([filled(each, values) for each in tree])
+    if kind is dict:
+        return {key: filled(each, values) for key, each in tree.items()}
+    if kind is slice:
+        return slice(*(filled(each, values) for each in _children(tree)))
+    if isinstance(tree, tuple) and any(True for _ in values_in(tree)):
+        return kind(*(filled(each, values) for each in tree))  # a named one
+    return tree
+
+
+def _children(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, Value):
+        return ()
+    if isinstance(tree, tuple | list):
+        return tree
+    if type(tree) is dict:
+        return tree.values()
+    return (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else ()
+
+
+def _drops(
+    steps: Sequence[Step], held: Iterable[int], kept: Iterable[int]
+) -> Iterator[tuple[int, ...]]:
+    """For each step the values that are needed no more after it."""
+    last = dict.fromkeys(held, 0)
+    for k, step in enumerate(steps):
+        last |= dict.fromkeys([*step.needs, step.value], k)
+    for number in kept:
+        last.pop(number, None)
+    for k in range(len(steps)):
+        yield tuple(number for number, at in last.items() if at == k)
+
+
+def _number(route: Route) -> int:
+    assert isinstance(route.name, Value)
+    return route.name.number
+
+
+def _shown(tree: Any) -> str:
+    if isinstance(tree, Value):
+        return str(tree)
+    children = list(_children(tree))
+    if children and isinstance(tree, tuple | list):
+        inner = ", ".join(map(_shown, children))
+        return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"
+    return repr(tree) if isinstance(tree, int | float | str | bool | None) else type(tree).__name__
