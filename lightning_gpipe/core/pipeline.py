@@ -46,8 +46,8 @@ from lightning_gpipe.core.frontends import (
 from lightning_gpipe.core.plan import (
     ActivationCheckpointing,
     Layout,
+    RouteName,
     Schedule,
-    SkipName,
     check_activation_checkpointing,
     check_sharing,
     count_recomputed,
@@ -277,7 +277,7 @@ class GPipe(StandIn):
             recomputed = count_recomputed(self.activation_checkpointing, m)
         return fill_drain(m, self.layout.placement, recomputed=recomputed)
 
-    def _skip_bytes(self) -> dict[SkipName, int]:
+    def _skip_bytes(self) -> dict[RouteName, int]:
         return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
 
     def _check_layers(self) -> None:

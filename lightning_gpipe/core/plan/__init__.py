@@ -27,12 +27,13 @@ from lightning_gpipe.core.plan.partition import (
     has_own_forward,
     is_plain,
 )
+from lightning_gpipe.core.plan.program import CALLER, Part, Program, Step
 from lightning_gpipe.core.plan.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
     count_recomputed,
 )
-from lightning_gpipe.core.plan.route import Route, SkipName
+from lightning_gpipe.core.plan.route import Route, RouteName, SkipName, Value
 from lightning_gpipe.core.plan.schedule import Loss, Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
@@ -43,6 +44,7 @@ from lightning_gpipe.core.plan.sharing import (
 )
 
 __all__ = [
+    "CALLER",
     "CONTAINERS",
     "Action",
     "ActivationCheckpointing",
@@ -50,11 +52,16 @@ __all__ = [
     "Kind",
     "Layout",
     "Loss",
+    "Part",
     "Partition",
+    "Program",
     "Route",
+    "RouteName",
     "Schedule",
     "SkipName",
     "Slot",
+    "Step",
+    "Value",
     "balance_by_parameters",
     "check_activation_checkpointing",
     "check_balance",

@@ -1,8 +1,8 @@
 """A program: what the stages run if that is more than one layer after another.
 
-A module whose forward loops over blocks, or calls its children in any order, is a list of steps: the
-calls that its forward makes, in order, each on values that the caller gave or an earlier step made.
-Every step belongs to a stage, and none needs a value of a later stage::
+A module whose forward loops over blocks, or calls its children in any order, is a list of steps:
+the calls that its forward makes, in order, each on values that the caller gave or an earlier step
+made. Every step belongs to a stage, and none needs a value of a later stage::
 
     %0 <- caller
     %1 <- caller

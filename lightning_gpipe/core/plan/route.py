@@ -28,13 +28,16 @@ class Value(NamedTuple):
         return f"%{self.number}"
 
 
+RouteName = SkipName | Value
+
+
 class Route(NamedTuple):
     """A way from one stage to a later one that does not go through those between.
 
     The caller is at -1 before the first stage, and at n after the last.
     """
 
-    name: SkipName | Value
+    name: RouteName
     source: int
     target: int
 

@@ -27,7 +27,7 @@ from lightning_gpipe.core.faithful import (
     StageState,
     TrainingFlags,
 )
-from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, followed_slots
+from lightning_gpipe.core.plan import Layout, Partition, Route, RouteName, followed_slots
 from lightning_gpipe.core.skip import declared_in
 
 
@@ -59,7 +59,7 @@ class Stage:
         self.last = j == layout.n - 1
         self.arriving: tuple[Route, ...] = layout.arriving(j)
         self.leaving: tuple[Route, ...] = layout.leaving(j)
-        self.skip_bytes: dict[SkipName, int] = {}
+        self.skip_bytes: dict[RouteName, int] = {}
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
         self._set_modules(self.modules_now())

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
-from lightning_gpipe.core.plan import Partition, SkipName
+from lightning_gpipe.core.plan import Partition, RouteName
 from lightning_gpipe.core.skip import Skip, stages_of
 
 
 def skip_table(
-    skips: Iterable[Skip], partitions: Sequence[Partition], sizes: Mapping[SkipName, int]
+    skips: Iterable[Skip], partitions: Sequence[Partition], sizes: Mapping[RouteName, int]
 ) -> Table:
     """List the skip connections, one row each::
 

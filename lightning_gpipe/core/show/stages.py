@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from rich.table import Table
 from torch import nn
 
-from lightning_gpipe.core.plan import Layout, SkipName, parameter_costs
+from lightning_gpipe.core.plan import Layout, RouteName, parameter_costs
 
 
-def stage_table(layout: Layout, skip_bytes: Mapping[SkipName, int]) -> Table:
+def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
     """List the stages, one row each::
 
         stage  device  layers  number  kinds                    parameters  share  skips to
@@ -55,7 +55,7 @@ def stage_table(layout: Layout, skip_bytes: Mapping[SkipName, int]) -> Table:
     return table
 
 
-def _leaving(layout: Layout, j: int, skip_bytes: Mapping[SkipName, int]) -> Iterator[str]:
+def _leaving(layout: Layout, j: int, skip_bytes: Mapping[RouteName, int]) -> Iterator[str]:
     """The skip tensors that leave a stage, with their sizes once a micro-batch has run."""
     for route in layout.leaving(j):
         size = skip_bytes.get(route.name)

@@ -8,12 +8,11 @@ on each stage, and sends the tensors that remain in it to the stages that pop th
 from __future__ import annotations
 
 import threading
+from typing import Any
 
-from torch import Tensor
+from lightning_gpipe.core.plan import RouteName
 
-from lightning_gpipe.core.plan import SkipName
-
-Table = dict[SkipName, Tensor | None]
+Table = dict[RouteName, Any]  # skip tensors, or values of a program
 
 
 class _Threads(threading.local):
