@@ -12,12 +12,15 @@ from lightning_gpipe.core.frontends.install import (
     install,
     is_installed,
 )
+from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.locate import locate
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
 from lightning_gpipe.core.frontends.stand_in import StandIn
 
 __all__ = [
+    "Frontend",
     "Installed",
+    "RunProgram",
     "StandIn",
     "check_free",
     "choose_devices",

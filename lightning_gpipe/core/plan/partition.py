@@ -27,11 +27,25 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class Partition:
-    """A run of consecutive layers: the part of the module that stage ``index`` runs."""
+    """The layers that stage ``index`` runs, consecutive ones if they are those of a Sequential.
+
+    Attributes:
+        index: The stage.
+        first: The index of the first layer, counted in the whole module.
+        layers: The layers.
+        names: Their names in the user's model, such as ``blocks.3``; empty in a Sequential, whose
+            layers are known by their indices.
+    """
 
     index: int
     first: int
     layers: tuple[nn.Module, ...]
+    names: tuple[str, ...] = ()
+
+    @property
+    def titles(self) -> list[str]:
+        """What errors and tables call the layers: ``layer 3``, or their names."""
+        return list(self.names) or [f"layer {k}" for k in self.indices]
 
     @property
     def last(self) -> int:
@@ -49,6 +63,10 @@ class Partition:
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
     def __str__(self) -> str:
+        if not self.layers:
+            return "no modules"
+        if self.names:
+            return "..".join(dict.fromkeys([self.names[0], self.names[-1]]))
         if self.first == self.last:
             return f"layer {self.first}"
         return f"layers {self.first}..{self.last}"

@@ -41,6 +41,17 @@ def test_partition_prints_its_layers() -> None:
     assert [str(p) for p in cut(layers(6), [1, 2, 3])] == ["layer 0", "layers 1..2", "layers 3..5"]
 
 
+def test_partition_with_names_prints_them() -> None:
+    blocks = tuple(layers(3))
+    named = Partition(1, 3, blocks, ("blocks.3", "blocks.4", "blocks.5"))
+
+    assert str(named) == "blocks.3..blocks.5"
+    assert named.titles == ["blocks.3", "blocks.4", "blocks.5"]
+    assert str(Partition(1, 3, blocks[:1], ("blocks.3",))) == "blocks.3"
+    assert Partition(1, 3, blocks).titles == ["layer 3", "layer 4", "layer 5"]
+    assert str(Partition(1, 3, ())) == "no modules"
+
+
 def test_partition_lists_a_shared_parameter_once() -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     two.weight = one.weight
