@@ -1,0 +1,80 @@
+"""Compares models with pipelines of them: ``python -m tests.models``, or ``make models``."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import tests.models.torchvision_operators  # noqa: F401 - before Lightning
+from tests.models import libraries
+from tests.models.libraries import Library
+from tests.models.page import page
+from tests.models.trial import Trial, attempt
+
+_LIMIT = 300  # seconds for a case, after which a pipeline is taken to hang
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run as asked; the exit status is 1 if a case fails."""
+    options = _options().parse_args(arguments)
+    torch.set_num_threads(1)
+    trials = {}
+    for library in libraries.chosen(options.libraries):
+        trials[library] = [*_trials(library, options.only)]
+    failed = [each for found in trials.values() for each in found if not each.passed]
+    total = sum(map(len, trials.values()))
+    print(f"{total - len(failed)} of {total} models as expected")
+    if options.write is not None:
+        options.write.write_text(page(trials), "utf-8")
+    if options.failures is not None:
+        options.failures.write_text("\n".join(map(_report, failed)), "utf-8")
+    return 1 if failed else 0
+
+
+def _options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
+    parser.add_argument("libraries", nargs="*", help=f"of {', '.join(libraries.NAMES)}; else all")
+    parser.add_argument("--only", nargs="+", default=[], help="parts of the names of models")
+    parser.add_argument("--write", type=Path, help="the page to write, in Markdown")
+    parser.add_argument("--failures", type=Path, help="the file for what failed, in Markdown")
+    return parser
+
+
+def _trials(library: Library, only: Sequence[str]) -> Iterator[Trial]:
+    for case in library.cases:
+        if only and not any(part in case.name for part in only):
+            continue
+        faulthandler.dump_traceback_later(_LIMIT, exit=True)
+        began = time.perf_counter()
+        trial = attempt(case, library.settings)
+        faulthandler.cancel_dump_traceback_later()
+        print(f"{_mark(trial):10}{case.name} ({time.perf_counter() - began:.1f} s)", flush=True)
+        for failure in trial.failures[:1]:
+            print(_indented(failure.what), flush=True)
+        yield trial
+
+
+def _mark(trial: Trial) -> str:
+    if not trial.passed:
+        return f"FAILED {len(trial.failures)}"
+    return "refused" if trial.refusal else "same"
+
+
+def _report(trial: Trial) -> str:
+    lines = [f"## {trial.case.name}: {len(trial.failures)} of {trial.settings} settings fail"]
+    lines += [f"\n{each.setting}\n\n{_indented(each.what)}" for each in trial.failures[:2]]
+    return "\n".join([*lines, ""])
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines()[-12:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

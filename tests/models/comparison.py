@@ -1,0 +1,201 @@
+"""Compares a model in a pipeline with the plain model.
+
+A step of both is a forward on the same 7 rows, and a backward from random cotangents of all that
+the model returns, its loss among it. Compared are all tensors that are returned, the gradients of
+all parameters, the buffers, and the keys of the state dict. What is more than rounding is decided
+as ``verify=True`` does it: see :mod:`lightning_gpipe.core.verify.compare`. No published
+initialisation is kept: where blocks begin close to the identity, most errors would go unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import map_tensors, named_leaves, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data.pytree import FlatTree
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.verify.compare import deviations, tolerance_of
+from tests.models.case import ROWS, Case
+from tests.support.pipes import even
+
+CHUNKS = 3
+SIZES = [3, 2, 2]  # the micro-batches of 7 rows
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a pipeline."""
+
+    stages: int
+    mode: ActivationCheckpointing
+    training: bool
+    threads: bool
+
+    def __str__(self) -> str:
+        training = "train" if self.training else "eval"
+        return f"{self.stages} stages, {self.mode}, {training}{', threads' * self.threads}"
+
+
+_MODES: Sequence[ActivationCheckpointing] = ("never", "except_last", "always")
+
+#: Every number of stages with every mode, in training and evaluation; threads by turns.
+ALL = [
+    Setting(stages, mode, training, threads)
+    for (stages, mode, training), threads in zip(
+        [(n, mode, training) for n in (2, 3, 4) for mode in _MODES for training in (True, False)],
+        cycle([True, False, False, True]),
+        strict=False,
+    )
+]
+#: Every number of stages and every mode, in training and evaluation, but not with one another.
+SOME = [
+    Setting(2, "never", training=True, threads=True),
+    Setting(3, "except_last", training=True, threads=False),
+    Setting(4, "always", training=True, threads=True),
+    Setting(2, "always", training=False, threads=False),
+    Setting(3, "never", training=False, threads=True),
+    Setting(4, "except_last", training=False, threads=False),
+]
+
+Values = Mapping[str, Tensor]
+Model = Callable[..., Any]
+
+
+class Run(NamedTuple):
+    """What came of a step."""
+
+    output: Values
+    gradients: Values
+    buffers: Values
+
+
+def piped(model: nn.Module, case: Case, setting: Setting) -> GPipe:
+    """The model in a pipeline."""
+    whole: Any = model
+    options: dict[str, Any] = {} if case.module is None else {"module": case.module}
+    return GPipe(
+        whole,
+        balance_of(model, case, setting.stages),
+        devices=["cpu"] * setting.stages,
+        chunks=CHUNKS,
+        activation_checkpointing=setting.mode,
+        deferred_batch_norm=False,
+        threads=setting.threads,
+        **options,
+    )
+
+
+def balance_of(model: nn.Module, case: Case, stages: int) -> Any:
+    """As many blocks of each stack for each stage; for a whole model by its parameters."""
+    if case.module is None:
+        return "parameters"
+    if isinstance(case.module, str):
+        return even(len(model.get_submodule(case.module)), stages)  # type: ignore[arg-type]  # a ModuleList
+    return [even(len(model.get_submodule(path)), stages) for path in case.module]  # type: ignore[arg-type]  # as above
+
+
+def built(case: Case) -> nn.Module:
+    """The model of a case, far from its initialisation, in the type that it is compared in."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = case.build().to(case.dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                scale = parameter[0].numel() ** -0.5 if parameter.dim() > 1 else 0.1
+                parameter.add_(torch.randn_like(parameter), alpha=0.5 * scale)
+    return model
+
+
+def inputs_of(case: Case) -> dict[str, Any]:
+    """What the model of a case is called with."""
+    inputs = dict(case.inputs(torch.Generator().manual_seed(1)))
+    return map_tensors(lambda x: x.to(case.dtype) if x.is_floating_point() else x, inputs)
+
+
+def difference(case: Case, setting: Setting, make: Callable[..., GPipe] = piped) -> str | None:
+    """What differs between the model in a pipeline and the plain one, or None.
+
+    Args:
+        case: The model.
+        setting: How to run it.
+        make: What makes the pipeline.
+    """
+    model = built(case).train(setting.training)
+    plain, keys, inputs = deepcopy(model), model.state_dict().keys(), inputs_of(case)
+    pipeline = make(model, case, setting)
+    try:
+        actual = step(model, pipeline, inputs)
+        if model.state_dict().keys() != keys:
+            return "the keys of the state dict differ"
+    finally:
+        pipeline.close()
+    mixes = case.mixes and setting.training
+    expected = step(plain, in_microbatches(plain) if mixes else plain, inputs)
+    return "; ".join(_beyond_rounding(expected, actual)) or None
+
+
+def step(model: nn.Module, forward: Model, inputs: Mapping[str, Any]) -> Run:
+    """A forward by ``forward``, which may be a pipeline of ``model``, and its backward."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        output = tensors(forward(**inputs))
+    leaves = {path: x for path, x in output.items() if x.requires_grad}
+    cotangents = [_cotangent(x) for x in leaves.values()]
+    torch.autograd.backward(list(leaves.values()), cotangents)
+    gradients = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return Run({path: x.detach() for path, x in output.items()}, gradients, buffers)
+
+
+def tensors(output: Any) -> dict[str, Tensor]:
+    """The tensors that a model returned, by their path."""
+    return {path: leaf for path, leaf in named_leaves(output) if isinstance(leaf, Tensor)}
+
+
+def in_microbatches(model: nn.Module) -> Model:
+    """The plain model, run on one micro-batch after the other."""
+
+    def forward(**inputs: Any) -> Any:
+        return _merged([model(**piece) for piece in _pieces(inputs)])
+
+    return forward
+
+
+def _pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    columns = {
+        name: list(x.split(SIZES)) if isinstance(x, Tensor) and len(x) == ROWS else [x] * CHUNKS
+        for name, x in inputs.items()
+    }
+    for i in range(CHUNKS):
+        yield {name: column[i] for name, column in columns.items()}
+
+
+def _merged(outputs: Sequence[Any]) -> Any:
+    columns = zip(*(tree_flatten(output).leaves for output in outputs), strict=True)
+    leaves = [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in columns]
+    return tree_unflatten(FlatTree(leaves, tree_flatten(outputs[0])[1]))
+
+
+def _cotangent(x: Tensor) -> Tensor:
+    """Random, the same for every tensor of this shape; of the size of a mean's."""
+    drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return (drawn / max(1, x.numel()) ** 0.5).to(x.dtype)
+
+
+def _beyond_rounding(plain: Run, pipelined: Run) -> Iterator[str]:
+    dtypes = [x.dtype for values in plain for x in values.values()]
+    tolerance = tolerance_of(dtypes, on_cuda=False)
+    for kind, one, other in zip(Run._fields, plain, pipelined, strict=True):
+        beyond = [each for each in deviations(one, other) if each.relative > tolerance]
+        if beyond:
+            worst = max(beyond, key=lambda each: each.relative)
+            count = f"{len(beyond)} of {len({*one, *other})}"
+            yield f"{kind}: {count} differ, such as {worst.name!r}, which {worst}"

@@ -1,0 +1,49 @@
+"""The libraries whose models are tried, and in which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from tests.models.case import Case
+from tests.models.comparison import ALL, Setting
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library.
+
+    Attributes:
+        name: As on the package index.
+        module: The module here that lists its models.
+        settings: How each is run. Convolutional networks take seconds: not every number of stages
+            with every mode.
+    """
+
+    name: str
+    module: str
+    settings: tuple[Setting, ...]
+
+    @property
+    def cases(self) -> Sequence[Case]:
+        """Its models; importing the library takes seconds, and is done here only."""
+        found: Sequence[Case] = import_module(self.module).CASES
+        return found
+
+
+_ALL = [
+    Library("transformers", "tests.models.hugging_face", tuple(ALL)),
+]
+NAMES = [each.name for each in _ALL]
+
+
+def chosen(names: Sequence[str]) -> Iterator[Library]:
+    """The libraries of these names; all without names.
+
+    Raises:
+        ValueError: If there is no library of a name.
+    """
+    if unknown := sorted(set(names) - set(NAMES)):
+        raise ValueError(f"libraries are {', '.join(NAMES)}: got {unknown[0]!r}.")
+    return (each for each in _ALL if not names or each.name in names)

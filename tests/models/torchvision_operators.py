@@ -1,0 +1,35 @@
+"""Lets torchvision be imported where its library of operators does not load.
+
+torchvision's wheel on the package index is built for CUDA, and beside the CPU build of torch its
+library does not load. torchvision allows for that, but for two operators: it registers how they act
+on fake tensors, which needs their schemas. So ``import torchvision`` ends in "operator
+torchvision::nms does not exist", and with it ``import lightning``, as torchmetrics imports
+torchvision where it is installed.
+
+This module defines what is missing, and must be imported before Lightning: by pytest as
+``-p tests.models.torchvision_operators``, by ``python -m tests.models`` first of all.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def define_missing() -> None:
+    """Define the schemas that torchvision needs, if its library does not."""
+    spec = find_spec("torchvision")
+    folders = spec.submodule_search_locations if spec is not None else None
+    for library in [file for folder in folders or () for file in Path(folder).glob("_C*.so")]:
+        try:
+            torch.ops.load_library(library)
+        except OSError:
+            for name in ("nms", "qnms"):
+                torch.library.define(f"torchvision::{name}", _SCHEMA)
+
+
+define_missing()

@@ -1,0 +1,69 @@
+"""What became of a case: the same in all settings, refused as expected, or a failure."""
+
+from __future__ import annotations
+
+import re
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.models.case import Case
+from tests.models.comparison import Setting, difference
+
+
+class Failure(NamedTuple):
+    """A setting in which the pipeline was not the plain model, and how that showed."""
+
+    setting: Setting
+    what: str
+
+
+class Trial(NamedTuple):
+    """The result of a case.
+
+    Attributes:
+        case: The case.
+        settings: The number of settings that were tried.
+        failures: Those that failed.
+        refusal: What the pipeline said if it was refused as the case expects.
+    """
+
+    case: Case
+    settings: int
+    failures: Sequence[Failure]
+    refusal: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case went as expected."""
+        return not self.failures
+
+
+def attempt(case: Case, settings: Sequence[Setting]) -> Trial:
+    """Compare a case in each of the settings; or see it refused in the first."""
+    if case.refused is not None:
+        return _refused(case, case.refused, settings[0])
+    failures = [Failure(each, what) for each in settings if (what := _tried(case, each))]
+    return Trial(case, len(settings), failures)
+
+
+def _tried(case: Case, setting: Setting) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries, about configurations as small as ours
+            return difference(case, setting)
+    except Exception as error:  # whatever it is, the next cases are tried too
+        return "".join(traceback.format_exception(error))
+
+
+def _refused(case: Case, pattern: str, setting: Setting) -> Trial:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            difference(case, setting)
+    except (TypeError, ValueError, RuntimeError) as error:
+        if re.search(pattern, str(error)):
+            return Trial(case, 1, [], str(error))
+        return Trial(case, 1, [Failure(setting, "".join(traceback.format_exception(error)))])
+    return Trial(case, 1, [Failure(setting, f"is not refused with {pattern!r}")])
