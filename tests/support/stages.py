@@ -8,6 +8,7 @@ from lightning_gpipe.core.plan import cut, lay_out
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
+from lightning_gpipe.core.run.work import Layers
 
 CPU = torch.device("cpu")
 
@@ -27,6 +28,7 @@ def begin(stage: Stage, recomputed: frozenset[int] = NONE) -> StagePass:
     shadows = stage.shadows(grad=torch.is_grad_enabled(), recomputed=bool(recomputed))
     return StagePass(
         stage,
+        Layers(stage),
         Context.capture([CPU]),
         recomputed,
         Randomness(OwnGenerators([CPU]), None),

@@ -23,8 +23,10 @@ from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     FlatTree,
+    join,
     map_tensors,
     named_leaves,
+    parted,
     tree_flatten,
     tree_unflatten,
 )
@@ -55,12 +57,14 @@ __all__ = [
     "identity",
     "is_aliased",
     "is_whole",
+    "join",
     "loss_term",
     "map_tensors",
     "mark_aliased",
     "memory",
     "named_leaves",
     "overlap",
+    "parted",
     "receiving",
     "record_stream",
     "reduced",

@@ -10,8 +10,9 @@ dataclasses are flattened here too, and any other object that holds tensors is r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,16 @@ from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
 LEAF_SPEC = _pytree.tree_flatten(None)[1]  # of a tree that is one leaf, most often a tensor
 
 
+class Joined(NamedTuple):
+    """The structure of several trees whose leaves are in one list, see :func:`join`."""
+
+    specs: tuple[Structure | None, ...]
+    sizes: tuple[int, ...]
+
+
+Structure = _pytree.TreeSpec | Joined
+
+
 class FlatTree(NamedTuple):
     """A flattened tree: its leaves in order, and its structure.
 
@@ -32,7 +43,7 @@ class FlatTree(NamedTuple):
     """
 
     leaves: list[Any]
-    spec: _pytree.TreeSpec | None = None
+    spec: Structure | None = None
 
     def detached(self) -> FlatTree:
         """The same tree with its tensors detached from their graph, with the same requires_grad.
@@ -71,11 +82,30 @@ def tree_flatten(tree: Any) -> FlatTree:
 
 
 def tree_unflatten(flat: FlatTree) -> Any:
-    """Unflatten a tree."""
+    """Unflatten a tree; joined ones into a list."""
     if flat.spec is LEAF_SPEC:
         return flat.leaves[0]
+    if isinstance(flat.spec, Joined):
+        return list(map(tree_unflatten, parted(flat)))
     assert flat.spec is not None, "leaves without a structure cannot be unflattened"
     return _pytree.tree_unflatten(flat.leaves, flat.spec)
+
+
+def join(trees: Sequence[FlatTree]) -> FlatTree:
+    """Several trees as one; :func:`parted` has them again."""
+    leaves = [leaf for tree in trees for leaf in tree.leaves]
+    specs, sizes = tuple(tree.spec for tree in trees), tuple(len(tree.leaves) for tree in trees)
+    return FlatTree(leaves, Joined(specs, sizes))
+
+
+def parted(flat: FlatTree) -> list[FlatTree]:
+    """The trees that were joined."""
+    assert isinstance(flat.spec, Joined), "only joined trees can be parted"
+    ends = list(accumulate(flat.spec.sizes))
+    return [
+        FlatTree(flat.leaves[end - size : end], spec)
+        for spec, size, end in zip(flat.spec.specs, flat.spec.sizes, ends, strict=True)
+    ]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

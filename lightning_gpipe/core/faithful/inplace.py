@@ -16,7 +16,7 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.grad_mode import inference_mode
 
 from lightning_gpipe.core.data import copy_marks, identity, is_aliased, is_whole, overlap
@@ -69,11 +69,11 @@ class MutationGuard:
         """Whether this is the first run, as far as recorded."""
         return self._expected is None
 
-    def after(self, index: int, layer: nn.Module) -> None:
-        """Record which inputs a layer edited; ``index`` is that of the layer in the module."""
+    def after(self, title: str) -> None:
+        """Record which inputs a layer or a step edited, whose title this is."""
         for k, leaf, version in self._versions:
             if leaf._version != version and k not in self._editors:
-                self._editors[k] = f"layer {index} ({type(layer).__name__})"
+                self._editors[k] = title
 
     def close(self) -> None:
         """Record in the first run which inputs the layers edit; check it in later runs.
@@ -82,6 +82,8 @@ class MutationGuard:
             RuntimeError: If they edited an input that was not copied, because earlier runs did not
                 edit it, or one that overlaps another input or is aliased on another stage.
         """
+        if self._editors:
+            self._check_aliased()  # in each run: who else gets a tensor may change
         if self._expected is None:
             self._check_overlaps()
             if len(self._versions) == len(self._guarded):  # no inference tensors, without counters
@@ -95,15 +97,18 @@ class MutationGuard:
                     "out-of-place form, such as nn.ReLU(inplace=False)."
                 )
 
+    def _check_aliased(self) -> None:
+        for k, editor in self._editors.items():
+            if is_aliased(self._given[k]):
+                raise RuntimeError(
+                    f"{editor} must not edit a tensor that another stage gets too, as by a skip "
+                    f"connection: it edited input {k} of its stage. Use the out-of-place form, "
+                    "such as nn.ReLU(inplace=False), or pass on a clone."
+                )
+
     def _check_overlaps(self) -> None:
         for k, editor in self._editors.items():
             edited = self._given[k]
-            if is_aliased(edited):
-                raise RuntimeError(
-                    f"{editor} must not edit a tensor that a skip connection sends to another "
-                    f"stage: it edited input {k} of its stage. Use the out-of-place form, such as "
-                    "nn.ReLU(inplace=False), or stash a clone."
-                )
             for other in self._guarded:
                 leaf = self._given[other]
                 if identity(leaf) != identity(edited) and overlap(leaf, edited):

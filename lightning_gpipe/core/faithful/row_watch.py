@@ -43,14 +43,14 @@ _CAPACITY = 64  # call signatures; all are forgotten then, and watched again
 class _Watched(NamedTuple):
     """A module to watch, the layer that it is in, and its name there."""
 
-    k: int
     layer: nn.Module
+    title: str
     name: str
     module: nn.Module
 
     def __str__(self) -> str:
         inner = f": its {self.name} ({type(self.module).__name__})" if self.name else ""
-        return f"layer {self.k} ({type(self.layer).__name__}){inner}"
+        return f"{self.title}{inner}"
 
 
 class _Seen(NamedTuple):
@@ -64,11 +64,11 @@ class RowWatches:
     """Decides which mini-batches of a stage are watched: the first of each call signature.
 
     Args:
-        layers: The layers of the stage, with their indices in the module.
+        layers: The layers of the stage, each with what errors call it.
     """
 
-    def __init__(self, layers: Sequence[tuple[int, nn.Module]]) -> None:
-        self._watched = [each for k, layer in layers for each in _watched_in(k, layer)]
+    def __init__(self, layers: Sequence[tuple[nn.Module, str]]) -> None:
+        self._watched = [each for layer, title in layers for each in _watched_in(layer, title)]
         self._known: set[Hashable] = set()
 
     def begin(
@@ -257,7 +257,7 @@ def _may_be_cut(mixed: Mixed, size: int) -> bool:
     return mixed.shape[mixed.dim] == size and size not in [mixed.shape[k] for k in mixed.rows]
 
 
-def _watched_in(k: int, layer: nn.Module) -> list[_Watched]:
+def _watched_in(layer: nn.Module, title: str) -> list[_Watched]:
     """The modules to watch in a layer, without those inside of compiled ones."""
     found = []
     waiting = [("", layer)]
@@ -266,7 +266,7 @@ def _watched_in(k: int, layer: nn.Module) -> list[_Watched]:
         if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
             continue  # watching would compile it again
         if isinstance(module, RECOGNISED):
-            found.append(_Watched(k, layer, name, module))
+            found.append(_Watched(layer, title, name, module))
         waiting += [
             (f"{name}.{each}".lstrip("."), child)
             for each, child in list(module.named_children())[::-1]

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import nn
+
 from lightning_gpipe.core.plan.route import Route, Value
 
 CALLER = -1  # in the place of a stage: where inputs come from
@@ -50,6 +52,12 @@ class Step:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: str = ""
+
+    @cached_property
+    def title(self) -> str:
+        """What errors call it, such as ``blocks.3 (Block)``."""
+        kind = f" ({type(self.run).__name__})" if isinstance(self.run, nn.Module) else ""
+        return f"{self.name}{kind}"
 
     @cached_property
     def needs(self) -> frozenset[int]:
@@ -182,8 +190,8 @@ class Program:
             for target in stages
             if self._made[number] == j and target not in (j, j + 1)
         )
-        kept = {*gives, *(_number(route) for route in leaving)}
-        held = {*takes, *(_number(route) for route in arriving)}
+        kept = {*gives, *(route.number for route in leaving)}
+        held = {*takes, *(route.number for route in arriving)}
         return Part(steps, takes, gives, arriving, leaving, tuple(_drops(steps, held, kept)))
 
     def _between(self, source: int, target: int) -> Iterator[int]:
@@ -242,11 +250,6 @@ def _drops(
         last.pop(number, None)
     for k in range(len(steps)):
         yield tuple(number for number, at in last.items() if at == k)
-
-
-def _number(route: Route) -> int:
-    assert isinstance(route.name, Value)
-    return route.name.number
 
 
 def _shown(tree: Any) -> str:

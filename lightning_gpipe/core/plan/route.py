@@ -41,5 +41,11 @@ class Route(NamedTuple):
     source: int
     target: int
 
+    @property
+    def number(self) -> int:
+        """That of the value that it carries."""
+        assert isinstance(self.name, Value), "a skip tensor has no number"
+        return self.name.number
+
     def __str__(self) -> str:
         return f"{self.name}: stage {self.source} -> {self.target}"

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, copy_marks, mark_aliased, memory
-from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.data import FlatTree, copy_marks, join, mark_aliased, memory, parted
+from lightning_gpipe.core.plan import Route
 
 
-def sent(stage: Stage, outputs: FlatTree) -> FlatTree:
-    """The outputs, detached: leaves for the graphs of the stages that they are sent to."""
-    if not stage.leaving:
+def sent(outputs: FlatTree, j: int, leaving: Sequence[Route]) -> FlatTree:
+    """The outputs of stage ``j``, detached: leaves for the graphs of the stages that get them.
+
+    Args:
+        outputs: The outputs; if any leave by routes, joined with those.
+        j: The stage.
+        leaving: The routes.
+    """
+    if not leaving:
         return outputs.detached()
-    main = len(outputs.leaves) - len(stage.leaving)
-    leaves = FlatTree(outputs.leaves[:main]).detached().leaves
-    targets = [stage.partition.index + 1] * main
-    for route, tensor in zip(stage.leaving, outputs.leaves[main:], strict=True):
-        leaves += FlatTree([tensor]).detached().leaves
-        targets.append(route.target)
+    trees = [each.detached() for each in parted(outputs)]  # one by one: each gets its gradient
+    return join(mark_shared(trees, [j + 1, *(route.target for route in leaving)]))
+
+
+def mark_shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatTree]:
+    """The trees, with marks on the tensors whose memory goes to several targets.
+
+    Args:
+        trees: What is sent.
+        targets: The stage to which each of them is sent.
+    """
     targets_of: dict[int | None, set[int]] = {}
-    for leaf, target in zip(leaves, targets, strict=True):
-        targets_of.setdefault(memory(leaf), set()).add(target)
-    for leaf in leaves:
-        if memory(leaf) is not None and len(targets_of[memory(leaf)]) > 1:
-            mark_aliased(leaf)
-    return FlatTree(leaves, outputs.spec)
+    for tree, target in zip(trees, targets, strict=True):
+        for leaf in tree.leaves:
+            targets_of.setdefault(memory(leaf), set()).add(target)
+    shared = {key for key, found in targets_of.items() if key is not None and len(found) > 1}
+    return [
+        FlatTree([_marked(leaf) if memory(leaf) in shared else leaf for leaf in leaves], spec)
+        for leaves, spec in trees
+    ]
 
 
 def apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
@@ -54,3 +68,10 @@ def gradients_in(leaves: list[Any]) -> list[Tensor | None]:
         leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
         for k, leaf in enumerate(leaves)
     ]
+
+
+def _marked(leaf: Tensor) -> Tensor:
+    """The leaf with a mark; a new object if it may be the caller's own."""
+    marked = leaf if leaf.requires_grad else copy_marks(leaf, leaf.detach())
+    mark_aliased(marked)
+    return marked

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
-from lightning_gpipe.core.plan import Layout, Schedule
+from lightning_gpipe.core.plan import Layout, Program, Schedule
 from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
@@ -75,6 +75,7 @@ class Engine:
         division: Callable[[], Division | None] = lambda: None,
         *,
         terms: bool = False,
+        program: Program | None = None,
     ) -> tuple[list[FlatTree], list[list[Term]]]:
         """Run the micro-batches by ``schedule``.
 
@@ -83,6 +84,8 @@ class Engine:
             schedule: What to run.
             division: Tells how many rows each has, if that is known.
             terms: Whether to collect loss terms.
+            program: What the stages run, if that is not their layers. The micro-batches are then
+                joined of the values of its inputs in order, and so are the outputs.
 
         Returns:
             For each micro-batch its output, and the loss terms of its layers in their order; both
@@ -96,6 +99,7 @@ class Engine:
             self.stages,
             self._layout,
             schedule,
+            program,
             transport=self._transport,
             draws=self._draws,
             terms=terms,
@@ -108,7 +112,7 @@ class Engine:
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
-        return (outputs, []) if minibatch.terms is None else minibatch.terms.split(outputs)
+        return minibatch.caller.split(outputs)
 
     def _check_asides(self) -> None:
         """Raise if gradients arrived in the latest mini-batch that no backward will take."""

@@ -20,6 +20,7 @@ class Kept(NamedTuple):
         saved: If it will be recomputed: the state of the layers from before.
         versions: The version counters of the inputs, likewise.
         terms: The number of the leaves of its loss terms, likewise.
+        sizes: The number of the leaves of each way on which it leaves; only if there are several.
     """
 
     inputs: FlatTree
@@ -27,6 +28,7 @@ class Kept(NamedTuple):
     saved: Saved | None = None
     versions: tuple[int, ...] = ()
     terms: int = 0
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def dropped(cls, inputs: FlatTree, saved: Saved | None, terms: int) -> Kept:

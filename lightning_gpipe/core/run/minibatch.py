@@ -33,20 +33,19 @@ from lightning_gpipe.core.faithful import (
     TrainingFlags,
     on_engine_thread,
 )
-from lightning_gpipe.core.plan import Action, Kind, Layout, Route, Schedule
+from lightning_gpipe.core.plan import Layout, Program, Schedule
 from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.caller import Caller, Sent
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
-from lightning_gpipe.core.run.handed_out import HandedOut
 from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.work import Layers, Steps, Work
 from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Transport
-
-Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 
@@ -58,6 +57,7 @@ class MiniBatch:
         stages: The stages, in order.
         layout: What runs where.
         schedule: What to run.
+        program: What the stages run, if that is not their layers.
         transport: What connects the workers.
         draws: Records whether the layers draw random numbers.
         terms: Whether to collect loss terms.
@@ -65,7 +65,7 @@ class MiniBatch:
 
     Attributes:
         timeline: What ran when.
-        terms: Where the loss terms are among the leaves of the outputs; None if none are collected.
+        caller: What the caller sends and gets.
         leaves: After forward, those that will have a gradient, each once: parameters, and those
             that layers captured from outside.
         asides: Between forward and backward, what watches for other gradients on each stage.
@@ -76,6 +76,7 @@ class MiniBatch:
         stages: Sequence[Stage],
         layout: Layout,
         schedule: Schedule,
+        program: Program | None = None,
         *,
         transport: Transport,
         draws: Draws,
@@ -86,6 +87,7 @@ class MiniBatch:
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
+        self._works = [_work(stage, program) for stage in stages]
         self._transport = transport
         self._draws = draws
         self._library_draws = library_draws
@@ -97,9 +99,10 @@ class MiniBatch:
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._watches: list[RowWatch | None] = []
         self._workers: list[Worker] = []
-        self._input_devices: list[list[torch.device | None]] = []
+        self._input_devices: list[FlatTree] = []
         self.timeline = Timeline(schedule, [])
-        self.terms = HandedOut(layout.n) if terms else None
+        self.caller = Caller(layout.n, program, terms=terms)
+        self._terms = terms
         self.leaves: list[Tensor] = []
         self.asides: list[Asides] = []
 
@@ -108,13 +111,15 @@ class MiniBatch:
     ) -> list[FlatTree]:
         """Run the first phase, and return each micro-batch's output on the last device.
 
-        Its leaves are followed by those of loss terms, if they are collected.
+        If other stages have outputs or loss terms too, it is joined with those.
 
         Args:
             microbatches: The micro-batches.
             division: Tells how many rows each has, if that is known.
         """
-        self._input_devices = [[_device_of(leaf) for leaf in flat.leaves] for flat in microbatches]
+        self._input_devices = [
+            FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
+        ]
         with self._transport.exclusive():
             for stage in self._stages:
                 stage.refresh()
@@ -122,7 +127,10 @@ class MiniBatch:
             generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
             signature = bytes(self._flags), microbatches[0].spec
-            self._watches = [stage.watch(signature, division) for stage in self._stages]
+            self._watches = [
+                stage.watch((*signature, work.signature), division)
+                for stage, work in zip(self._stages, self._works, strict=True)
+            ]
             alone = self._transport_in(self._context) is self._transport.inline()
             recorded = self._library_draws.forward(
                 self._flags, alone=alone, recomputed=self._recomputes
@@ -159,8 +167,10 @@ class MiniBatch:
             with self._streams.entered():
                 with self._transport.exclusive():
                     exchange = self._backward(output_gradients)
-                m = self._schedule.m
-                input_gradients = [self._input_gradients(i, exchange) for i in range(m)]
+                input_gradients = [
+                    self.caller.input_gradients(exchange, x, i)
+                    for i, x in enumerate(self._input_devices)
+                ]
                 taken = chain.from_iterable(each.take_gradients() for each in self._passes)
                 gradients = sum_gradients(taken, self.leaves)
             self._streams.lend(chain(*input_gradients, gradients))
@@ -176,11 +186,8 @@ class MiniBatch:
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
         self._begin(shared)
-        last, m = len(self._stages), len(microbatches)
-        sent = [(Action(Kind.FORWARD, i, 0), x.aliased(), None) for i, x in enumerate(microbatches)]
-        exchange = self._run(_FORWARD, sent, self._context)
-        outputs = [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
-        return outputs if self.terms is None else self.terms.received(exchange, outputs)
+        exchange = self._run(_FORWARD, self.caller.inputs(microbatches), self._context)
+        return self.caller.outputs(exchange, len(microbatches))
 
     def _begin(self, shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
@@ -194,13 +201,14 @@ class MiniBatch:
         self._passes = [
             StagePass(
                 stage,
+                self._works[j],
                 context,
                 recomputed[j],
                 self._randomness(stage, shared),
                 shadows[j],
                 self._participation,
                 self._watches[j],
-                terms=self.terms is not None,
+                terms=self._terms,
             )
             for j, stage in enumerate(self._stages)
         ]
@@ -229,13 +237,7 @@ class MiniBatch:
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
         self.asides.clear()  # the next forward need not check them: this backward does
-        last = self._schedule.n - 1
-        sent: Iterable[Sent] = (
-            (Action(Kind.BACKWARD, i, last), FlatTree(gradients), None)
-            for i, gradients in enumerate(output_gradients)
-        )
-        if self.terms is not None:
-            sent = self.terms.returned(output_gradients)
+        sent = self.caller.output_gradients(output_gradients)
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
         for each in self._passes:
@@ -292,15 +294,6 @@ class MiniBatch:
         """Whether any micro-batch is recomputed."""
         return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
 
-    def _input_gradients(self, i: int, exchange: Exchange) -> Gradients:
-        """The gradients of the leaves of the input of micro-batch ``i``, on their devices."""
-        gradients = exchange.receive(Action(Kind.BACKWARD, i, -1)).leaves
-        devices = self._input_devices[i][: len(gradients)]
-        return [
-            None if gradient is None else gradient.to(device)
-            for gradient, device in zip(gradients, devices, strict=True)
-        ]
-
     def _release(self) -> list[Asides]:
         """Release everything after backward: the user may keep the output for long."""
         asides = [each.release() for each in self._passes]
@@ -309,6 +302,12 @@ class MiniBatch:
         for aside in asides:
             aside.refuse_gradients()
         return asides
+
+
+def _work(stage: Stage, program: Program | None) -> Work:
+    if program is None:
+        return Layers(stage)
+    return Steps(stage, program.parts[stage.partition.index])
 
 
 def _device_of(leaf: Any) -> torch.device | None:

@@ -83,12 +83,12 @@ def warn_of_attributes(stage: Stage, leaves: Iterable[object]) -> None:
 def _shared_by(stages: Iterable[Stage]) -> list[_Shared]:
     found: dict[int, tuple[object, dict[int, str]]] = {}
     for j, stage in enumerate(stages):
-        for k, layer in zip(stage.partition.indices, stage.partition.layers, strict=True):
+        for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
             for name, value in held_in(layer):
                 for each in within(value):
                     if isinstance(each, CONTAINERS) or is_own(each):
                         names = found.setdefault(id(each), (each, {}))[1]
-                        names.setdefault(j, f"layer {k}.{name}")
+                        names.setdefault(j, f"{title}.{name}")
     return [
         _Shared(type(each).__name__, list(names.values()), _contents(each))
         for each, names in found.values()

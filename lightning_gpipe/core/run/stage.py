@@ -51,6 +51,7 @@ class Stage:
         journal: The changes made to them while they run.
         skips: Whether any of them stashes or pops skip tensors.
         state: What they may change in forward.
+        titled: The layers, each with what errors call it, such as ``layer 3 (Linear)``.
     """
 
     def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
@@ -146,10 +147,10 @@ class Stage:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The name of a parameter in the layers, such as ``layer 3.linear.weight``."""
-        for k, layer in enumerate(self.partition.layers, start=self.partition.first):
+        for title, layer in zip(self.partition.titles, self.partition.layers, strict=True):
             for name, other in layer.named_parameters():
                 if other is parameter:
-                    return f"layer {k}.{name}"
+                    return f"{title}.{name}"
         return "a parameter"
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
@@ -158,8 +159,9 @@ class Stage:
         self.skips = any(declared_in(module) is not None for module in modules)
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
         self._behaviors = Behaviors()
-        layers = zip(self.partition.indices, self.partition.layers, strict=True)
-        self._watches = RowWatches(list(layers))
+        titles = zip(self.partition.titles, self.partition.layers, strict=True)
+        self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
+        self._watches = RowWatches(self.titled)
 
     def _check_placement(self) -> None:
         for module in self.modules:

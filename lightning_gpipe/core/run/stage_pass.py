@@ -3,8 +3,8 @@
 A stage has a small graph of its own for each micro-batch: the inputs are its leaves, and the
 outputs are detached from it. The gradients of the outputs come from other stages, and those of the
 inputs go to other stages. So the graphs of different stages are never joined, each worker runs
-backward on its own thread, and dropping a micro-batch's activations means freeing its graph. Skip
-tensors are further inputs and outputs.
+backward on its own thread, and dropping a micro-batch's activations means freeing its graph. What
+comes and leaves by routes are further inputs and outputs, joined with the others.
 
 A pass holds everything that is alive between its forward and its backward. Several may exist at
 once, if a user runs the pipeline twice before one backward.
@@ -13,6 +13,7 @@ once, if a user runs the pipeline twice before one backward.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,8 @@ from lightning_gpipe.core.data import (
     FlatTree,
     Term,
     bytes_of,
+    join,
+    parted,
     receiving,
     tree_flatten,
     tree_unflatten,
@@ -37,24 +40,18 @@ from lightning_gpipe.core.faithful import (
     Shadows,
     together,
 )
+from lightning_gpipe.core.plan import CALLER
 from lightning_gpipe.core.run.asides import Asides
 from lightning_gpipe.core.run.borders import apart, gradients_in, sent
 from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
 from lightning_gpipe.core.run.kept import Kept
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import (
-    root_of,
-)
+from lightning_gpipe.core.run.roots import root_of
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.skip import (
-    Table,
-    in_flight,
-    table_of,
-    tensors_leaving,
-    using_table,
-)
+from lightning_gpipe.core.run.work import Work
+from lightning_gpipe.core.skip import Table, in_flight, leaving_in, table_of, using_table
 
 _NO_TERMS = tree_flatten([])
 
@@ -64,6 +61,7 @@ class StagePass:
 
     Args:
         stage: The stage.
+        work: What it does with each micro-batch.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
         randomness: Where random numbers come from.
@@ -73,7 +71,7 @@ class StagePass:
         terms: Whether to collect loss terms.
 
     Attributes:
-        stage, randomness, shadows, terms: As given.
+        stage, work, randomness, shadows, terms: As given.
         statistics: The statistics of the stage's batch norms, if they are deferred.
         asides: Watches for gradients that do not come through the outputs.
     """
@@ -81,6 +79,7 @@ class StagePass:
     def __init__(
         self,
         stage: Stage,
+        work: Work,
         context: Context,
         recomputed: frozenset[int],
         randomness: Randomness,
@@ -91,6 +90,7 @@ class StagePass:
         terms: bool = False,
     ) -> None:
         self.stage = stage
+        self.work = work
         self.randomness = randomness
         self.shadows = shadows
         self.terms = terms
@@ -99,7 +99,10 @@ class StagePass:
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or stage.skips or watch or terms)
+        self._bare = not (randomness.redirected or self.statistics or work.tabled or watch or terms)
+        self._routed = bool(work.leaving or terms)  # whether its outputs leave on several ways
+        ends = [stage.partition.index == 0, *(route.source == CALLER for route in work.arriving)]
+        self._from_caller = any(ends)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, Kept] = {}
@@ -114,11 +117,11 @@ class StagePass:
 
         Args:
             i: The micro-batch.
-            inputs: The input of the first layer, followed by the skip tensors that arrive.
+            inputs: What comes with the micro-batch; if anything comes by routes, joined with that.
 
         Returns:
-            The output of the last layer, followed by the skip tensors that leave; all detached from
-            this stage's graph.
+            What goes on with the micro-batch; if anything leaves by routes, joined with that. All
+            is detached from this stage's graph.
         """
         if not self._context.grad:
             outputs, self._terms[i] = self._run(i, inputs, first=True)
@@ -133,14 +136,14 @@ class StagePass:
             if self.stage.last:
                 outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
-            kept = Kept.dropped(inputs, saved, len(terms.leaves))
+            kept = Kept.dropped(inputs, saved, len(terms.leaves))  # its sizes come with its roots
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         else:
             with self._context.saving():
                 outputs, terms = self._run(i, inputs, first=True)
             leaves = [*outputs.leaves, *terms.leaves]
             roots = [root_of(leaf) for leaf in leaves]
-            kept = Kept(inputs, roots)
+            kept = Kept(inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ())
             needed = bool([root for root in roots if root is not None])
         if needed:
             self._microbatches[i] = kept
@@ -148,7 +151,7 @@ class StagePass:
             self.asides.watch_inputs(inputs.leaves)
         if self.terms:
             self._terms[i] = terms.detached()
-        return sent(self.stage, outputs)
+        return sent(outputs, self.stage.partition.index, self.work.leaving)
 
     def take_terms(self, i: int) -> FlatTree:
         """The loss terms of micro-batch ``i``, detached like its outputs; no longer held here."""
@@ -162,9 +165,9 @@ class StagePass:
     def backward(self, i: int, gradients: FlatTree) -> FlatTree:
         """Compute the gradients of the inputs from those of the outputs, leaf by leaf.
 
-        Both are ordered as in :meth:`forward`, skip tensors included; ``gradients`` end with those
-        of the loss terms, and may have no others but those of the skip tensors. The gradients of
-        the parameters stay in :attr:`shadows`.
+        Both are ordered as in :meth:`forward`, what travels by routes included; ``gradients`` end
+        with those of the loss terms. What came back on one way may have no leaves: there are no
+        gradients then. The gradients of the parameters stay in :attr:`shadows`.
 
         Returns:
             One leaf per input, or none if nothing requires a gradient.
@@ -174,11 +177,13 @@ class StagePass:
         kept = self._microbatches.pop(i)
         leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
+        if self._routed:
+            gradients = _filled(gradients, kept.sizes)
+        elif not gradients.leaves:
+            roots = []
         with self.randomness.drawing_in_backward(i):
-            self._captures.run_backward(
-                roots[len(roots) - len(gradients.leaves) :], gradients.leaves
-            )
-        return FlatTree(gradients_in(leaves))
+            self._captures.run_backward(roots, gradients.leaves)
+        return FlatTree(gradients_in(leaves), kept.inputs.spec)
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
@@ -222,7 +227,10 @@ class StagePass:
             )
         leaves = [*outputs.leaves, *terms.leaves]
         self.asides.watch_inputs(inputs.leaves)
-        self._microbatches[i] = Kept(inputs, [root_of(leaf) for leaf in leaves])
+        roots = [root_of(leaf) for leaf in leaves]
+        self._microbatches[i] = Kept(
+            inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ()
+        )
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""
@@ -235,31 +243,28 @@ class StagePass:
         return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
     def _run(self, i: int, inputs: FlatTree, *, first: bool) -> tuple[FlatTree, FlatTree]:
-        """Run the layers; returns their outputs, those that leave by skip included, and terms."""
-        stage = self.stage
-        # The first stage's inputs are the caller's, which a layer must not edit.
-        marked = not self._context.grad and stage.partition.index > 0
+        """Do the work; returns what goes on, joined with what leaves by routes, and terms."""
+        stage, work = self.stage, self.work
+        # The caller must not find its tensors edited.
+        marked = not self._context.grad and not self._from_caller
         guard = MutationGuard(self._behavior(inputs), inputs.leaves, marked=marked)
-        x, skips = self._arrived(guard.leaves, inputs.spec)
+        x, table = self._arrived(FlatTree(guard.leaves, inputs.spec))
         terms: list[Term] = []
         bare = first and self._bare and self.shadows.in_place
-        with NOTHING if bare else self._around(i, skips, terms, first=first):
-            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
-                x = layer(x)
-                guard.after(k, layer)
+        with NOTHING if bare else self._around(i, table, terms, first=first):
+            outputs = work.run(x, table, guard.after)
         guard.close()
-        outputs = tree_flatten(x)
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
-        skips = skips if stage.skips else in_flight()
-        if skips or stage.leaving:
-            leaving = tensors_leaving(skips, stage.leaving)
-            for route, tensor in zip(stage.leaving, leaving, strict=True):
+        table = table if work.tabled else in_flight()
+        if table or work.leaving:
+            leaving = leaving_in(table, work.leaving)
+            for route, tensor in zip(stage.leaving, leaving, strict=False):  # those of skips
                 stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
-            outputs = FlatTree([*outputs.leaves, *leaving], outputs.spec)
+            outputs = join([outputs, *map(tree_flatten, leaving)])
         return outputs, tree_flatten(terms) if terms else _NO_TERMS
 
-    def _around(self, i: int, skips: Table, terms: list[Term], *, first: bool) -> Manager:
+    def _around(self, i: int, table: Table, terms: list[Term], *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
         found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         if not self.shadows.in_place:
@@ -268,8 +273,8 @@ class StagePass:
             found.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
             found.append(self._watch.watching(i, self.stage.journal))
-        if self.stage.skips:
-            found.append(using_table(skips))
+        if self.work.tabled:
+            found.append(using_table(table))
         if self.terms:
             found.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
@@ -278,18 +283,30 @@ class StagePass:
             found += saved.swapped_in(self.stage.journal)
         return together(found)
 
-    def _arrived(self, leaves: list[Any], spec: Any) -> tuple[Any, Table]:
-        """The input of the first layer, and the table with the skip tensors that arrived."""
-        arriving = self.stage.arriving
+    def _arrived(self, inputs: FlatTree) -> tuple[Any, Table]:
+        """What came with the micro-batch, and the table with what came by routes."""
+        arriving = self.work.arriving
         if not arriving:
-            return tree_unflatten(FlatTree(leaves, spec)), {}
-        main = len(leaves) - len(arriving)
-        return tree_unflatten(FlatTree(leaves[:main], spec)), table_of(arriving, leaves[main:])
+            return tree_unflatten(inputs), {}
+        main, *others = map(tree_unflatten, parted(inputs))
+        return main, table_of(arriving, others)
+
+    def _sizes(self, outputs: FlatTree, terms: FlatTree) -> tuple[int, ...]:
+        """The number of the leaves on each of several ways."""
+        ways = parted(outputs) if self.work.leaving else [outputs]
+        return tuple(len(each.leaves) for each in (*ways, *([terms] if self.terms else [])))
 
     def _behavior(self, inputs: FlatTree) -> Behavior:
         if self._latest is None or self._latest[0] is not inputs.spec:
-            self._latest = inputs.spec, self.stage.behavior(self._flags, inputs.spec)
+            structure = inputs.spec, self.work.signature
+            self._latest = inputs.spec, self.stage.behavior(self._flags, structure)
         return self._latest[1]
+
+
+def _filled(gradients: FlatTree, sizes: Sequence[int]) -> FlatTree:
+    """The gradients, with None for all leaves of a way on which there are none."""
+    ways = zip(parted(gradients), sizes, strict=True)
+    return FlatTree([each for way, size in ways for each in way.leaves or [None] * size])
 
 
 def in_layers() -> bool:

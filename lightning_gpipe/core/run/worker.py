@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
+from lightning_gpipe.core.run.caller import term_route
 from lightning_gpipe.core.run.clocks import clock_of
-from lightning_gpipe.core.run.handed_out import term_route
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.skip import using_table
@@ -142,26 +141,23 @@ class WorkerTask(Task):
         """Receive what the action needs, run it, and send its result."""
         exchange = self._exchange
         stage_pass = self._passes[action.j]
-        stage = stage_pass.stage
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
-        arriving, leaving = stage.arriving, stage.leaving
+        arriving, leaving = stage_pass.work.arriving, stage_pass.work.leaving
         if action.kind is Kind.BACKWARD:
             run, arriving, leaving = stage_pass.backward, leaving, arriving
+            if stage_pass.terms:
+                arriving = (*arriving, term_route(action.j, self._n))
 
         value = exchange.receive(action)
         if arriving:
-            skips = [exchange.receive(action, route).leaves[0] for route in arriving]
-            value = FlatTree([*value.leaves, *skips], value.spec)
-        if stage_pass.terms and action.kind is Kind.BACKWARD:
-            terms = exchange.receive(action, term_route(action.j, self._n))
-            value = FlatTree([*value.leaves, *terms.leaves])
+            value = join([value, *(exchange.receive(action, route) for route in arriving)])
         start = self._clock.now()
         result = run(action.i, value)
         self._timeline.add(self._worker.index, action, start, self._clock.now())
         if stage_pass.terms and action.kind is Kind.FORWARD:
             self._send_terms(action, stage_pass.take_terms(action.i))
         if leaving:
-            result = self._send_skips(action, result, leaving)
+            result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
 
     def _send_terms(self, by: Action, terms: FlatTree) -> None:
@@ -173,14 +169,14 @@ class WorkerTask(Task):
         self._passes[action.j].recompute(action.i)
         self._timeline.add(self._worker.index, action, start, self._clock.now())
 
-    def _send_skips(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
-        """Send the skip tensors at the end of the result of ``by``, and return the rest."""
-        main = max(0, len(value.leaves) - len(routes))  # without gradients there are no leaves
-        tensors: list[Any] = value.leaves[main:] if value.leaves else [None] * len(routes)
-        for route, tensor in zip(routes, tensors, strict=True):
+    def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
+        """Send what of the result of ``by`` leaves by routes, and return the rest."""
+        none = [FlatTree([])] * (1 + len(routes))  # where nothing requires a gradient
+        main, *others = parted(value) if value.spec is not None else none
+        for route, tree in zip(routes, others, strict=True):
             j = route.target if by.kind.direction > 0 else route.source
-            self._exchange.send(by._replace(j=j), FlatTree([tensor]), route)
-        return FlatTree(value.leaves[:main], value.spec)
+            self._exchange.send(by._replace(j=j), tree, route)
+        return main
 
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._m}"

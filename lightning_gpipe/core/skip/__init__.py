@@ -16,11 +16,11 @@ from lightning_gpipe.core.skip.declare import (
 from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
 from lightning_gpipe.core.skip.layout import (
     Skip,
+    leaving_in,
     routes_of,
     skips_of,
     stages_of,
     table_of,
-    tensors_leaving,
     verify_skippables,
 )
 
@@ -31,6 +31,7 @@ __all__ = [
     "declared_in",
     "in_flight",
     "isolate",
+    "leaving_in",
     "pop",
     "routes_of",
     "skippable",
@@ -38,7 +39,6 @@ __all__ = [
     "stages_of",
     "stash",
     "table_of",
-    "tensors_leaving",
     "using_table",
     "verify_skippables",
     "with_skips",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gpipe.core.plan import Partition, Route, SkipName
 from lightning_gpipe.core.skip.declare import declared_in, full_name
@@ -82,12 +82,12 @@ def routes_of(skips: Iterable[Skip], partitions: Sequence[Partition]) -> list[Ro
 
 
 def table_of(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
-    """A table with the skip tensors that arrived for a stage."""
+    """A table with what arrived for a stage by routes."""
     return {route.name: tensor for route, tensor in zip(arriving, tensors, strict=True)}
 
 
-def tensors_leaving(table: Table, leaving: Sequence[Route]) -> list[Tensor | None]:
-    """The skip tensors for other stages, after the layers of this stage have run.
+def leaving_in(table: Table, leaving: Sequence[Route]) -> list[Any]:
+    """What is in the table for other stages, after the layers of this stage have run.
 
     Raises:
         RuntimeError: If a tensor was not stashed, or not popped, because a skippable module within

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, identity, record_stream
-from lightning_gpipe.core.plan import Action, Layout, Route
+from lightning_gpipe.core.plan import CALLER, Action, Layout, Route
 
 
 class _SideStreams(NamedTuple):
@@ -49,7 +49,7 @@ class Copies:
         A tensor that a layer put on another device than its stage's, such as lengths on the CPU,
         stays there. All tensors that the caller sends are moved.
         """
-        if self._one_device and to.j != 0:
+        if self._one_device and to.j != 0 and (skip is None or skip.source != CALLER):
             return value, None
         leaves, ready = self.send(value.leaves, self._sender_of(to, skip), self.device_at(to.j))
         return FlatTree(leaves, value.spec), ready
@@ -68,10 +68,10 @@ class Copies:
     def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
         """The device of the stage that makes what ``to`` needs; None for the caller."""
         forward = to.kind.direction > 0
-        if skip is not None:
-            return self.device_at(skip.source if forward else skip.target)
         j = to.j - to.kind.direction
-        return None if forward and j < 0 else self.device_at(j)
+        if skip is not None:
+            j = skip.source if forward else skip.target
+        return None if forward and j == CALLER else self.device_at(j)
 
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device

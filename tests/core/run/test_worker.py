@@ -118,7 +118,7 @@ def test_gradient_of_a_skip_goes_straight_back() -> None:
     exchange = MockExchange(
         {
             (Action(F, 0, 2), None): tree_flatten(x),
-            (Action(F, 0, 2), ROUTE): FlatTree([skip]),
+            (Action(F, 0, 2), ROUTE): tree_flatten(skip),
             (Action(B, 0, 2), None): FlatTree([torch.ones(1, 2)]),
         }
     )

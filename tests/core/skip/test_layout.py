@@ -12,10 +12,10 @@ from lightning_gpipe.core.plan import Route, SkipName
 from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.skip.layout import (
     Skip,
+    leaving_in,
     routes_of,
     skips_of,
     table_of,
-    tensors_leaving,
 )
 from lightning_gpipe.skip import Namespace, pop, skippable, stash, verify_skippables
 from tests.support.pipes import Pipe
@@ -217,15 +217,15 @@ def test_table_of_a_stage() -> None:
     table = table_of([a, b], [x, None])
 
     assert table == {a.name: x, b.name: None}
-    assert tensors_leaving(table, [b, a]) == [None, x]
-    assert tensors_leaving({}, []) == []
+    assert leaving_in(table, [b, a]) == [None, x]
+    assert leaving_in({}, []) == []
 
 
 def test_table_with_other_tensors_than_leave() -> None:
     a, b, c = (Route(SkipName(None, name), 0, 1) for name in "abc")
 
     with pytest.raises(RuntimeError) as error:
-        tensors_leaving({c.name: None}, [a, b])
+        leaving_in({c.name: None}, [a, b])
 
     assert str(error.value) == (
         "every skippable module within a layer must run in each forward: no module stashed "
@@ -237,9 +237,9 @@ def test_table_with_too_few_or_too_many_tensors() -> None:
     a = Route(SkipName(None, "a"), 0, 1)
 
     with pytest.raises(RuntimeError, match="no module stashed 'a'. To"):
-        tensors_leaving({}, [a])
+        leaving_in({}, [a])
     with pytest.raises(RuntimeError, match="no module popped 'a'. To"):
-        tensors_leaving({a.name: None}, [])
+        leaving_in({a.name: None}, [])
 
 
 class Sometimes(nn.Module):

@@ -1,0 +1,160 @@
+"""What the caller of a mini-batch sends to the stages and gets from them, and the gradients.
+
+It sends each micro-batch to the first stage and gets the output of the last one. Loss terms come
+from every stage. With a program, values that are needed in the middle of the pipeline go straight
+there, and outputs that are made there come straight back::
+
+              micro-batch i                              output of micro-batch i
+    caller  --(inputs)---------> stage 0 ... stage n-1 --(gives)-----------------> caller
+            --(given routes)---> stage j           j   --(returned routes, terms)->
+
+What comes back on several ways is joined to one tree, so that the pipeline stays one node in the
+caller's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
+from lightning_gpipe.core.plan import CALLER, Action, Kind, Program, Route, SkipName
+from lightning_gpipe.core.run.borders import mark_shared
+from lightning_gpipe.core.run.gradients import Gradients
+from lightning_gpipe.core.transport import Exchange
+
+Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
+
+_TERMS = SkipName(None, "loss terms")
+
+
+def term_route(j: int, n: int) -> Route:
+    """The route of the loss terms of stage ``j`` to the caller, after the last of ``n`` stages."""
+    return Route(_TERMS, source=j, target=n)
+
+
+class Caller:
+    """The caller's end of a pipeline, for one mini-batch.
+
+    Args:
+        n: The number of stages.
+        program: What they run, if that is not their layers.
+        terms: Whether to collect loss terms.
+    """
+
+    def __init__(self, n: int, program: Program | None = None, *, terms: bool = False) -> None:
+        self._n = n
+        self._program = program
+        self._returned = program.returned if program is not None else ()
+        self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
+        self._structures: list[Any] = []  # of what came back for micro-batch i, if joined
+
+    def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
+        """What it sends for a forward."""
+        for i, x in enumerate(microbatches):
+            to = Action(Kind.FORWARD, i, 0)
+            if self._program is None:
+                yield to, x.aliased(), None
+                continue
+            value_of = dict(zip(self._program.inputs, parted(x), strict=True))
+            main = join([value_of[number] for number in self._program.first])
+            routes = self._program.given
+            trees = [main, *(value_of[route.number] for route in routes)]
+            targets = [0, *(route.target for route in routes)]
+            sent = mark_shared([each.aliased() for each in trees], targets)
+            yield to, sent[0], None
+            for route, tree in zip(routes, sent[1:], strict=True):
+                yield to._replace(j=route.target), tree, route
+
+    def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
+        """What it gets of a forward: for each micro-batch one tree, joined if there are routes."""
+        ends = [Action(Kind.FORWARD, i, self._n) for i in range(m)]
+        outputs = [exchange.receive(end) for end in ends]
+        routes = (*self._returned, *self._terms)
+        if not routes:
+            return outputs
+        joined = [
+            join([output, *(exchange.receive(end, route) for route in routes)])
+            for end, output in zip(ends, outputs, strict=True)
+        ]
+        self._structures = [each.spec for each in joined]
+        return joined
+
+    def output_gradients(self, gradients: Sequence[Gradients]) -> Iterator[Sent]:
+        """What it sends for a backward, given the gradients of the leaves of its outputs."""
+        routes = (*self._returned, *self._terms)
+        for i, leaves in enumerate(gradients):
+            to = Action(Kind.BACKWARD, i, self._n - 1)
+            if not routes:
+                yield to, FlatTree(leaves), None
+                continue
+            main, *others = parted(FlatTree(leaves, self._structures[i]))
+            yield to, FlatTree(main.leaves), None
+            for route, tree in zip(routes, others, strict=True):
+                yield to._replace(j=route.source), FlatTree(tree.leaves), route
+
+    def input_gradients(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
+        """The gradients of the leaves of micro-batch ``i``; none if no input requires one.
+
+        Args:
+            exchange: What has them.
+            x: The micro-batch; the device of each leaf in its place.
+            i: Its index.
+        """
+        end = Action(Kind.BACKWARD, i, CALLER)
+        main = exchange.receive(end)
+        if self._program is None:
+            return _on_devices(main.leaves, x.leaves)
+        devices_of = dict(zip(self._program.inputs, parted(x), strict=True))
+        found: dict[int, Gradients] = {
+            number: [None] * len(tree.leaves) for number, tree in devices_of.items()
+        }
+        ways = [(self._program.first, main)]
+        ways += [((r.number,), exchange.receive(end, r)) for r in self._program.given]
+        for numbers, gradients in ways:
+            leaves = iter(gradients.leaves)
+            for number in numbers if gradients.leaves else ():
+                before = found[number]
+                own = _on_devices([next(leaves) for _ in before], devices_of[number].leaves)
+                found[number] = list(map(_sum, before, own))
+        return [gradient for gradients in found.values() for gradient in gradients]
+
+    def split(self, outputs: Sequence[FlatTree]) -> tuple[list[FlatTree], list[list[Term]]]:
+        """The outputs alone, and for each micro-batch its loss terms, in the order of the layers.
+
+        With a program an output is joined of the values of its outputs, in order.
+        """
+        if not self._returned and not self._terms:
+            alone = self._program is None
+            return list(outputs) if alone else [self._output(each, []) for each in outputs], []
+        mains, handed_out = [], []
+        for output in outputs:
+            main, *others = parted(output)
+            end = len(self._returned)
+            mains.append(self._output(main, others[:end]))
+            handed_out.append([term for tree in others[end:] for term in tree_unflatten(tree)])
+        return mains, handed_out if self._terms else []
+
+    def _output(self, main: FlatTree, returned: Sequence[FlatTree]) -> FlatTree:
+        if self._program is None:
+            return main
+        value_of = dict(zip(self._program.parts[-1].gives, parted(main), strict=True))
+        for route, tree in zip(self._returned, returned, strict=True):
+            value_of[route.number] = tree
+        return join([value_of[number] for number in self._program.outputs])
+
+
+def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:
+    devices = devices[: len(gradients)]
+    return [
+        None if gradient is None else gradient.to(device)
+        for gradient, device in zip(gradients, devices, strict=True)
+    ]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -1,0 +1,114 @@
+"""What a stage does with a micro-batch: run its layers one after another, or steps of a program.
+
+Either takes what came with the micro-batch and by routes, and leaves what goes on with it and by
+routes. Values on a route are in a table, by the name of the route; so are skip tensors, which the
+layers themselves take out and put in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from typing_extensions import override
+
+from lightning_gpipe.core.data import FlatTree, join, tree_flatten
+from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.plan import Part, Route, Step, Value
+from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.skip import Table
+
+After = Callable[[str], None]  # called after each layer or step, with what errors call it
+
+
+class Work(ABC):
+    """What a stage does with a micro-batch.
+
+    Attributes:
+        arriving: The routes to the stage, in the order of what arrives.
+        leaving: The routes from it, in the order of what leaves.
+        signature: Equal for work that makes the same calls.
+        tabled: Whether it needs a table of its own.
+    """
+
+    arriving: tuple[Route, ...]
+    leaving: tuple[Route, ...]
+    signature: Hashable
+    tabled: bool
+
+    @abstractmethod
+    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+        """Do it.
+
+        Args:
+            x: What came with the micro-batch.
+            table: What came by routes; afterwards what leaves by routes.
+            after: To be called after each layer or step.
+
+        Returns:
+            What goes on with the micro-batch.
+        """
+
+
+class Layers(Work):
+    """The layers of a stage, each on what the previous one returned.
+
+    Args:
+        stage: The stage.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self.arriving, self.leaving = stage.arriving, stage.leaving
+        self.signature = None
+        self.tabled = stage.skips
+        self._layers = stage.titled
+
+    @override
+    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+        for layer, title in self._layers:
+            x = layer(x)
+            after(title)
+        return tree_flatten(x)
+
+
+class Steps(Work):
+    """The steps of one stage of a program.
+
+    Args:
+        stage: The stage.
+        part: Its part of the program.
+    """
+
+    def __init__(self, stage: Stage, part: Part) -> None:
+        self.arriving = (*stage.arriving, *part.arriving)
+        self.leaving = (*stage.leaving, *part.leaving)
+        self.signature = part.signature
+        self.tabled = True
+        self._part = part
+        self._arriving = [each.number for each in part.arriving]
+        self._leaving = [each.number for each in part.leaving]
+
+    @override
+    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+        part = self._part
+        values = dict(zip(part.takes, x, strict=True))
+        del x  # the values that are dropped would live on in it
+        values |= {number: table.pop(Value(number)) for number in self._arriving}
+        for step, dropped in zip(part.steps, part.drops, strict=True):
+            values[step.value] = _called(step, values)
+            after(step.title)
+            for number in dropped:
+                del values[number]
+        table |= {Value(number): values[number] for number in self._leaving}
+        return join([tree_flatten(values[number]) for number in part.gives])
+
+
+def _called(step: Step, values: dict[int, Any]) -> Any:
+    try:
+        return step(values)
+    except BaseException as error:
+        add_note(
+            error, f"raised in {step.title}" + (f", called in {step.line}" if step.line else "")
+        )
+        raise
