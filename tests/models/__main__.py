@@ -15,6 +15,7 @@ import tests.models.torchvision_operators  # noqa: F401 - before Lightning
 from tests.models import libraries
 from tests.models.libraries import Library
 from tests.models.page import page
+from tests.models.settings import settings_of
 from tests.models.trial import Trial, attempt
 
 _LIMIT = 300  # seconds for a case, after which a pipeline is taken to hang
@@ -52,7 +53,7 @@ def _trials(library: Library, only: Sequence[str]) -> Iterator[Trial]:
             continue
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
         began = time.perf_counter()
-        trial = attempt(case, library.settings)
+        trial = attempt(case, settings_of(case, library.settings))
         faulthandler.cancel_dump_traceback_later()
         print(f"{_mark(trial):10}{case.name} ({time.perf_counter() - began:.1f} s)", flush=True)
         for failure in trial.failures[:1]:

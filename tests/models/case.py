@@ -28,6 +28,7 @@ class Case:
         mixes: Whether rows of a batch influence one another, as in batch norms. In training it is
             compared with the plain model on one micro-batch after the other.
         quick: Whether ``make test`` runs it.
+        large: Whether a step takes seconds, so that it is run in two settings only.
     """
 
     name: str
@@ -38,3 +39,4 @@ class Case:
     dtype: torch.dtype = torch.float32
     mixes: bool = False
     quick: bool = False
+    large: bool = False

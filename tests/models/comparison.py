@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -21,49 +19,12 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import map_tensors, named_leaves, tree_flatten, tree_unflatten
 from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
 from tests.models.case import ROWS, Case
-from tests.support.pipes import even
+from tests.models.settings import CHUNKS, Setting, piped
 
-CHUNKS = 3
 SIZES = [3, 2, 2]  # the micro-batches of 7 rows
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run a pipeline."""
-
-    stages: int
-    mode: ActivationCheckpointing
-    training: bool
-    threads: bool
-
-    def __str__(self) -> str:
-        training = "train" if self.training else "eval"
-        return f"{self.stages} stages, {self.mode}, {training}{', threads' * self.threads}"
-
-
-_MODES: Sequence[ActivationCheckpointing] = ("never", "except_last", "always")
-
-#: Every number of stages with every mode, in training and evaluation; threads by turns.
-ALL = [
-    Setting(stages, mode, training, threads)
-    for (stages, mode, training), threads in zip(
-        [(n, mode, training) for n in (2, 3, 4) for mode in _MODES for training in (True, False)],
-        cycle([True, False, False, True]),
-        strict=False,
-    )
-]
-#: Every number of stages and every mode, in training and evaluation, but not with one another.
-SOME = [
-    Setting(2, "never", training=True, threads=True),
-    Setting(3, "except_last", training=True, threads=False),
-    Setting(4, "always", training=True, threads=True),
-    Setting(2, "always", training=False, threads=False),
-    Setting(3, "never", training=False, threads=True),
-    Setting(4, "except_last", training=False, threads=False),
-]
 
 Values = Mapping[str, Tensor]
 Model = Callable[..., Any]
@@ -75,31 +36,6 @@ class Run(NamedTuple):
     output: Values
     gradients: Values
     buffers: Values
-
-
-def piped(model: nn.Module, case: Case, setting: Setting) -> GPipe:
-    """The model in a pipeline."""
-    whole: Any = model
-    options: dict[str, Any] = {} if case.module is None else {"module": case.module}
-    return GPipe(
-        whole,
-        balance_of(model, case, setting.stages),
-        devices=["cpu"] * setting.stages,
-        chunks=CHUNKS,
-        activation_checkpointing=setting.mode,
-        deferred_batch_norm=False,
-        threads=setting.threads,
-        **options,
-    )
-
-
-def balance_of(model: nn.Module, case: Case, stages: int) -> Any:
-    """As many blocks of each stack for each stage; for a whole model by its parameters."""
-    if case.module is None:
-        return "parameters"
-    if isinstance(case.module, str):
-        return even(len(model.get_submodule(case.module)), stages)  # type: ignore[arg-type]  # a ModuleList
-    return [even(len(model.get_submodule(path)), stages) for path in case.module]  # type: ignore[arg-type]  # as above
 
 
 def built(case: Case) -> nn.Module:
@@ -120,26 +56,43 @@ def inputs_of(case: Case) -> dict[str, Any]:
     return map_tensors(lambda x: x.to(case.dtype) if x.is_floating_point() else x, inputs)
 
 
-def difference(case: Case, setting: Setting, make: Callable[..., GPipe] = piped) -> str | None:
-    """What differs between the model in a pipeline and the plain one, or None.
+class Comparison:
+    """Compares pipelines of a model with the plain model, which runs once in training and once not.
 
     Args:
         case: The model.
-        setting: How to run it.
-        make: What makes the pipeline.
     """
-    model = built(case).train(setting.training)
-    plain, keys, inputs = deepcopy(model), model.state_dict().keys(), inputs_of(case)
-    pipeline = make(model, case, setting)
-    try:
-        actual = step(model, pipeline, inputs)
-        if model.state_dict().keys() != keys:
-            return "the keys of the state dict differ"
-    finally:
-        pipeline.close()
-    mixes = case.mixes and setting.training
-    expected = step(plain, in_microbatches(plain) if mixes else plain, inputs)
-    return "; ".join(_beyond_rounding(expected, actual)) or None
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._model = built(case)
+        self._inputs = inputs_of(case)
+        self._plain: dict[bool, Run] = {}
+
+    def difference(self, setting: Setting, make: Callable[..., GPipe] = piped) -> str | None:
+        """What differs between the model in a pipeline and the plain one, or None.
+
+        Args:
+            setting: How to run the pipeline.
+            make: What makes the pipeline.
+        """
+        model = deepcopy(self._model).train(setting.training)
+        pipeline = make(model, self._case, setting)
+        try:
+            actual = step(model, pipeline, self._inputs)
+            if model.state_dict().keys() != self._model.state_dict().keys():
+                return "the keys of the state dict differ"
+        finally:
+            pipeline.close()
+        return "; ".join(_beyond_rounding(self.plain(setting.training), actual)) or None
+
+    def plain(self, training: bool) -> Run:
+        """What comes of a step of the plain model."""
+        if training not in self._plain:
+            model = deepcopy(self._model).train(training)
+            forward = in_microbatches(model) if self._case.mixes and training else model
+            self._plain[training] = step(model, forward, self._inputs)
+        return self._plain[training]
 
 
 def step(model: nn.Module, forward: Model, inputs: Mapping[str, Any]) -> Run:

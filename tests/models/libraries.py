@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from tests.models.case import Case
-from tests.models.comparison import ALL, Setting
+from tests.models.settings import ALL, SOME, Setting
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class Library:
 
 _ALL = [
     Library("transformers", "tests.models.hugging_face", tuple(ALL)),
+    Library("torchvision", "tests.models.torchvision_models", tuple(SOME)),
+    Library("timm", "tests.models.timm_models", tuple(SOME)),
+    Library("guide", "tests.models.guide", tuple(ALL)),
 ]
 NAMES = [each.name for each in _ALL]
 

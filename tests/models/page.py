@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 
-from tests.models.comparison import CHUNKS
 from tests.models.libraries import Library
+from tests.models.settings import CHUNKS
 from tests.models.trial import Trial
 
 _TOP = f"""\

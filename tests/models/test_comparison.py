@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from tests.models.case import ROWS, Case
-from tests.models.comparison import ALL, SOME, Setting, difference
+from tests.models.comparison import Comparison
+from tests.models.settings import ALL, SOME, Setting
 from tests.support.pipes import even
 
 F64 = torch.float64
@@ -44,7 +45,7 @@ def of_sequential(model: nn.Module, case: Case, setting: Setting) -> GPipe:
 
 @pytest.mark.parametrize("setting", ALL, ids=str)
 def test_pipeline_of_layers_is_the_same(setting: Setting) -> None:
-    assert difference(layers(), setting, of_sequential) is None
+    assert Comparison(layers()).difference(setting, of_sequential) is None
 
 
 @pytest.mark.parametrize("setting", SOME, ids=str)
@@ -57,7 +58,7 @@ def test_batch_norms_are_compared_on_micro_batches(setting: Setting) -> None:
 
     case = Case("norm", build, rows, dtype=F64, mixes=True)
 
-    assert difference(case, setting, of_sequential) is None
+    assert Comparison(case).difference(setting, of_sequential) is None
 
 
 def changed(change: Callable[[nn.Module], Any]) -> Callable[..., GPipe]:
@@ -96,7 +97,7 @@ def another_buffer(model: nn.Module) -> None:
     ],
 )
 def test_difference_is_reported(change: Callable[[nn.Module], Any], what: str) -> None:
-    assert what in str(difference(layers(), TRAINING, changed(change)))
+    assert what in str(Comparison(layers()).difference(TRAINING, changed(change)))
 
 
 def test_settings_cover_what_they_say() -> None:

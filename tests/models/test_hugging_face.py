@@ -9,8 +9,8 @@ with warnings.catch_warnings():
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 from tests.models.case import Case
-from tests.models.comparison import SOME
 from tests.models.hugging_face import CASES
+from tests.models.settings import SOME
 from tests.models.trial import attempt
 
 QUICK = [case for case in CASES if case.quick]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tests.models.case import Case
-from tests.models.comparison import Setting, difference
+from tests.models.comparison import Comparison
+from tests.models.settings import Setting
 
 
 class Failure(NamedTuple):
@@ -42,28 +43,31 @@ class Trial(NamedTuple):
 
 def attempt(case: Case, settings: Sequence[Setting]) -> Trial:
     """Compare a case in each of the settings; or see it refused in the first."""
-    if case.refused is not None:
-        return _refused(case, case.refused, settings[0])
-    failures = [Failure(each, what) for each in settings if (what := _tried(case, each))]
-    return Trial(case, len(settings), failures)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about configurations as small as ours
+        comparison = Comparison(case)
+        if case.refused is not None:
+            return _refused(comparison, case, case.refused, settings[0])
+        tried = [(each, _tried(comparison, each)) for each in settings]
+    return Trial(case, len(settings), [Failure(*each) for each in tried if each[1]])
 
 
-def _tried(case: Case, setting: Setting) -> str | None:
+def _tried(comparison: Comparison, setting: Setting) -> str:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of libraries, about configurations as small as ours
-            return difference(case, setting)
+        return comparison.difference(setting) or ""
     except Exception as error:  # whatever it is, the next cases are tried too
-        return "".join(traceback.format_exception(error))
+        return _shown(error)
 
 
-def _refused(case: Case, pattern: str, setting: Setting) -> Trial:
+def _refused(comparison: Comparison, case: Case, pattern: str, setting: Setting) -> Trial:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            difference(case, setting)
+        comparison.difference(setting)
     except (TypeError, ValueError, RuntimeError) as error:
         if re.search(pattern, str(error)):
             return Trial(case, 1, [], str(error))
-        return Trial(case, 1, [Failure(setting, "".join(traceback.format_exception(error)))])
+        return Trial(case, 1, [Failure(setting, _shown(error))])
     return Trial(case, 1, [Failure(setting, f"is not refused with {pattern!r}")])
+
+
+def _shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
