@@ -77,6 +77,31 @@ def test_observers_do_not_see_what_is_to_be_forgotten(engine: Engine) -> None:
     assert len(seen) == 2
 
 
+def test_error_in_what_is_to_be_forgotten(engine: Engine) -> None:
+    seen: list[Timeline] = []
+    engine.observe(seen.append)
+    step(engine)
+    latest = engine.timeline
+
+    with pytest.raises(KeyError), engine.unchanged():
+        step(engine)
+        raise KeyError
+    assert engine.timeline is latest
+
+    step(engine)
+    assert len(seen) == 2
+
+
+def test_layout_that_is_changed(engine: Engine) -> None:
+    (weight, *_) = engine.stages[0].partition.parameters
+    changed = engine.layout.with_homes({weight: torch.device("meta")})
+
+    engine.layout = changed
+
+    assert engine.layout is changed
+    assert [engine.stages[0].followed] == [{(engine.stages[0].modules[0], "weight")}]
+
+
 def test_copy_has_no_observers(engine: Engine) -> None:
     seen: list[Timeline] = []
     engine.observe(seen.append)
