@@ -383,12 +383,16 @@ def test_term_in_an_attribute_that_is_the_only_loss(
 
 
 @every_mode
-def test_term_in_an_attribute_after_the_backward_of_the_output(pipe: Pipe) -> None:
-    pipeline = pipe(nn.Sequential(Aside(TERMS[0][0]), nn.Tanh()).double())
+@pytest.mark.parametrize("term, where", TERMS, ids=["parameter", "input"])
+def test_term_in_an_attribute_after_the_backward_of_the_output(
+    pipe: Pipe, term: Callable[[nn.Linear, Tensor], Tensor], where: str
+) -> None:
+    layers = [nn.Linear(3, 3), nn.Tanh(), Aside(term), nn.Tanh()]
+    pipeline = pipe(nn.Sequential(*layers).double())
     a_loss(pipeline(rows(7))).backward()
 
-    with pytest.raises(RuntimeError, match="must be handed out of its layer"):
-        kept_by(pipeline, 0).backward()
+    with pytest.raises(RuntimeError, match=f"must be handed out of its layer: .* for {where}"):
+        kept_by(pipeline, 2).backward()
 
 
 @every_mode
