@@ -8,8 +8,7 @@ TRAIN = (True,)
 
 
 def forward(draws: LibraryDraws, flags: tuple[bool, ...]) -> None:
-    with draws.forward(flags, alone=True, recomputed=True):
-        pass
+    draws.begin(flags, alone=True, recomputed=True).end()
 
 
 def test_states_are_saved_in_the_first_mini_batch_of_a_mode() -> None:
