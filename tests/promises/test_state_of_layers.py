@@ -263,6 +263,8 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         generator = self.generator
+        if generator is None:
+            return x
         if isinstance(generator, (list, dict)):
             generator = generator[0]
         if isinstance(generator, torch.Generator):
@@ -284,6 +286,24 @@ GENERATORS = {
 def test_generators_of_layers(kind: str, pipe: Pipe) -> None:
     """Once a recomputation drew other numbers: a gradient sum of 5.88 instead of 1.36."""
     assert_same_in_micro_batches(pipe, around(Drawing(GENERATORS[kind]())))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("at_first", ["none", "another"])
+def test_generator_that_a_layer_gets_later(kind: str, at_first: str, pipe: Pipe) -> None:
+    """Once forward drew from the one that was set, and a recomputation went on drawing from it."""
+    make = GENERATORS[kind]
+    plain = around(Drawing(make() if at_first == "another" else None))
+    pipeline = assert_same_in_micro_batches(pipe, plain)
+
+    for layer in (plain[1], pipeline[1]):
+        assert isinstance(layer, Drawing)
+        layer.generator = make()
+    for module in (plain, pipeline):
+        module.zero_grad()
+    a_loss(torch.cat([plain(each) for each in rows(7).detach().tensor_split(M)])).backward()
+    a_loss(pipeline(rows(7).detach())).backward()
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 class LateDropout(nn.Module):
