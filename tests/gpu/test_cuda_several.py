@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.gpu.models import assert_same, gradients
 from tests.gpu.trainers import MANY, needs
 from tests.support.faults import Fuse, OwnError, interrupt_the_caller, interruptible, nothing, throw
-from tests.support.models import Fork, Join, Through, perceptron, rows
+from tests.support.models import Call, Fork, Join, Through, perceptron, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = needs(2)
@@ -62,6 +62,22 @@ def test_nested_values_and_tied_weights(pipe: Pipe) -> None:
         found = backward(pipeline, batch(seed).to(GPUS[0]))
 
         assert_same(found, backward(plain, batch(seed)))
+
+
+@every_mode
+@pytest.mark.parametrize("grad", [True, False])
+def test_edit_of_a_weight_that_another_gpu_has(pipe: Pipe, grad: bool) -> None:
+    """Once the copy that a stage follows it with was edited, and the edit was lost."""
+    edits, tied = nn.Embedding(5, 3, max_norm=0.1), nn.Linear(3, 5, bias=False)
+    tied.weight = edits.weight
+    plain = nn.Sequential(tied, Call(lambda x: x.argmax(-1)), edits, nn.Tanh())
+    pipeline = pipe(plain, [1, 3], devices=GPUS[:2], copy=False)
+
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(RuntimeError, match=r"several devices share must not .* layer 2\.weight"),
+    ):
+        pipeline(batch().float().to(GPUS[0]))
 
 
 # Streams, threads, current devices.

@@ -37,6 +37,47 @@ MANAGERS = (
 # Methods of a container. On a local variable they compute a value, and are no effect.
 BUILDING = "add append extend insert setdefault sort update"
 
+# The promises that a module is there for, among all that reach it: ``test_<name>.py`` in
+# ``tests/promises``. Their tests are tried early; no result depends on it.
+PROMISES = {
+    "transport/exclusion.py": "concurrency nested_pipelines forks interrupts",
+    "transport/local.py": "concurrency faults random_faults interrupts forks",
+    "run/asides.py": "loss_terms leaks concurrency",
+    "run/autograd.py": "autograd layouts_of_tensors several_forwards",
+    "run/captures.py": "captured_tensors",
+    "run/checks.py": "hooks batch_edits parameters_edited_in_forward",
+    "run/draws.py": "draws_in_backward reproducibility untagged_operators",
+    "run/engine.py": "loss_terms leaks concurrency side_channels",
+    "run/gradients.py": "captured_tensors tied_weights",
+    "run/library_draws.py": "library_draws",
+    "run/minibatch.py": "interrupts leaks loss_terms concurrency library_draws captured_tensors "
+    "draws_in_backward thread_local_state batch_dimension faults_elsewhere",
+    "run/side_channels.py": "side_channels",
+    "run/stage.py": "state_of_layers interrupts partial_training",
+    "run/stage_pass.py": "batch_edits tools loss_terms state_of_layers side_channels skips leaks "
+    "batch_dimension running_statistics hooks",
+    "run/worker.py": "skips faults thread_local_state",
+    "faithful/attributes.py": "state_of_layers",
+    "faithful/batchnorm.py": "running_statistics interrupts",
+    "faithful/behavior.py": "state_of_layers parameters_edited_in_forward sparse_buffers",
+    "faithful/buffers.py": "state_of_layers parameters_edited_in_forward sparse_buffers",
+    "faithful/contents.py": "state_of_layers",
+    "faithful/context.py": "thread_local_state tools leaks",
+    "faithful/held_generators.py": "state_of_layers",
+    "faithful/inplace.py": "transparency batch_edits",
+    "faithful/journal.py": "interrupts forks faults_elsewhere",
+    "faithful/library_generators.py": "library_draws",
+    "faithful/modes.py": "tools interrupts thread_local_state",
+    "faithful/notes.py": "faults faults_elsewhere",
+    "faithful/parameters.py": "parameters_edited_in_forward",
+    "faithful/randomness.py": "reproducibility draws_in_backward",
+    "faithful/redirect.py": "reproducibility untagged_operators draws_in_backward",
+    "faithful/row_watch.py": "batch_dimension",
+    "faithful/shadow.py": "parameters interrupts tied_weights",
+    "faithful/state.py": "state_of_layers parameters_edited_in_forward",
+    "faithful/switches.py": "thread_local_state",
+}
+
 # An effect on CUDA streams: only tests for GPUs can notice that it is missing.
 STREAMS = re.compile(r"stream|event|cuda|lend\(|rejoin")
 

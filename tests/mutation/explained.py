@@ -57,6 +57,18 @@ EXPLAINED = (
         _NEVER + "a generator always has a state. It completes the interface.",
     ),
     Explained(
+        "faithful/contents.py",
+        "_Elements.__delitem__",
+        "raise AssertionError",
+        _NEVER + "a container always has elements. It completes the interface.",
+    ),
+    Explained(
+        "faithful/contents.py",
+        "_Numbers.__delitem__",
+        "raise AssertionError",
+        _NEVER + "an array always has its numbers. It completes the interface.",
+    ),
+    Explained(
         "run/captures.py",
         "Captures.record",
         "behavior.captures = bool(found)",

@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from threading import Lock
 
+from tests.mutation.declaration import PROMISES
 from tests.mutation.mutants import Mutant, instrumented
 from tests.mutation.sessions import Sessions
 from tests.mutation.trees import Tree
@@ -125,11 +126,17 @@ def mirror_of(module: str) -> str:
     return str(folder / f"test_{path.name}")
 
 
-_FOLDERS: Mapping[str, int] = {"core": 2, "promises": 3, "gpu": 4, "lightning": 5}
+def promises_of(module: str) -> list[str]:
+    """The paths of the test files of the promises that a module is there for."""
+    names = PROMISES.get("/".join(PurePosixPath(module).parts[-2:]), "")
+    return [f"tests/promises/test_{name}.py" for name in names.split()]
+
+
+_FOLDERS: Mapping[str, int] = {"core": 3, "promises": 4, "gpu": 5, "lightning": 6}
 
 
 def _rank(test: Test, mutant: Mutant) -> int:
-    """The order of tests: for streams GPUs, the mirroring file, the room, promises, the rest.
+    """The order of tests: for streams GPUs, the mirroring file, the room, its promises, the rest.
 
     Those on GPUs are kept together, because each change of the kind is another run of pytest. Of
     equal ones the quickest case of each function is first, then the second of each, and so on.
@@ -142,7 +149,9 @@ def _rank(test: Test, mutant: Mutant) -> int:
         return 0
     if PurePosixPath(test.path).parent == PurePosixPath(mirror).parent:
         return 1
-    return _FOLDERS.get(folder, 6)
+    if test.path in promises_of(mutant.module):
+        return 2
+    return _FOLDERS.get(folder, 7)
 
 
 def _seconds(test: Test) -> float:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.declaration import PROMISES
 from tests.mutation.explained import EXPLAINED, Explained
 from tests.mutation.mutants import Mutant, mutants_of
-from tests.mutation.reach import Reach, Test, instrument, measure, mirror_of
+from tests.mutation.reach import Reach, Test, instrument, measure, mirror_of, promises_of
 from tests.mutation.records import Records
 from tests.mutation.sessions import Sessions
 from tests.mutation.table import explanation_of, obsolete, summary, survivors, table
@@ -171,6 +172,12 @@ def test_each_function_is_tried_by_its_quickest_case_first():
     names = [test.id.rpartition("::")[2] for test in reach.of(mutant)]
     mirror_and_room, promises = ["test_mirror", "test_room"], ["test_many[1]", "test_slow"]
     assert names == [*mirror_and_room, *promises, "test_many[2]", "test_quick"]
+
+
+def test_promises_of_each_module_exist():
+    for module in PROMISES:
+        assert Path("lightning_gpipe", "core", module).exists(), module
+        assert all(Path(path).exists() for path in promises_of(f"lightning_gpipe/core/{module}"))
 
 
 def test_noticed_effects_are_not_tried_again(tmp_path: Path):

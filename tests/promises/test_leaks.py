@@ -85,6 +85,32 @@ def test_forward_without_a_backward_frees_its_activations(pipe: Pipe) -> None:
     assert watch.alive == 0
 
 
+class Weight(nn.Linear):
+    """Remembers weakly with which weights it ran."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.weights: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weights.append(weakref.ref(self.weight))
+        return super().forward(x)
+
+
+@pytest.mark.usefixtures("no_collector")
+@every_mode
+@with_and_without_threads
+def test_weights_that_autocast_has_cached(pipe: Pipe) -> None:
+    """The cache has a copy of each weight in low precision, until the end of autocast."""
+    layer = Weight()
+    pipeline = pipe(nn.Sequential(nn.Linear(3, 3), layer), [1, 1], copy=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            pipeline(rows(7).float()).sum().backward()
+        alive = {id(weight) for each in layer.weights if (weight := each()) is not None}
+        assert alive <= {id(layer.weight)}
+
+
 @pytest.mark.usefixtures("no_collector")
 @every_mode
 def test_forward_without_gradients_keeps_nothing(pipe: Pipe) -> None:
@@ -105,10 +131,13 @@ def test_backward_that_fails_frees_the_activations(pipe: Pipe) -> None:
     loss = pipeline(rows(7)).sum()
     assert watch.alive == 3
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         loss.backward()
     gc.collect()
 
+    assert caught.traceback and watch.alive <= 1, "the error holds at most what it came from"
+    del caught
+    gc.collect()
     assert watch.alive == 0
     assert loss.requires_grad
 

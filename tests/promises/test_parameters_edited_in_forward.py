@@ -138,28 +138,49 @@ def test_trained_parameter_that_every_forward_moves_on(
         pipeline(rows(7)).sum().backward()
 
 
-class Later(nn.Module):
-    """Edits a frozen weight for inputs that are large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.detach().abs().max() > 2:
-            decay(self.weight)
-        return x * self.weight.clone()
-
-
-def test_frozen_parameter_that_is_edited_for_the_first_time_in_a_later_step(
-    pipe: Pipe, mode: ActivationCheckpointing
+def test_frozen_parameters_that_are_too_many_to_copy(
+    pipe: Pipe, mode: ActivationCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode == "never":
         pytest.skip("nothing is run again")
-    pipeline = pipe(nn.Sequential(nn.Identity(), Later(), *perceptron(2)).double(), [2, 2])
+    monkeypatch.setattr("lightning_gpipe.core.faithful.parameters._MOST", 8)
+    pipeline = pipe(around(Momentum(decay)))
+
+    with pytest.raises(RuntimeError, match="Linear must not edit its frozen parameter 'weight'"):
+        pipeline(rows(7))
+
+
+class Later(nn.Module):
+    """Edits a frozen weight and a large buffer for inputs that are large."""
+
+    def __init__(self, edited: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.codes = nn.Buffer(torch.ones(2**17, 3))
+        self.edited = edited
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.detach().abs().max() > 2:
+            decay(getattr(self, self.edited))
+        return x * self.weight.clone() * self.codes[0].clone()
+
+
+@pytest.mark.parametrize(
+    "edited, message",
+    [
+        ("weight", r"edited layer 1\.weight for the first time"),
+        ("codes", "Later must edit its buffer 'codes' in every forward or in none"),
+    ],
+)
+def test_edit_for_the_first_time_in_a_later_step(
+    pipe: Pipe, mode: ActivationCheckpointing, edited: str, message: str
+) -> None:
+    if mode == "never":
+        pytest.skip("nothing is run again")
+    pipeline = pipe(nn.Sequential(nn.Identity(), Later(edited), *perceptron(2)).double(), [2, 2])
     pipeline(torch.ones(7, 3).double()).sum().backward()
 
-    with pytest.raises(RuntimeError, match=r"edited layer 1\.weight for the first time"):
+    with pytest.raises(RuntimeError, match=message):
         pipeline(3 * torch.ones(7, 3).double())
 
 

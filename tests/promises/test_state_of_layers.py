@@ -7,7 +7,7 @@ one micro-batch after another: the same gradients, and the same state after it.
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_gpipe import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import Counter, a_loss, assert_same, gradients, perceptron, rows
-from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
+from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
 
 pytestmark = [every_mode, with_and_without_threads]
 
@@ -204,6 +204,36 @@ def test_very_large_containers_that_do_not_change(pipe: Pipe) -> None:
     assert layer.words.walks == walks
 
 
+class LateVocabulary(nn.Module):
+    """Adds words to a large list, at last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = list(range(100))
+        self.adds = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.adds:
+            self.words.append(len(self.words))
+        return x * len(self.words)
+
+
+def test_large_container_that_changes_for_the_first_time_later(
+    pipe: Pipe, mode: ActivationCheckpointing
+) -> None:
+    layer = LateVocabulary()
+    pipeline = pipe(around(layer), [2, 2], copy=False)
+    pipeline(rows(7)).sum().backward()
+
+    layer.adds = True
+    if mode == "never":
+        pipeline(rows(7)).sum().backward()
+        assert len(layer.words) == 100 + M
+    else:
+        with pytest.raises(RuntimeError, match="must change what its attribute 'words' contains"):
+            pipeline(rows(7))
+
+
 class Refers(nn.Module):
     """Refers to an object that is deleted later."""
 
@@ -233,6 +263,8 @@ class Drawing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         generator = self.generator
+        if generator is None:
+            return x
         if isinstance(generator, (list, dict)):
             generator = generator[0]
         if isinstance(generator, torch.Generator):
@@ -254,6 +286,24 @@ GENERATORS = {
 def test_generators_of_layers(kind: str, pipe: Pipe) -> None:
     """Once a recomputation drew other numbers: a gradient sum of 5.88 instead of 1.36."""
     assert_same_in_micro_batches(pipe, around(Drawing(GENERATORS[kind]())))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("at_first", ["none", "another"])
+def test_generator_that_a_layer_gets_later(kind: str, at_first: str, pipe: Pipe) -> None:
+    """Once forward drew from the one that was set, and a recomputation went on drawing from it."""
+    make = GENERATORS[kind]
+    plain = around(Drawing(make() if at_first == "another" else None))
+    pipeline = assert_same_in_micro_batches(pipe, plain)
+
+    for layer in (plain[1], pipeline[1]):
+        assert isinstance(layer, Drawing)
+        layer.generator = make()
+    for module in (plain, pipeline):
+        module.zero_grad()
+    a_loss(torch.cat([plain(each) for each in rows(7).detach().tensor_split(M)])).backward()
+    a_loss(pipeline(rows(7).detach())).backward()
+    assert_same(gradients(pipeline), gradients(plain))
 
 
 class LateDropout(nn.Module):
@@ -295,26 +345,54 @@ def test_forward_that_runs_again_because_it_draws_for_the_first_time(
     assert_same(late.generator.get_state(), other.generator.get_state())
 
 
-class OncePerMicroBatch(nn.Module):
-    """Counts its first forwards."""
+class LateCodes(nn.Module):
+    """Edits a large buffer; drops in the end."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counted: list[bool] = []
-        self.count = self.counted.append
+        self.codes = nn.Buffer(torch.ones(2**17, 3))
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count(is_recomputing())
+        self.codes.add_(1)
+        return self.dropout(x * self.codes[0].clone())
+
+
+def test_forward_that_runs_again_although_a_large_buffer_is_edited(
+    pipe: Pipe, mode: ActivationCheckpointing
+) -> None:
+    layer = LateCodes()
+    pipeline = pipe(around(layer), [2, 2], copy=False)
+    for _ in range(3):
+        pipeline(rows(7)).sum().backward()
+
+    layer.dropout.p = 0.5
+    if mode == "never":  # the buffer is not looked at, as nothing needs the value of before
+        with pytest.raises(RuntimeError, match="must not edit its large buffer 'codes'"):
+            pipeline(rows(7))
+    else:
+        pipeline(rows(7)).sum().backward()
+        assert layer.codes[0, 0] == 1 + 4 * M
+
+
+class Told(nn.Module):
+    """Tells whether its forward is a recomputation."""
+
+    def __init__(self, tell: Callable[[bool], None]) -> None:
+        super().__init__()
+        self.tell = tell
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tell(is_recomputing())
         return x
 
 
-def test_layer_that_is_told_of_a_recomputation(pipe: Pipe) -> None:
-    layer = OncePerMicroBatch()
-    plain = around(layer)
-    pipeline = pipe(plain, [2, 2], copy=False)
+def test_layer_that_is_told_of_a_recomputation(pipe: Pipe, mode: ActivationCheckpointing) -> None:
+    told: list[bool] = []  # not the layer's own: that would be restored
+    pipeline = pipe(around(Told(told.append)), [2, 2], copy=False)
 
-    plain(rows(7))
     pipeline(rows(7)).sum().backward()
 
-    assert layer.counted.count(False) == 1 + M
+    assert told.count(False) == M
+    assert told.count(True) == RECOMPUTED[mode]
     assert not is_recomputing()

@@ -28,6 +28,7 @@ from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_withou
 # Saved tensors.
 
 
+@with_and_without_threads
 @every_mode
 def test_offloading_to_the_cpu(
     pipe: Pipe, mode: ActivationCheckpointing, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
 from lightning_gpipe.core.faithful.library_generators import (
     LibraryGenerators,
     LibrarySnapshot,
+    LibraryState,
 )
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
 from lightning_gpipe.core.faithful.modes import (
@@ -54,6 +55,7 @@ __all__ = [
     "Journal",
     "LibraryGenerators",
     "LibrarySnapshot",
+    "LibraryState",
     "Manager",
     "MutationGuard",
     "OwnGenerators",

@@ -26,7 +26,7 @@ from lightning_gpipe.core.faithful.contents import Contents, Left, has_contents,
 from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
 from lightning_gpipe.core.plan import Holder, Slot, holders
 
-_Values = Sequence[Sequence[Any]]
+Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
 
 
 class Moved(NamedTuple):
@@ -60,7 +60,7 @@ class Before(NamedTuple):
     """The attributes of one stage's modules before a run."""
 
     owners: Owners
-    values: _Values
+    values: Values
     held: Sequence[_Held]
     first: bool
 
@@ -83,7 +83,7 @@ class Owners:
             self.names.append(tuple(held))
             self.containing += [(holder, name) for name in held if has_contents(held[name])]
 
-    def values(self) -> _Values | None:
+    def values(self) -> Values | None:
         """The present values of all attributes; None if some were added or removed."""
         if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
             return None
@@ -92,12 +92,12 @@ class Owners:
         except KeyError:
             return None
 
-    def moved(self, before: _Values) -> bool:
+    def moved(self, before: Values) -> bool:
         """Whether any attribute is another object than before."""
         present = self.values()
         return present is None or not all(map(is_, _flat(before), _flat(present)))
 
-    def attributes(self, values: _Values) -> Iterator[tuple[Holder, dict[str, Any]]]:
+    def attributes(self, values: Values) -> Iterator[tuple[Holder, dict[str, Any]]]:
         """Each holder with its attributes of that time."""
         found = iter(values)
         for holder, names in zip(self.holders, self.names, strict=True):

@@ -9,7 +9,8 @@ written as a generator then exits when the generator is garbage-collected, in th
 work: grad mode would be reset to that of an earlier backward. An object of a class does nothing
 when it is collected. So a manager that changes the state of a thread or of the layers is a class
 with ``__enter__`` and ``__exit__``, and what it did not undo, the next mini-batch undoes from the
-journal.
+journal. No error of a layer passes through one that is a generator either: contextlib sets the
+error's traceback, and what is raised by an error that refuses that would take its place.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class Shadows:
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._copied: set[int] = set()  # those of which the shadow is a copy
+        # Those of which the shadow is a copy, with its version counter.
+        self._copied: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
@@ -90,7 +91,7 @@ class Shadows:
         shadow = leaf_like(parameter, parameter.requires_grad, device if follows else None)
         self._of[id(parameter)] = parameter, shadow
         if follows:
-            self._copied.add(id(parameter))
+            self._copied[id(parameter)] = parameter, shadow, _version(shadow)
         return shadow
 
     def swapped_in(self, journal: Journal) -> SwappedIn:
@@ -127,6 +128,12 @@ class Shadows:
         aliases = ((p, shadow) for p, shadow in self._of.values() if id(p) not in self._copied)
         found = (p for p, shadow in aliases if _has_memory(p) and p.data_ptr() != shadow.data_ptr())
         return next(found, None)
+
+    @property
+    def lost(self) -> nn.Parameter | None:
+        """A followed parameter whose copy was edited in place, if there is one."""
+        copies = self._copied.values()
+        return next((p for p, shadow, version in copies if _version(shadow) != version), None)
 
     def _as_in_forward(self) -> Iterator[_Swap]:
         """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
@@ -168,6 +175,10 @@ def leaf_like(
             attributes = {**attributes, **leaf.__dict__}
     leaf.__dict__ = attributes
     return cast(nn.Parameter, leaf)
+
+
+def _version(shadow: nn.Parameter) -> int:
+    return 0 if shadow.is_inference() else shadow._version  # inference tensors have none
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

@@ -101,6 +101,10 @@ class StageState:
         self._attributes = StageAttributes(modules)
         self._generators = HeldGenerators(modules)
 
+    def refresh(self) -> None:
+        """Prepare for a mini-batch, since which the user may have changed the modules."""
+        self._generators.refresh()
+
     def snapshot(self, behavior: Behavior) -> Snapshot:
         """A snapshot before a run of layers with this behavior, to restore."""
         return Snapshot(self.before(behavior), self._attributes)
@@ -108,8 +112,6 @@ class StageState:
     def before(self, behavior: Behavior) -> Before:
         """The state before a run of layers with this behavior."""
         edited = behavior.edited_parameters
-        if edited is None:
-            self._generators.find()
         return Before(
             self._buffers.before(behavior),
             None if edited is not None and not edited else self._parameters.before(edited),
@@ -144,7 +146,6 @@ class AttributesPreserved:
         self._generators = HeldGenerators(modules)
 
     def __enter__(self) -> None:
-        self._generators.find()
         self._states = self._generators.saved()
         self._before = self._attributes.before(None)
 

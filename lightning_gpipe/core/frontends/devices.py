@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,8 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
 
     Args:
         devices: As the user gave them; None takes as many GPUs as divide the number of stages, or
-            without a GPU one CPU thread for each stage.
+            without a GPU one CPU thread for each stage. There is a warning if several GPUs are
+            there and only one is taken.
         stages: The number of stages.
 
     Raises:
@@ -23,6 +25,13 @@ def choose_devices(devices: Sequence[str | torch.device] | None, stages: int) ->
     if devices is None:
         found = torch.cuda.device_count()
         used = max((k for k in range(1, found + 1) if stages % k == 0), default=0)
+        if used == 1 < min(stages, found):
+            warnings.warn(
+                f"all {stages} stages share one GPU, so nothing runs at the same time: no other "
+                f"number of the {found} GPUs divides {stages}. Cut the layers into {found} stages, "
+                "or a multiple of that, or give a device for each stage.",
+                stacklevel=4,  # where a GPipe is made
+            )
         chosen = [torch.device("cuda", k) for k in range(used)]
         chosen = chosen or [torch.device("cpu")] * stages
     else:

@@ -36,6 +36,14 @@ def check_edits(stage: Stage, shadows: Shadows) -> None:
             f"data of {stage.name_of(replaced)}. Write weight.data.copy_(value) instead of "
             "weight.data = value."
         )
+    lost = shadows.lost
+    if lost is not None:
+        raise RuntimeError(
+            "a parameter that stages on several devices share must not be edited in forward: got "
+            f"an edit of {stage.name_of(lost)}, which {stage} has a copy of, and the edit would be "
+            "lost. Edit it after the optimizer step, or choose a balance in which its layers are "
+            "on one device."
+        )
     moved = shadows.moved
     if not moved:
         return

@@ -8,13 +8,38 @@ what is done about it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
-from lightning_gpipe.core.faithful import LibraryGenerators, TrainingFlags
+from lightning_gpipe.core.faithful import LibraryGenerators, LibraryState, TrainingFlags
 
 _CAPACITY = 64  # training modes
 _INSTEAD = "Use torch.rand, or a generator that the layer holds, such as numpy.random.default_rng()"
+
+
+@dataclass(frozen=True)
+class LibraryWatch:
+    """Watches the generators during one forward.
+
+    Attributes:
+        saved: The generators, if their states must be saved for recomputation.
+        before: Their states, if they will be compared.
+        settle: What to do with these after forward.
+    """
+
+    saved: LibraryGenerators | None
+    before: LibraryState | None
+    settle: Callable[[LibraryState], None]
+
+    def end(self) -> None:
+        """Compare the states after forward.
+
+        Raises:
+            RuntimeError: If a recomputation would draw other numbers.
+        """
+        if self.before is not None:
+            self.settle(self.before)
 
 
 class LibraryDraws:
@@ -27,40 +52,34 @@ class LibraryDraws:
         self._told = False
 
     def saved(self, flags: TrainingFlags) -> bool:
-        """Whether the states must be saved before each forward of the mini-batch that begins."""
+        """Whether the states must be saved before each forward of the mini-batch that has begun."""
         return self._count.get(flags, 0) <= 1 or flags in self._drawing
 
-    @contextmanager
-    def forward(
-        self, flags: TrainingFlags, *, alone: bool, recomputed: bool
-    ) -> Iterator[LibraryGenerators | None]:
-        """The forward of a mini-batch in a ``with`` block: the states after it are compared.
+    def begin(self, flags: TrainingFlags, *, alone: bool, recomputed: bool) -> LibraryWatch:
+        """Begin the forward of a mini-batch.
 
         Args:
             flags: The training flags of all modules.
             alone: Whether all stages run on the calling thread.
             recomputed: Whether any micro-batch will be recomputed.
-
-        Yields:
-            The generators, if their states must be saved for recomputation.
-
-        Raises:
-            RuntimeError: If a recomputation would draw other numbers.
         """
         if len(self._count) > _CAPACITY:
             self._count.clear()
         count = self._count[flags] = self._count.get(flags, 0) + 1
         looked_at = count & (count - 1) == 0  # a power of two
-        before = self._generators.get_state() if looked_at else None
-        yield self._generators if alone and recomputed and self.saved(flags) else None
-        moved = [] if before is None else self._generators.moved(before)
-        if moved:
-            self._settle(flags, moved, alone=alone, recomputed=recomputed)
+        return LibraryWatch(
+            saved=self._generators if alone and recomputed and self.saved(flags) else None,
+            before=self._generators.get_state() if looked_at else None,
+            settle=partial(self.settle, flags, alone=alone, recomputed=recomputed),
+        )
 
-    def _settle(
-        self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
+    def settle(
+        self, flags: TrainingFlags, before: LibraryState, *, alone: bool, recomputed: bool
     ) -> None:
-        """Refuse what was drawn, or warn of it, unless a recomputation draws the same."""
+        """Refuse what was drawn since ``before``, or warn of it, if it cannot be drawn again."""
+        moved = self._generators.moved(before)
+        if not moved:
+            return
         reproducible = alone and (self.saved(flags) or not recomputed)
         self._drawing.add(flags)
         if reproducible:

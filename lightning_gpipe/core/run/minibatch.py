@@ -132,20 +132,21 @@ class MiniBatch:
                 for stage, work in zip(self._stages, self._works, strict=True)
             ]
             alone = self._transport_in(self._context) is self._transport.inline()
-            recorded = self._library_draws.forward(
+            library = self._library_draws.begin(
                 self._flags, alone=alone, recomputed=self._recomputes
             )
-            with recorded as self._library:
-                outputs = self._draws.run(
-                    self._flags,
-                    partial(self._forward, microbatches),
-                    generators=generators,
-                    snapshots=self._snapshots if self._context.grad else None,
-                    modes=bool(self._context.modes),
-                    recomputed=self._recomputes,
-                )
-                for each in self._passes:
-                    each.finish_forward()
+            self._library = library.saved
+            outputs = self._draws.run(
+                self._flags,
+                partial(self._forward, microbatches),
+                generators=generators,
+                snapshots=self._snapshots if self._context.grad else None,
+                modes=bool(self._context.modes),
+                recomputed=self._recomputes,
+            )
+            for each in self._passes:
+                each.finish_forward()
+            library.end()
             self._watches = []
         self.asides = [each.asides for each in self._passes]
         self.leaves = self._participation.leaves()

@@ -83,6 +83,7 @@ class Stage:
         modules = self.modules_now()
         if modules != self.modules:
             self._set_modules(modules)
+        self.state.refresh()
         self._check_placement()
 
     def modules_now(self) -> tuple[nn.Module, ...]:

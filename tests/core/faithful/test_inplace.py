@@ -23,12 +23,14 @@ def test_copies_of_one_tensor_are_one_tensor() -> None:
     assert guard.leaves[3] == "name"
 
 
-def test_what_is_not_edited_is_not_copied_again() -> None:
+@pytest.mark.parametrize("inference", [False, True], ids=["", "in inference mode"])
+def test_what_is_not_edited_is_not_copied_again(inference: bool) -> None:
     behavior = Behavior()
-    MutationGuard(behavior, [X, X[:, :]], marked=False).close()
     leaves = [X, X[:, :]]
 
-    guard = MutationGuard(behavior, leaves, marked=False)
+    with torch.inference_mode(inference):
+        MutationGuard(behavior, leaves, marked=False).close()
+        guard = MutationGuard(behavior, leaves, marked=False)
 
     assert all(map(lambda a, b: a is b, guard.leaves, leaves))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful.journal import Abandoned, Attributes, Journal
+from lightning_gpipe.core.faithful.journal import Abandoned, Attributes, Journal, _abandon_all
 from tests.support.waiting import PATIENCE
 
 
@@ -183,6 +183,30 @@ def test_lock_that_an_interrupt_left_is_open_after_reset() -> None:
 
     threading.Thread(target=write, daemon=True).start()
     assert written.wait(PATIENCE)
+
+
+def test_lock_of_a_thread_that_a_fork_left_behind() -> None:
+    """As in a child that was forked while another thread of its parent made a change."""
+    journal, slots, held, leave = Journal(), {"a": 1}, threading.Event(), threading.Event()
+    journal.write([(slots, "a", 2)])
+
+    def hold() -> None:
+        with journal._lock:
+            held.set()
+            leave.wait(PATIENCE)
+
+    holder = threading.Thread(target=hold)
+    child = threading.Thread(target=_abandon_all, daemon=True)
+    holder.start()
+    assert held.wait(PATIENCE)
+    child.start()
+    child.join(PATIENCE / 2)
+    ended = not child.is_alive()
+    leave.set()
+    holder.join(PATIENCE)
+
+    assert ended
+    assert slots == {"a": 1}
 
 
 class Slow(dict[str, int]):

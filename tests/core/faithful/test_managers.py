@@ -41,3 +41,31 @@ def test_all_are_left_after_an_error() -> None:
         raise KeyError
 
     assert log[-2:] == ["exit b", "exit a"]
+
+
+class Left:
+    """Remembers that it was left; it is not left by being forgotten, as a generator is."""
+
+    def __init__(self) -> None:
+        self.left = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.left = True
+
+
+class Fails(Left):
+    def __enter__(self) -> None:
+        raise KeyError
+
+
+def test_error_on_entry_reaches_the_caller_after_those_before_have_been_left() -> None:
+    before, within = Left(), []
+
+    with pytest.raises(KeyError), together([before, Fails()]):
+        within.append("within")
+
+    assert before.left
+    assert not within

@@ -1,11 +1,14 @@
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.faithful.modes import TorchModes
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.modes import ThreadState, TorchModes
+from lightning_gpipe.core.faithful.redirect import PrivateGenerators
 
 
 class SineForCosine(TorchFunctionMode):
@@ -64,3 +67,35 @@ def test_counter_that_was_read_does_not_go_on() -> None:
 
     assert modes
     assert counter.get_total_flops() == 0
+
+
+def redirecting() -> Manager:
+    """A mode of the engine's own."""
+    return PrivateGenerators(b"seed", 0, [torch.device("cpu")]).drawing(0)
+
+
+def test_own_mode_that_an_interrupt_left_is_exited() -> None:
+    """To take it from the stack is not all that its exit does."""
+    before, within = ThreadState.capture(), is_in_torch_dispatch_mode()
+    redirecting().__enter__()
+
+    before.restore()
+
+    assert ThreadState.capture() == before
+    assert is_in_torch_dispatch_mode() == within
+
+
+def test_modes_that_an_interrupt_left_are_taken_away() -> None:
+    """Ctrl-C just before a ``with`` block exits leaves the mode to nobody."""
+    before = ThreadState.capture()
+    with ExitStack() as stack:
+        stack.callback(before.restore)
+        for mode in (ExpForLog(), redirecting(), ExpForLog(), SineForCosine()):
+            mode.__enter__()
+        torch._C._set_grad_enabled(False)
+
+        before.restore()
+
+        assert ThreadState.capture() == before
+        assert not TorchModes.capture()
+        assert torch.is_grad_enabled()

@@ -383,6 +383,18 @@ def test_without_gradients_nothing_else_has_a_shadow() -> None:
         assert layer.weight is weight
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_edit_of_a_copy_is_seen(grad: bool) -> None:
+    layer = linear().requires_grad_(False)
+    weight, shadows = layer.weight, following(layer, grad=grad)
+
+    with shadows.swapped_in(Journal()):
+        assert shadows.lost is None
+        layer.weight.mul_(2)
+
+    assert shadows.lost is weight
+
+
 def test_edit_of_a_parameter_that_is_followed_is_seen() -> None:
     layer = linear()
     shadows = following(layer)

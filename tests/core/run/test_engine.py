@@ -1,4 +1,5 @@
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lightning_gpipe.core.plan import cut, fill_drain, lay_out
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.transport import InlineTransport
+from tests.support.faults import OwnError, throw
 from tests.support.transports import CPU, MockTransport
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
@@ -75,6 +77,31 @@ def test_observers_do_not_see_what_is_to_be_forgotten(engine: Engine) -> None:
 
     step(engine)
     assert len(seen) == 2
+
+
+def test_error_in_what_is_to_be_forgotten(engine: Engine) -> None:
+    seen: list[Timeline] = []
+    engine.observe(seen.append)
+    step(engine)
+    latest = engine.timeline
+
+    with suppress(OwnError), engine.unchanged():
+        step(engine)
+        throw(OwnError())()
+    assert engine.timeline is latest
+
+    step(engine)
+    assert len(seen) == 2
+
+
+def test_layout_that_is_changed(engine: Engine) -> None:
+    (weight, *_) = engine.stages[0].partition.parameters
+    changed = engine.layout.with_homes({weight: torch.device("meta")})
+
+    engine.layout = changed
+
+    assert engine.layout is changed
+    assert [engine.stages[0].followed] == [{(engine.stages[0].modules[0], "weight")}]
 
 
 def test_copy_has_no_observers(engine: Engine) -> None:
