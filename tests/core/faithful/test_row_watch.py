@@ -15,7 +15,7 @@ SEQUENCES = Division((2, 2), frozenset({5}))
 
 @pytest.fixture
 def watches() -> RowWatches:
-    return RowWatches([(0, nn.Softmax(dim=0))])
+    return RowWatches([(nn.Softmax(dim=0), "layer 0 (Softmax)")])
 
 
 def watched(watches: RowWatches, signature: Hashable, division: Division = SEQUENCES) -> bool:
