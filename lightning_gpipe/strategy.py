@@ -42,6 +42,7 @@ from lightning_gpipe.core.plan import (
     check_enough_layers,
     check_even,
     check_outside,
+    check_sequential,
     count_recomputed,
     shared_with_outside,
 )
@@ -197,7 +198,7 @@ class GPipeStrategy(OneProcess):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None and self._sequential is not None
-        place_around(self.lightning_module, self._sequential, self.root_device)
+        place_around(self.lightning_module, {self._sequential}, self.root_device)
 
     @override
     def teardown(self) -> None:
@@ -226,6 +227,8 @@ class GPipeStrategy(OneProcess):
         refuse_metrics_on_meta(module)
         path, sequential = locate(module, self._module)
         name = f"{type(module).__name__}.{path}"
+        check_sequential(sequential, f"module={path!r}")
+        assert isinstance(sequential, nn.Sequential)
         check_free(sequential, name)
         balance = self._balance_for(sequential, name)
         self._pipeline = GPipe(

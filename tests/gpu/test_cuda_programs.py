@@ -72,5 +72,6 @@ def test_program(mode: ActivationCheckpointing, threads: bool, devices: list[str
             assert_same(one.grad, other.grad)
     for module, other in zip(modules, plain, strict=True):
         for p, q in zip(module.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
             assert_same(p.grad.cpu(), q.grad)
     running.close()

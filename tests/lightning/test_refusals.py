@@ -119,15 +119,15 @@ class Flat(Classifier):
             ValueError,
             [
                 "got 2 in Holder",
-                "module='net.layers': 6 layers, 200 parameters",
-                "module='others.0': 6 layers, 200 parameters",
+                "module='net.layers': Sequential of 6, 200 parameters",
+                "module='others.0': Sequential of 6, 200 parameters",
             ],
         ),
         (
             Holder,
             {"module": "net.body"},
             ValueError,
-            ["path of an nn.Sequential in Holder: got 'net.body'", "It holds 'net.layers'."],
+            ["path of a module in Holder: got 'net.body'", "It holds 'net.layers'."],
         ),
         (
             Holder,

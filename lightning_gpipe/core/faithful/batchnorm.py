@@ -39,15 +39,20 @@ class Moments(NamedTuple):
     variance: Tensor  # (C,), unbiased
 
 
-def check_batch_norms(layers: Iterable[nn.Module]) -> None:
+def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str] = ()) -> None:
     """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
+
+    Args:
+        layers: The layers.
+        titles: What errors call them; by default ``layer 0`` and so on.
 
     Raises:
         ValueError: Names every such batch norm.
     """
+    numbered = [f"layer {k}" for k in range(len(layers))]
     custom = [
-        f"{type(module).__name__} in layer {index}"
-        for index, layer in enumerate(layers)
+        f"{type(module).__name__} in {title}"
+        for layer, title in zip(layers, titles or numbered, strict=True)
         for module in layer.modules()
         if isinstance(module, _BatchNorm) and not _is_plain(module)
     ]

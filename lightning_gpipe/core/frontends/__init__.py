@@ -13,7 +13,8 @@ from lightning_gpipe.core.frontends.install import (
     is_installed,
 )
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
-from lightning_gpipe.core.frontends.locate import locate
+from lightning_gpipe.core.frontends.kinds import frontend_of
+from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
 from lightning_gpipe.core.frontends.stand_in import StandIn
 
@@ -22,9 +23,12 @@ __all__ = [
     "Installed",
     "RunProgram",
     "StandIn",
+    "candidates",
     "check_free",
     "choose_devices",
     "flatten",
+    "frontend_of",
+    "heaviest",
     "install",
     "is_installed",
     "locate",

@@ -1,84 +1,116 @@
-"""Finds the nn.Sequential to pipeline inside a larger module.
+"""Finds the module to pipeline inside a larger one.
 
-A LightningModule seldom *is* an nn.Sequential; it holds one, often beside a loss and metrics. The
-user may name it. If they do not, it is the only one, or the one with more than half of all
-parameters; if neither exists, an error lists the candidates.
+A LightningModule seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often
+beside a loss and metrics. The user may name what to pipeline. If they do not, it is the Sequential
+or ModuleList with more than half of all parameters, or the only Sequential; if none of these
+exists, an error lists the candidates.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import nn
 
 from lightning_gpipe.core.plan import check_sequential, is_plain
 
 
-def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Sequential]:
-    """The nn.Sequential to pipeline, and its path from ``root``.
+def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
+    """The module to pipeline, and its path from ``root``.
 
     Args:
         root: The module that holds it.
-        path: Where it is, such as ``"net.layers"``, or None to search. A Sequential within another
-            one is not a candidate, nor is one whose class has a forward of its own.
+        path: Where it is, such as ``"net.layers"``, or None to search. A candidate within another
+            one is none, nor is a Sequential whose class has a forward of its own.
 
     Raises:
-        TypeError: If the module at ``path`` is not an nn.Sequential that can be cut.
+        TypeError: If the module at ``path`` is an nn.Sequential that cannot be cut.
         ValueError: If there is no module at ``path``, no candidate, or no choice between several.
     """
     if path is not None:
         return path, _at(root, path)
-    found = _candidates(root)
-    if len(found) == 1:
-        return next(iter(found.items()))
-    weights = {path: _weight(module) for path, module in found.items()}
+    heavy = heaviest(root)
+    if heavy is not None:
+        return heavy
+    sequentials = _outermost(root, is_plain)
+    if len(sequentials) == 1:
+        return next(iter(sequentials.items()))
+    raise ValueError(_no_choice(root, candidates(root)))
+
+
+def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
+    """The candidate with more than half of the parameters of ``root``, and its path.
+
+    Of a ModuleList and a Sequential within it, both with more than half, it is the Sequential.
+    """
     total = _weight(root)
-    heavy = [path for path, weight in weights.items() if 2 * weight > total]
-    if len(heavy) == 1:
-        return heavy[0], found[heavy[0]]
-    raise ValueError(_no_choice(root, found, weights))
+    for path, module in candidates(root).items():
+        if 2 * _weight(module) > total:
+            return path, module
+    return None
 
 
-def _at(root: nn.Module, path: str) -> nn.Sequential:
+def candidates(root: nn.Module) -> dict[str, nn.Module]:
+    """The outermost Sequentials, and then the outermost ModuleLists, by path.
+
+    A ModuleList within a Sequential is none, nor is one without parameters, as of metrics.
+    """
+    found = _outermost(root, is_plain)
+    either = _outermost(root, lambda module: is_plain(module) or _is_list(module))
+    return found | {path: module for path, module in either.items() if _is_list(module)}
+
+
+def _outermost(root: nn.Module, chosen: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """The chosen modules that are within no other one, by path; maybe ``root`` itself."""
+    if chosen(root):
+        return {"": root}
+    found: dict[str, nn.Module] = {}
+    for name, child in root.named_children():
+        for path, module in _outermost(child, chosen).items():
+            found[f"{name}.{path}" if path else name] = module
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList) and _weight(module) > 0
+
+
+def _at(root: nn.Module, path: str) -> nn.Module:
     modules = dict(root.named_modules())
     if path not in modules:
-        known = ", ".join(map(repr, _candidates(root))) or "no nn.Sequential"
+        known = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
         raise ValueError(
-            f"module must be the path of an nn.Sequential in {type(root).__name__}: got {path!r}, "
+            f"module must be the path of a module in {type(root).__name__}: got {path!r}, "
             f"where there is none. It holds {known}."
         )
     module = modules[path]
-    check_sequential(module, f"module={path!r}")
-    assert isinstance(module, nn.Sequential)
+    if isinstance(module, nn.Sequential):
+        check_sequential(module, f"module={path!r}")
     return module
-
-
-def _candidates(root: nn.Module) -> dict[str, nn.Sequential]:
-    """The outermost Sequentials below ``root``, or ``root`` itself, by path."""
-    if is_plain(root):
-        return {"": root}
-    found: dict[str, nn.Sequential] = {}
-    for name, child in root.named_children():
-        for path, module in _candidates(child).items():
-            found[f"{name}.{path}" if path else name] = module
-    return found
 
 
 def _weight(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _no_choice(root: nn.Module, found: dict[str, nn.Sequential], weights: dict[str, int]) -> str:
+def _no_choice(root: nn.Module, found: dict[str, nn.Module]) -> str:
     owner = type(root).__name__
     if not found:
         return (
-            f"{owner} must hold an nn.Sequential to pipeline: got none. Put the "
-            "layers to pipeline into one, as in self.layers = nn.Sequential(...), in __init__ or "
-            "configure_model."
+            f"{owner} must hold an nn.Sequential or an nn.ModuleList to pipeline: got none. Name "
+            "another module with module=..., or put the layers into one, as in "
+            "self.layers = nn.Sequential(...), in __init__ or configure_model."
         )
-    listed = "".join(
-        f"\n  module={path!r}: {len(module)} layers, {weights[path]:,} parameters"
-        for path, module in found.items()
-    )
     return (
-        f"the nn.Sequential to pipeline must be unambiguous: got {len(found)} in {owner}, none "
-        f"with more than half of its parameters. Choose one with module=...:{listed}"
+        f"the module to pipeline must be unambiguous: got {len(found)} in {owner}, none "
+        f"with more than half of its parameters. Choose one with module=...:{listed(found)}"
+    )
+
+
+def listed(found: dict[str, nn.Module]) -> str:
+    """Candidates, one a line."""
+    return "".join(
+        f"\n  module={path!r}: {type(module).__name__} of {len(list(module.children()))}, "
+        f"{_weight(module):,} parameters"
+        for path, module in found.items()
     )

@@ -7,7 +7,7 @@ device; tensors that already have values, from a checkpoint, keep them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 
 import torch
@@ -32,11 +32,11 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad.data = parameter.grad.data.to(device)
 
 
-def place_around(root: nn.Module, inner: nn.Module, device: torch.device) -> None:
-    """Move all of ``root`` except ``inner`` to ``device``."""
-    if root is inner:
+def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
+    """Move all of ``root`` except the modules in ``inner`` to ``device``."""
+    if root in inner:
         return
-    if not any(module is inner for module in root.modules()):
+    if not any(module in inner for module in root.modules()):
         place(root, device)
         return
     for child in root.children():

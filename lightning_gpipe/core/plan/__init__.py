@@ -4,8 +4,10 @@ What is shown, simulated and tested here is the same object that runs.
 """
 
 from lightning_gpipe.core.plan.action import Action, Kind, successor
+from lightning_gpipe.core.plan.balance.by_names import counts_between
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.costs import parameter_costs
+from lightning_gpipe.core.plan.balance.solver import solve
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.held import (
     CONTAINERS,
@@ -72,6 +74,7 @@ __all__ = [
     "check_sharing",
     "contents",
     "count_recomputed",
+    "counts_between",
     "cut",
     "fill_drain",
     "followed_slots",
@@ -85,6 +88,7 @@ __all__ = [
     "one_each",
     "parameter_costs",
     "shared_with_outside",
+    "solve",
     "successor",
     "within",
 ]

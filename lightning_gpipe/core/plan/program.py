@@ -146,6 +146,10 @@ class Program:
         """The routes of outputs that earlier stages than the last make."""
         return tuple(r for part in self.parts for r in part.leaving if r.target == self.n)
 
+    def title_of(self, number: int) -> str:
+        """What errors call the step that makes a value."""
+        return next(step.title for step in self._steps if step.value == number)
+
     def __str__(self) -> str:
         lines = [f"%{each} <- caller" for each in self.inputs]
         lines += map(str, self._steps)

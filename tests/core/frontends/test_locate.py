@@ -1,7 +1,7 @@
 import pytest
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.locate import locate
+from lightning_gpipe.core.frontends.locate import heaviest, locate
 
 
 def layers(count: int, width: int = 2) -> nn.Sequential:
@@ -70,11 +70,11 @@ def test_no_sequential() -> None:
     ids=["three", "half each"],
 )
 def test_none_with_more_than_half_of_the_parameters(model: Model) -> None:
-    with pytest.raises(ValueError, match="the nn.Sequential .* must be unambiguous") as error:
+    with pytest.raises(ValueError, match="the module to pipeline must be unambiguous") as error:
         locate(model, None)
 
     assert f"got {len(list(model.children()))} in Model" in str(error.value)
-    assert "module='one': 2 layers, 12 parameters" in str(error.value)
+    assert "module='one': Sequential of 2, 12 parameters" in str(error.value)
     assert "module='two'" in str(error.value)
 
 
@@ -98,15 +98,45 @@ def test_name_of_nothing() -> None:
 
 
 def test_name_of_nothing_in_a_model_without_a_sequential() -> None:
-    with pytest.raises(ValueError, match="It holds no nn.Sequential."):
+    with pytest.raises(ValueError, match="It holds no nn.Sequential and no nn.ModuleList."):
         locate(Model(net=nn.Linear(2, 2)), "body")
 
 
 def test_name_of_something_else() -> None:
-    with pytest.raises(TypeError, match=r"module='net' must be an nn.Sequential.*got Linear"):
-        locate(Model(net=nn.Linear(2, 2)), "net")
+    model = Model(net=nn.Linear(2, 2), body=layers(9))
+
+    assert locate(model, "net") == ("net", model.net)
+
+
+def test_module_list_with_most_of_the_parameters() -> None:
+    model = Model(head=layers(1), blocks=nn.ModuleList(layers(3)))
+
+    assert locate(model, None) == ("blocks", model.blocks)
+    assert heaviest(model) == ("blocks", model.blocks)
+
+
+def test_module_list_beside_the_only_sequential() -> None:
+    """The Sequential was taken before ModuleLists were, and still is."""
+    losses, heads = nn.ModuleList([nn.MSELoss()]), nn.ModuleList(layers(2))
+    model = Model(body=layers(2), losses=losses, heads=heads)
+
+    assert locate(model, None)[0] == "body"
+    assert heaviest(model) is None
+
+
+def test_module_lists_alone_without_one_that_has_most_of_the_parameters() -> None:
+    model = Model(one=nn.ModuleList(layers(2)), two=nn.ModuleList(layers(2)))
+
+    with pytest.raises(ValueError, match="module='two': ModuleList of 2, 12 parameters"):
+        locate(model, None)
 
 
 def test_name_of_a_sequential_with_a_forward_of_its_own() -> None:
     with pytest.raises(TypeError, match="module='net' must have the forward .* got Residual"):
         locate(Model(net=Residual(*layers(2))), "net")
+
+
+def test_sequential_in_a_module_list() -> None:
+    model = Model(towers=nn.ModuleList([layers(4)]), head=layers(1))
+
+    assert locate(model, None)[0] == "towers.0"

@@ -96,7 +96,7 @@ def test_all_but_the_inner_module_is_moved() -> None:
     model = Model()
     inner = dict(model.net.layers.named_parameters())
 
-    place_around(model, model.net.layers, META)
+    place_around(model, {model.net.layers}, META)
 
     assert model.net.head.weight.is_meta
     assert model.net.own.is_meta
@@ -108,7 +108,7 @@ def test_all_but_the_inner_module_is_moved() -> None:
 def test_metrics_are_moved() -> None:
     model = Model()
 
-    place_around(model, model.net.layers, META)
+    place_around(model, {model.net.layers}, META)
 
     assert model.accuracy.device == META
     assert isinstance(model.accuracy.tp, Tensor)
@@ -118,7 +118,7 @@ def test_metrics_are_moved() -> None:
 def test_nothing_is_around_the_module_itself() -> None:
     model = Model()
 
-    place_around(model, model, META)
+    place_around(model, {model}, META)
 
     assert not on_meta(model)
 

@@ -1,0 +1,33 @@
+"""The front-end for each type of module; an nn.Sequential needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from lightning_gpipe.core.frontends.interface import Frontend
+
+# The model, the path of the module in it, and the module. The first type that fits is taken.
+_KINDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str, nn.Module], Frontend]], ...] = ()
+
+
+def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
+    """The front-end for a module.
+
+    Args:
+        root: The user's model.
+        path: Where the module is in it; empty if it is the model.
+        module: The module.
+
+    Raises:
+        TypeError: If there is none for its type, or it cannot run as a pipeline.
+    """
+    for kind, make in _KINDS:
+        if isinstance(module, kind):
+            return make(root, path, module)
+    raise TypeError(
+        "module must be an nn.Sequential, because a pipeline runs its layers one after another: "
+        f"got {type(module).__qualname__}. Put the layers to pipeline into an nn.Sequential, and "
+        "call that in forward."
+    )

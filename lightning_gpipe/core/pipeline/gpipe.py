@@ -1,0 +1,250 @@
+"""GPipe, the module that replaces the user's model.
+
+It finds what to pipe in the model, makes a layout of it, moves everything to its devices, and
+attaches it to a pipeline. What outlives a forward belongs to the user (the model) or to the
+pipeline's engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_gpipe.core.data import MicroBatching, Rows
+from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compiled, rows_needed
+from lightning_gpipe.core.frontends import StandIn
+from lightning_gpipe.core.pipeline.pipeline import Pipeline, check_settings
+from lightning_gpipe.core.pipeline.placing import layout_of, place_all, with_around
+from lightning_gpipe.core.pipeline.taking import balance_for, take
+from lightning_gpipe.core.plan import ActivationCheckpointing, Layout, RouteName
+from lightning_gpipe.core.run import Engine, Stage, Timeline
+from lightning_gpipe.core.show import Table, skip_table, stage_table
+from lightning_gpipe.core.skip import skips_of
+
+
+class GPipe(StandIn):
+    """Runs an nn.Sequential as a pipeline over several devices; used like the nn.Sequential.
+
+    Example::
+
+        layers = nn.Sequential(a, b, c, d)
+        model = GPipe(layers, balance=[2, 2], devices=["cuda:0", "cuda:1"], chunks=8)
+        loss = F.mse_loss(model(x), y.to(model.devices[-1]))
+        loss.backward()
+
+    The layers stay the same objects under the same names, so the state dict is that of ``module``.
+    Its hooks, and parameters and buffers of its own, are the pipeline's too: the hooks are called
+    with the pipeline as the module, the tensors are moved to the last device. The layers are moved
+    to their devices at once, and must stay there. A parameter that layers on several
+    devices share is on the first of them, and the others follow it with copies. The input is split
+    into micro-batches along dim 0, and their outputs are merged on the last device: see
+    :class:`~lightning_gpipe.Rows`.
+
+    Args:
+        module: The layers.
+        balance: The number of layers in each stage.
+        devices: One device per worker, as strings or ``torch.device``. There may be fewer than
+            stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
+            stages, or without a GPU one CPU thread for each stage.
+        chunks: The number of micro-batches; a batch with fewer rows makes fewer.
+        activation_checkpointing: Which micro-batches drop their activations in forward and run it
+            again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
+            none, an integer k the first k.
+        deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
+            instead of once per micro-batch.
+        microbatching: Another way to make micro-batches, such as ``Rows(dim=1)`` or
+            :class:`~lightning_gpipe.PaddedSequences`. None splits along dim 0, with two rows or
+            more in each micro-batch if there are batch norms.
+        threads: Whether workers run on threads of their own. False runs everything on the calling
+            thread in the schedule's order, for a debugger, as is always done on one device.
+
+    Attributes:
+        balance: As given.
+        devices: One ``torch.device`` per worker.
+        chunks: As given.
+        activation_checkpointing: As given.
+        microbatching: How a mini-batch is split into micro-batches.
+        patches: The changes that a running verification has made in the layers.
+
+    Raises:
+        TypeError: If ``module`` is not an nn.Sequential, or an argument has the wrong type.
+        ValueError: If the balance does not fit the module, or the devices do not fit the balance.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        /,
+        balance: Sequence[int] | Sequence[str] | Literal["parameters"],
+        *,
+        module: str | None = None,
+        devices: Sequence[str | torch.device] | None = None,
+        chunks: int = 1,
+        activation_checkpointing: ActivationCheckpointing = "except_last",
+        deferred_batch_norm: bool = True,
+        microbatching: MicroBatching | None = None,
+        threads: bool = True,
+    ) -> None:
+        check_settings(chunks, activation_checkpointing, microbatching)
+        taken = take(model, module)
+        sizes = balance_for(taken, balance, None if devices is None else len(devices))
+        partitions = taken.partitions(sizes)
+        layout = with_around(layout_of(partitions, devices), model, taken.module, taken.own)
+        super().__init__(model)
+        if deferred_batch_norm:
+            titles = [title for partition in partitions for title in partition.titles]
+            check_batch_norms([each for p in partitions for each in p.layers], titles)
+        self.balance = list(sizes)
+        self.devices = list(layout.devices)
+        self._taken = taken
+        place_all(model, layout)
+        self._pipeline = Pipeline(
+            layout,
+            chunks=chunks,
+            activation_checkpointing=activation_checkpointing,
+            microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
+            deferred_batch_norm=deferred_batch_norm,
+            threads=threads,
+        )
+        taken.attach(self._pipeline)
+
+    @property
+    def layout(self) -> Layout:
+        """What runs where; prints as one line per stage."""
+        return self._pipeline.layout
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which runs the micro-batches."""
+        return self._pipeline.engine
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What ran when in the latest mini-batch, or None before the first."""
+        return self.engine.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self.engine.timeline = timeline
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages, in order."""
+        return self.engine.stages
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return self._pipeline.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._pipeline.chunks = chunks
+
+    @property
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """Which micro-batches are recomputed."""
+        return self._pipeline.activation_checkpointing
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
+        self._pipeline.activation_checkpointing = chosen
+
+    @property
+    def microbatching(self) -> MicroBatching:
+        """How a mini-batch is split into micro-batches."""
+        return self._pipeline.microbatching
+
+    @property
+    def patches(self) -> Journal:
+        """The changes that a running verification has made in the layers."""
+        return self._pipeline.patches
+
+    @not_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; what was taken of it runs in micro-batches.
+
+        An nn.Sequential takes one argument, any pytree with tensors of shape ``(rows, ...)``. Under
+        ``torch.jit.trace``, ``torch.export`` and ``torch.fx``, which record the model, everything
+        runs as without a pipeline.
+
+        Raises:
+            TypeError: If what enters or leaves a stage has tensors within other objects than
+                pytrees and dataclasses.
+            ValueError: If tensors disagree on their number of rows, or layers mix the rows, as
+                attention does with ``batch_first=False``.
+            RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
+            BaseException: Any error that a layer raises, with a note of where it happened.
+        """
+        return self._taken.call(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run as :meth:`forward` does, with :attr:`patches` in force."""
+        return self._taken.run(*args, **kwargs)
+
+    def release(self) -> None:
+        """Let the model itself run as without a pipeline; its layers stay on their devices."""
+        self._taken.release()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._taken.attach(self._pipeline)  # what is installed in a model is not copied with it
+
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
+        """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
+
+        The backward is added to the timeline later. A step that runs the pipeline twice calls
+        ``observer`` twice.
+
+        Returns:
+            A handle whose ``remove()`` ends the calls.
+        """
+        return self.engine.observe(observer)
+
+    def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
+        """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
+
+        Stages on other devices follow them with copies. The home of parameters that only stages
+        share is the device of the first of these stages; they need not be given here.
+        """
+        self._pipeline.share(parameters, device)
+
+    def listing(self) -> Table:
+        """A table of the stages: their devices, layers, parameters and skips that leave them."""
+        return stage_table(self.layout, self._skip_bytes())
+
+    def skip_layout(self) -> Table:
+        """A table of the skip connections: between which layers, and which stages they cross.
+
+        Once a micro-batch has run, it has the bytes of those that are sent from stage to stage.
+        """
+        return skip_table(skips_of(list(self)), self.layout.partitions, self._skip_bytes())
+
+    def extra_repr(self) -> str:
+        devices = [str(device) for device in self.devices]
+        return (
+            f"balance={self.balance}, devices={devices}, chunks={self.chunks}, "
+            f"activation_checkpointing={self.activation_checkpointing!r}, "
+            f"microbatching={self.microbatching!r}"
+        )
+
+    def close(self) -> None:
+        """End the worker threads; the next forward starts new ones."""
+        self.engine.close()
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(layer for partition in self.layout.partitions for layer in partition.layers)
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        chosen = list(self)[index]
+        return nn.Sequential(*chosen) if isinstance(chosen, list) else chosen
+
+    def _skip_bytes(self) -> dict[RouteName, int]:
+        return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}

@@ -1,0 +1,180 @@
+"""Mini-batches in, mini-batches out: between the caller's values and the engine's micro-batches.
+
+The engine runs micro-batches by a schedule. What a mini-batch becomes is decided here: into how
+many micro-batches it is cut, which of them are recomputed, how their outputs are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.data import (
+    FlatTree,
+    MicroBatching,
+    check_chunks,
+    check_microbatching,
+    join,
+    reduced,
+    term_receiver,
+    tree_flatten,
+    tree_unflatten,
+)
+from lightning_gpipe.core.faithful import (
+    Journal,
+    refuse_cached_parametrizations,
+    refuse_function_transforms,
+)
+from lightning_gpipe.core.frontends import with_index
+from lightning_gpipe.core.pipeline.outputs import once_or_per_row
+from lightning_gpipe.core.pipeline.placing import move_home
+from lightning_gpipe.core.plan import (
+    ActivationCheckpointing,
+    Layout,
+    Program,
+    Schedule,
+    check_activation_checkpointing,
+    count_recomputed,
+    fill_drain,
+)
+from lightning_gpipe.core.run import Engine, Stage
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport
+
+
+class Pipeline:
+    """Stages that run mini-batches.
+
+    Args:
+        layout: What runs where; the layers are on their devices already.
+        chunks: The number of micro-batches; a batch with fewer rows makes fewer.
+        activation_checkpointing: Which micro-batches are recomputed.
+        microbatching: How a mini-batch is split into micro-batches.
+        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
+        threads: Whether workers run on threads of their own.
+
+    Attributes:
+        chunks, activation_checkpointing, microbatching: As given.
+        engine: What runs the micro-batches.
+        patches: The changes that a running verification has made in the layers.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        chunks: int,
+        activation_checkpointing: ActivationCheckpointing,
+        microbatching: MicroBatching,
+        deferred_batch_norm: bool,
+        threads: bool,
+    ) -> None:
+        self.chunks = chunks
+        self.activation_checkpointing = activation_checkpointing
+        self.microbatching = microbatching
+        transport = _connect(layout, threads=threads)
+        self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
+        self.patches = Journal()
+
+    @property
+    def layout(self) -> Layout:
+        """What runs where."""
+        return self.engine.layout
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages, in order."""
+        return self.engine.stages
+
+    def run(self, input: Any) -> Any:
+        """Run the layers one after another on ``input`` in micro-batches, and merge the output."""
+        return self._run(input, self.chunks, tree_flatten)
+
+    def run_program(
+        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
+    ) -> list[Any]:
+        """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`.
+
+        Raises:
+            ValueError: If an output has no row per sample, and differs between micro-batches.
+        """
+        merged: list[Any] = self._run(list(values), chunks or self.chunks, _joined, program)
+        return merged
+
+    def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
+        """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
+        layout = self.layout.with_homes(dict.fromkeys(parameters, with_index(torch.device(device))))
+        move_home(layout)
+        self.engine.layout = layout
+
+    def reset_patches(self) -> None:
+        """Undo what an interrupted verification left in the layers."""
+        if len(self.patches):
+            with self.engine.exclusive():
+                self.patches.reset()
+
+    def _run(
+        self,
+        batch: Any,
+        chunks: int,
+        flatten: Callable[[Any], FlatTree],
+        program: Program | None = None,
+    ) -> Any:
+        refuse_function_transforms()
+        refuse_cached_parametrizations()
+        pieces = self.microbatching.split(batch, chunks)
+        microbatches = list(map(flatten, pieces))
+        m = len(microbatches)
+        if m == 0:
+            raise ValueError(
+                f"{type(self.microbatching).__name__}.split must make at least one micro-batch: "
+                "got none."
+            )
+        division = partial(self.microbatching.division, pieces)
+        receiver = term_receiver()
+        flat, terms = self.engine.run(
+            microbatches,
+            self._schedule(m),
+            division,
+            terms=receiver is not None,
+            program=program,
+        )
+        if receiver is not None:
+            for term in reduced(terms, division):
+                receiver(term)
+        outputs = list(map(tree_unflatten, flat))
+        if program is not None and m > 1:
+            outputs = once_or_per_row(program, outputs, division())
+        return self.microbatching.merge(outputs, batch)
+
+    def _schedule(self, m: int) -> Schedule:
+        """The schedule of a mini-batch of ``m`` micro-batches."""
+        recomputed = 0
+        if torch.is_grad_enabled():
+            recomputed = count_recomputed(self.activation_checkpointing, m)
+        return fill_drain(m, self.layout.placement, recomputed=recomputed)
+
+
+def check_settings(
+    chunks: int,
+    activation_checkpointing: ActivationCheckpointing,
+    microbatching: MicroBatching | None,
+) -> None:
+    """Refuse settings of the wrong type or an impossible value."""
+    check_chunks(chunks)
+    check_activation_checkpointing(activation_checkpointing)
+    check_microbatching(microbatching)
+
+
+def _joined(values: Iterable[Any]) -> FlatTree:
+    return join(list(map(tree_flatten, values)))
+
+
+def _connect(layout: Layout, *, threads: bool) -> Transport:
+    """A transport between the workers."""
+    if threads and len(layout.devices) > 1:
+        return LocalTransport(layout)
+    return InlineTransport(layout)

@@ -1,0 +1,227 @@
+"""What of the user's model runs as a pipeline: an nn.Sequential, or what a front-end makes of it.
+
+The type of what is found decides: an nn.Sequential runs its layers one after another; of anything
+else a front-end makes programs. Either is cut by a balance, attached to a pipeline, and from then
+on a call of the model runs it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+from typing_extensions import override
+
+from lightning_gpipe.core.faithful import NOTHING, is_traced
+from lightning_gpipe.core.frontends import Installed, check_free, frontend_of, install
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.plan import Partition, check_sequential, cut, parameter_costs
+from lightning_gpipe.core.profile import change_tensors, walk
+
+
+class Taken(ABC):
+    """What runs as a pipeline.
+
+    Args:
+        root: The user's model.
+        path: Where it is in the model; empty if it is the model.
+        module: It.
+
+    Attributes:
+        root, path, module: As given.
+        own: Parameters of the module that no layer has.
+    """
+
+    own: tuple[nn.Parameter, ...] = ()
+
+    def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+        self.root = root
+        self.path = path
+        self.module = module
+        self._pipeline: Pipeline | None = None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that it was attached to."""
+        assert self._pipeline is not None, "it was attached"
+        return self._pipeline
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
+
+    @property
+    @abstractmethod
+    def units(self) -> Sequence[str]:
+        """The names of what a balance counts, in order."""
+
+    @abstractmethod
+    def costs(self) -> list[int]:
+        """The number of parameters of each unit."""
+
+    @abstractmethod
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        """Cut it.
+
+        Raises:
+            TypeError, ValueError: If it cannot be cut, or not by this balance.
+        """
+
+    def attach(self, pipeline: Pipeline) -> None:
+        """Let calls of the model run ``pipeline``, whose stages have the partitions."""
+        self._pipeline = pipeline
+        self.install()
+
+    @abstractmethod
+    def install(self) -> None:
+        """Install the pipeline in the model."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let the model run as without a pipeline."""
+
+    @abstractmethod
+    def plain(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which calls of the model run as without a pipeline."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, with its inputs on the device of what is around the pipeline."""
+        self.pipeline.reset_patches()
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model with the patches of a verification in force."""
+        if self.path:
+            layout = self.pipeline.layout
+            last = layout.device_of(layout.n - 1)
+            args, kwargs = change_tensors((args, kwargs), lambda x: x.to(last))
+        return self.root.forward(*args, **kwargs)
+
+
+class Layers(Taken):
+    """An nn.Sequential, within the model or the model itself."""
+
+    def __init__(self, root: nn.Module, path: str, module: nn.Sequential) -> None:
+        super().__init__(root, path, module)
+        self.own = tuple(p for p in module._parameters.values() if p is not None)
+        self._installed: Installed | None = None
+
+    @property
+    @override
+    def units(self) -> Sequence[str]:
+        prefix = f"{self.path}." if self.path else ""
+        return [f"{prefix}{name}" for name in self.module._modules]
+
+    @override
+    def costs(self) -> list[int]:
+        return parameter_costs(self.module.children())
+
+    @override
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        check_free(self.module, self.name)
+        check_sequential(self.module, self.name)
+        assert isinstance(self.module, nn.Sequential)
+        return cut(self.module, balance, self.name)
+
+    @override
+    def install(self) -> None:
+        if self.path:
+            self._installed = install(self.module, self.forward, self.name)
+
+    @override
+    def release(self) -> None:
+        if self._installed is not None:
+            self._installed.remove()
+
+    @contextmanager
+    @override
+    def plain(self) -> Iterator[None]:
+        forward = self.module.__dict__.pop("forward", None)
+        try:
+            yield
+        finally:
+            if forward is not None:
+                self.module.forward = forward
+
+    @override
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        return super().call(*args, **kwargs) if self.path else self.forward(*args, **kwargs)
+
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return super().run(*args, **kwargs) if self.path else self._run(*args, **kwargs)
+
+    def forward(self, input: Any) -> Any:
+        """Run the layers on ``input``; one after another on all of it while it is recorded."""
+        pipeline = self.pipeline
+        pipeline.reset_patches()
+        if not is_traced(input, self.module.parameters()):
+            return self._run(input)
+        self._check_layers()
+        with pipeline.engine.exclusive():
+            return walk(pipeline.stages, input, lambda _, layer, x: layer(x))
+
+    def _run(self, input: Any) -> Any:
+        """Run the layers on ``input`` in micro-batches."""
+        self._check_layers()
+        return self.pipeline.run(input)
+
+    def _check_layers(self) -> None:
+        """Raise if the module has other layers than those that were cut."""
+        layers = [layer for p in self.pipeline.layout.partitions for layer in p.layers]
+        modules = self.module._modules
+        if len(modules) != len(layers):
+            raise RuntimeError(
+                f"the layers of a pipeline must stay the same: it was set up for {len(layers)} "
+                f"and has {len(modules)} now. Add or remove layers before setup."
+            )
+        for layer, (name, found) in zip(layers, modules.items(), strict=True):
+            if found is not layer:
+                raise RuntimeError(
+                    f"the layers of a pipeline must stay the same objects: layer {name!r} was "
+                    f"{type(layer).__name__} when it was set up and is another "
+                    f"{type(found).__name__} now. Replace layers before setup."
+                )
+
+
+class Programs(Taken):
+    """What a front-end makes programs of."""
+
+    def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+        super().__init__(root, path, module)
+        self._frontend = frontend_of(root, path, module)
+
+    @property
+    @override
+    def units(self) -> Sequence[str]:
+        return self._frontend.units
+
+    @override
+    def costs(self) -> list[int]:
+        return self._frontend.costs()
+
+    @override
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        return self._frontend.partitions(balance)
+
+    @override
+    def install(self) -> None:
+        self._frontend.install(self.pipeline.run_program)
+
+    @override
+    def release(self) -> None:
+        self._frontend.remove()
+
+    @override
+    def plain(self) -> AbstractContextManager[None]:
+        return self._frontend.plain()
+
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        recorded = is_traced((args, kwargs), self.root.parameters())
+        with self.plain() if recorded else NOTHING:
+            return super().run(*args, **kwargs)

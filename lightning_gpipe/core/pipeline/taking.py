@@ -1,0 +1,68 @@
+"""Finds what to pipe in the user's model, and how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_gpipe.core.frontends import heaviest, locate
+from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
+from lightning_gpipe.core.plan import check_enough_layers, counts_between, solve
+
+Balance = Sequence[int] | Sequence[str] | str  # numbers of units, where stages begin, "parameters"
+
+
+def take(root: nn.Module, path: str | None) -> Taken:
+    """What runs as a pipeline.
+
+    Args:
+        root: The user's model.
+        path: Where it is in the model. None takes the model itself if it is an nn.Sequential;
+            otherwise the nn.Sequential or nn.ModuleList with more than half of its parameters; if
+            there is none, the model.
+
+    Raises:
+        TypeError, ValueError: If nothing is there, or it cannot run as a pipeline.
+    """
+    if path is not None:
+        found = locate(root, path)
+    elif isinstance(root, nn.Sequential):
+        found = "", root
+    else:
+        found = heaviest(root) or ("", root)
+    return taken_at(root, *found)
+
+
+def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:
+    """What runs as a pipeline, if it was found already; the type of ``module`` decides how."""
+    if isinstance(module, nn.Sequential):
+        return Layers(root, path, module)
+    return Programs(root, path, module)
+
+
+def balance_for(taken: Taken, balance: Any, stages: int | None) -> Sequence[int]:
+    """The number of units in each stage.
+
+    Args:
+        taken: What is cut.
+        balance: As the user gave it: numbers, names of units where stages begin, or
+            ``"parameters"``.
+        stages: The number of stages if the balance does not tell; None if nothing does.
+
+    Raises:
+        TypeError, ValueError: If the balance is none of these, or does not fit.
+    """
+    if balance == "parameters":
+        if stages is None:
+            raise ValueError(
+                "balance='parameters' gives each device a stage, so devices must be given: got "
+                "devices=None. Write devices=['cuda:0', 'cuda:1'], or a list of numbers."
+            )
+        check_enough_layers(len(taken.units), stages, taken.name)
+        return solve(taken.costs(), stages)
+    if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
+        return counts_between(balance, taken.units, taken.name)
+    chosen: Sequence[int] = balance
+    return chosen  # whatever it is: who cuts by it says what is wrong with it

@@ -1,0 +1,234 @@
+"""Promise: a program's values are cut, and its outputs merged, as the plain model would have them.
+
+The front-end is one of a test: a model that loops over its blocks and says so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_gpipe import GPipe, Rows, whole
+from lightning_gpipe.core.frontends import Frontend, RunProgram, kinds
+from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.plan import (
+    Partition,
+    Program,
+    Step,
+    Value,
+    cut,
+    lay_out,
+    parameter_costs,
+)
+from tests.support.models import assert_same
+from tests.support.pipes import every_mode
+
+WIDTH = 4
+
+
+class Block(nn.Linear):
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]  # a block
+        return super().forward(x).tanh() + bias
+
+
+class Model(nn.Module):
+    """Blocks in a list, and something before and after them."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(blocks))
+        self.last = nn.Linear(WIDTH, 2)
+        self.bias = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.bias)
+        return x
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return self.last(self.hidden(self.first(x))) * scale
+
+
+class Hidden(Frontend):
+    """Makes a program of the method ``hidden`` of a :class:`Model`."""
+
+    def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+        assert isinstance(root, Model)
+        self._root, self._path = root, path
+        self._partitions: list[Partition] = []
+
+    @property
+    @override
+    def units(self) -> Sequence[str]:
+        return [f"{self._path}.{k}" for k in range(len(self._root.blocks))]
+
+    @override
+    def costs(self) -> list[int]:
+        return parameter_costs(self._root.blocks)
+
+    @override
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        first = 0
+        for j, size in enumerate(balance):
+            layers = tuple(self._root.blocks[first : first + size])
+            names = tuple(self.units[first : first + size])
+            self._partitions.append(Partition(j, first, layers, names))
+            first += size
+        return self._partitions
+
+    @override
+    def install(self, run: RunProgram) -> None:
+        steps: list[Step] = []
+        for partition in self._partitions:
+            for layer, name in zip(partition.layers, partition.names, strict=True):
+                args = Value(len(steps) + 1) if steps else Value(0), Value(1)
+                steps.append(Step(layer, args, len(steps) + 2, partition.index, name=name))
+        program = Program(steps, inputs=[0, 1], outputs=[len(steps) + 1], n=len(self._partitions))
+        self._root.__dict__["hidden"] = lambda x: run(program, [x, whole(self._root.bias)])[0]
+
+    @override
+    def remove(self) -> None:
+        self._root.__dict__.pop("hidden", None)
+
+    @contextmanager
+    @override
+    def plain(self) -> Iterator[None]:
+        hidden = self._root.__dict__.pop("hidden")
+        try:
+            yield
+        finally:
+            self._root.__dict__["hidden"] = hidden
+
+
+@pytest.fixture(autouse=True)
+def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kinds, "_KINDS", ((nn.ModuleList, Hidden),))
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def rows(n: int = 7) -> Tensor:
+    return torch.linspace(-1, 1, n * WIDTH, dtype=torch.float64).view(n, WIDTH).sin()
+
+
+@every_mode
+def test_model_around_a_module_list(mode: Any) -> None:
+    plain, own = model(), model()
+    pipeline = GPipe(own, [2, 2], module="blocks", chunks=3, activation_checkpointing=mode)
+    found, wanted = pipeline(rows(), scale=2.0), plain(rows(), scale=2.0)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+
+    assert_same(found, wanted)
+    for one, other in zip(own.parameters(), plain.parameters(), strict=True):
+        assert_same(one.grad, other.grad)
+    assert list(pipeline.state_dict()) == list(plain.state_dict())
+    assert pipeline.timeline is not None
+    assert pipeline.timeline.schedule.m == 3
+    pipeline.close()
+
+
+def test_model_finds_what_has_most_of_its_parameters() -> None:
+    pipeline = GPipe(model(), [1, 3], chunks=2)
+
+    assert [str(stage.partition) for stage in pipeline.stages] == [
+        "blocks.0",
+        "blocks.1..blocks.3",
+    ]
+
+
+def test_balance_by_names_and_by_parameters() -> None:
+    assert GPipe(model(), ["blocks.3"], module="blocks").balance == [3, 1]
+    by_parameters = GPipe(model(), "parameters", module="blocks", devices=["cpu", "cpu"])
+    assert by_parameters.balance == [2, 2]
+
+
+def test_balance_by_parameters_without_devices() -> None:
+    with pytest.raises(ValueError, match="gives each device a stage, so devices must be given"):
+        GPipe(model(), "parameters", module="blocks")
+
+
+def test_model_itself_runs_the_pipeline_until_it_is_released() -> None:
+    own = model()
+    pipeline = GPipe(own, [2, 2], module="blocks", chunks=3)
+    seen: list[Any] = []
+    pipeline.observe(seen.append)
+
+    own(rows())
+    pipeline.release()
+    own(rows())
+
+    assert len(seen) == 1
+
+
+def test_copy_of_a_pipeline_runs_its_own_model() -> None:
+    pipeline = GPipe(model(), [2, 2], module="blocks", chunks=3)
+    seen: list[Any] = []
+    copied = deepcopy(pipeline)
+    copied.observe(seen.append)
+
+    assert_same(copied(rows()), pipeline(rows()))
+    assert len(seen) == 1
+    assert not set(copied.parameters()) & set(pipeline.parameters())
+
+
+# What leaves a pipeline.
+
+
+class Ending(nn.Module):
+    """Blocks, and what one ends with."""
+
+    def __init__(self, end: Any) -> None:
+        super().__init__()
+        self.block = nn.Linear(WIDTH, WIDTH).double()
+        self.end = end
+
+    def program(self) -> Program:
+        steps = [
+            Step(self.block, (Value(0),), 1, 0, name="block"),
+            Step(self.end, (Value(1),), 2, 1, name="the end"),
+        ]
+        return Program(steps, inputs=[0], outputs=[2], n=2)
+
+
+def ended(end: Any, chunks: int | None = None, n: int = 7) -> Any:
+    ending = Ending(end)
+    layers = nn.Sequential(ending.block, nn.Identity())
+    layout = lay_out(cut(layers, [1, 1]), [torch.device("cpu")])
+    pipeline = Pipeline(
+        layout,
+        chunks=3,
+        activation_checkpointing="never",
+        microbatching=Rows(),
+        deferred_batch_norm=True,
+        threads=False,
+    )
+    return pipeline.run_program(ending.program(), [rows(n)], chunks=chunks)[0]
+
+
+@pytest.mark.parametrize("n", [6, 7])
+@pytest.mark.parametrize("end", [Tensor.mean, lambda x: x.mean(0, keepdim=True)])
+def test_output_without_rows_is_refused_by_the_name_of_its_step(end: Any, n: int) -> None:
+    with pytest.raises(ValueError, match=r"row per sample.*from the end.*or write chunks=1"):
+        ended(end, n=n)
+    ended(end, n=n, chunks=1)
+
+
+def test_output_that_is_the_same_for_all_micro_batches_is_returned_once() -> None:
+    table = torch.arange(5.0).view(1, 5)
+    assert_same(ended(lambda x: (x, table, torch.tensor(3)))[1:], (table, torch.tensor(3)))
+
+
+def test_output_with_several_rows_per_sample_is_concatenated() -> None:
+    assert ended(lambda x: x.repeat_interleave(3, 0)).shape == (21, WIDTH)
