@@ -118,7 +118,7 @@ class Flat(Classifier):
             {},
             ValueError,
             [
-                "got 2 in Holder",
+                "got 3 in Holder",
                 "module='net.layers': Sequential of 6, 200 parameters",
                 "module='others.0': Sequential of 6, 200 parameters",
             ],
