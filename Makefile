@@ -3,6 +3,9 @@
 # same with .venv-bench, which has the packages that we are compared with. Where a Python has what it
 # takes (torch for CUDA, say), it is used as it is: make bench-gpu BENCH=/usr/bin/python3
 #
+# `make models` has .venv-models, for torchvision's wheel is built for CUDA: beside the CPU build of
+# torch, `import lightning` works there only after tests/models/torchvision_operators.py.
+#
 # Tests run beside one another, in a process for each core. JOBS=0 runs them in one, as pytest does.
 # Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
@@ -18,11 +21,13 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test soak mutate bench bench-gpu check format clean
+.PHONY: help demo test models soak mutate bench bench-gpu check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
+	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (half an hour);"
+	@echo "             ARGS='transformers --only Llama' for some of them"
 	@echo "make soak    5,000 drawn models, always others, 1,000 on simulated GPUs (a few minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
@@ -37,6 +42,9 @@ demo: $(READY)
 test: check
 	$(BIN)/pytest $(PARALLEL)
 	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
+
+models: .venv-models/.ready
+	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \
@@ -65,7 +73,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -73,6 +81,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
 	    --constraint constraints.txt --editable '.[dev,examples]'
+	@touch $@
+
+.venv-models/.ready: pyproject.toml constraints.txt
+	@echo "Installing lightning-gpipe and libraries of models into .venv-models (once)"
+	@$(PYTHON) -m venv --clear .venv-models
+	@.venv-models/bin/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[models]'
 	@touch $@
 
 .venv-bench/.ready: pyproject.toml constraints.txt
