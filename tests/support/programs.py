@@ -53,11 +53,16 @@ class Running:
         self._mode = mode
 
     def __call__(
-        self, program: Program, values: Sequence[Any], chunks: int = M, *, terms: bool = False
+        self,
+        program: Program,
+        values: Sequence[Any],
+        chunks: int | None = None,
+        *,
+        terms: bool = False,
     ) -> list[Any]:
         """Run the program in micro-batches, and merge its outputs."""
         rows = Rows()
-        pieces = rows.split(list(values), chunks)
+        pieces = rows.split(list(values), chunks or M)
         microbatches = [join(list(map(tree_flatten, piece))) for piece in pieces]
         m = len(microbatches)
         recomputed = count_recomputed(self._mode, m) if torch.is_grad_enabled() else 0

@@ -24,6 +24,7 @@ from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     FlatTree,
     join,
+    map_instances,
     map_tensors,
     named_leaves,
     parted,
@@ -59,6 +60,7 @@ __all__ = [
     "is_whole",
     "join",
     "loss_term",
+    "map_instances",
     "map_tensors",
     "mark_aliased",
     "memory",

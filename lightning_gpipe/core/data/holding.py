@@ -24,9 +24,9 @@ def attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def holds_tensor(value: Any, depth: int = 4) -> bool:
-    """Whether a tensor can be reached from ``value`` in at most ``depth`` steps."""
-    if isinstance(value, Tensor):
+def holds_tensor(value: Any, depth: int = 4, kind: type = Tensor) -> bool:
+    """Whether a tensor, or another ``kind``, can be reached from ``value`` in ``depth`` steps."""
+    if isinstance(value, kind):
         return True
     if depth == 0 or isinstance(value, PLAIN):
         return False
@@ -35,4 +35,4 @@ def holds_tensor(value: Any, depth: int = 4) -> bool:
         within += value.values()
     elif isinstance(value, list | tuple | set | frozenset | deque):
         within += value
-    return any(holds_tensor(each, depth - 1) for each in within)
+    return any(holds_tensor(each, depth - 1, kind) for each in within)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from torch.utils import _pytree
 
 from lightning_gpipe.core.data.holding import PLAIN, attributes, holds_tensor
 from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
+
+T = TypeVar("T")
 
 LEAF_SPEC = _pytree.tree_flatten(None)[1]  # of a tree that is one leaf, most often a tensor
 
@@ -110,7 +112,12 @@ def parted(flat: FlatTree) -> list[FlatTree]:
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Replace each tensor of the tree by ``function(tensor)``."""
-    return _pytree.tree_map_only(Tensor, function, _with_records(tree))
+    return map_instances(Tensor, function, tree)
+
+
+def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any:
+    """Replace each leaf of the tree that is a ``kind`` by ``function(leaf)``."""
+    return _pytree.tree_map_only(kind, function, _with_records(tree, kind))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -199,17 +206,18 @@ def _is_opaque(tree: Any) -> bool:
     return is_dataclass(tree) and not registered
 
 
-def _with_records(tree: Any) -> Any:
-    """Replace each dataclass instance of the tree that holds tensors by a record."""
+def _with_records(tree: Any, kind: type = Tensor) -> Any:
+    """Replace each dataclass instance of the tree that holds a ``kind`` by a record."""
 
     def record_of(leaf: Any) -> Any:
         if not is_dataclass(leaf) or not _is_opaque(leaf):
             return leaf
         held = dict(attributes(leaf))
-        if not any(map(holds_tensor, held.values())) or not _can_be_made(leaf, held):
+        holding = any(holds_tensor(value, kind=kind) for value in held.values())
+        if not holding or not _can_be_made(leaf, held):
             return leaf
-        kind = _Kind(type(leaf), tuple(held), tuple(leaf) if isinstance(leaf, dict) else ())
-        return _Record(kind, [_with_records(value) for value in held.values()])
+        made = _Kind(type(leaf), tuple(held), tuple(leaf) if isinstance(leaf, dict) else ())
+        return _Record(made, [_with_records(value, kind) for value in held.values()])
 
     return _pytree.tree_map(record_of, tree, is_leaf=_is_opaque)
 

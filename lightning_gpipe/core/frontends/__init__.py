@@ -17,12 +17,14 @@ from lightning_gpipe.core.frontends.kinds import frontend_of
 from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
 from lightning_gpipe.core.frontends.stand_in import StandIn
+from lightning_gpipe.core.frontends.traced import Traced
 
 __all__ = [
     "Frontend",
     "Installed",
     "RunProgram",
     "StandIn",
+    "Traced",
     "candidates",
     "check_free",
     "choose_devices",

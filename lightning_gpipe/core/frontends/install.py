@@ -1,4 +1,4 @@
-"""Makes an nn.Sequential run as a pipeline while it stays the same object.
+"""Makes a module run as a pipeline while it stays the same object.
 
 To wrap the module would change the keys of its state dict, to replace it would lose its class, its
 hooks and its other methods, and to store the pipeline's threads in it would break
@@ -23,28 +23,37 @@ class Installed:
         runs: How often the module was called.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[[Any], Any]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
         self._run = run
+        self._own = module.__dict__.get("forward")  # one that a user assigned to this object
         self.runs = 0
 
     @not_compiled  # nor what `run` does around the pipeline
-    def __call__(self, input: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
-        return self._run(input)
+        return self._run(*args, **kwargs)
 
     def remove(self) -> None:
         """Make the module run its own forward again, unless another pipeline was installed."""
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
+            if self._own is not None:
+                self._module.forward = self._own
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._own is not None:
+            return _identity, (self._own,)
         # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
         # copy has no instance attributes yet, so it returns the forward of the class.
         return getattr, (self._module, "forward")
 
 
-def install(module: nn.Module, run: Callable[[Any], Any], name: str = "module") -> Installed:
+def _identity(forward: Any) -> Any:
+    return forward
+
+
+def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> Installed:
     """Make ``module`` call ``run`` instead of its forward.
 
     Args:

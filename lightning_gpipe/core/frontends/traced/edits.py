@@ -1,0 +1,159 @@
+"""In-place edits in a traced forward, and what they require of the stages.
+
+A value that travels is another tensor on the stage that gets it. So after an edit in place, later
+steps must use what the edit returned and not the value from before: the graph is changed to say so.
+Another tensor that shares the memory is edited too in the plain module. That holds in a pipeline
+only if both are of one stage, and is refused otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import fx
+
+from lightning_gpipe.core.frontends.traced.graph import Graph
+from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.symbolic import IN_PLACE, set_item
+from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
+
+_OPERATORS = frozenset({set_item, *(getattr(operator, name) for name in IN_PLACE.split())})
+# Functions and methods that may return a tensor with the memory of their first argument.
+_RETURN_VIEWS = (
+    "view view_as reshape reshape_as transpose permute swapaxes swapdims movedim moveaxis t "
+    "flatten unflatten squeeze unsqueeze expand expand_as narrow select chunk split unbind "
+    "tensor_split diagonal unfold as_strided detach contiguous to type type_as float double "
+    "half bfloat16 cpu cuda broadcast_to broadcast_tensors real imag view_as_real "
+    "view_as_complex dropout positive alias atleast_1d atleast_2d atleast_3d ravel T mT data "
+    "getitem"
+)
+_VIEWS = frozenset(_RETURN_VIEWS.split())
+
+
+def rename(graph: Graph) -> Graph:
+    """Make the steps after an edit use what it returned."""
+    renamed: dict[fx.Node, fx.Node] = {}
+
+    def latest(node: fx.Node) -> fx.Node:
+        while node in renamed:
+            node = renamed[node]
+        return node
+
+    for node in graph.nodes:
+        node.args = fx.node.map_arg(node.args, latest)
+        node.kwargs = fx.node.map_arg(node.kwargs, latest)
+        target = edited(graph, node)
+        if target is not None:
+            renamed[target] = node
+    outputs = [latest(node) for node in graph.outputs]
+    return Graph(**{**vars(graph), "outputs": outputs})
+
+
+def edited(graph: Graph, node: fx.Node) -> fx.Node | None:
+    """The value that a step edits in place."""
+    target = node.args[0] if node.args else None
+    if not isinstance(target, fx.Node) or node_kind(target) in (Kind.NUMBER, Kind.SIZES):
+        return None
+    return target if _edits(graph, node) else None
+
+
+def check_edits(graph: Graph, stages: Mapping[fx.Node, int]) -> None:
+    """Raise if an edit would not reach a tensor with the same memory.
+
+    Raises:
+        Refused: Names the line of the edit and that of the other use.
+    """
+    order = {node: k for k, node in enumerate([*graph.inputs, *graph.nodes])}
+    for edit in graph.nodes:
+        target = edited(graph, edit)
+        if target is None:
+            continue
+        here = stages[edit]
+        near = _aliases(graph, target, order[edit], order, stages, here)
+        for alias in _aliases(graph, target, order[edit], order) - {target}:
+            for user in alias.users:
+                if order[user] <= order[edit] or user not in stages:
+                    continue
+                local = alias in near and stages[user] >= here
+                if not local or (stages.get(alias) != here and stages[user] != here):
+                    raise Refused(_message(edit, user, here, stages[user]))
+
+
+def _edits(graph: Graph, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        layer = graph.layer(node)
+        return bool(getattr(layer, "inplace", False)) and not any(True for _ in layer.children())
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.endswith("_") and not name.endswith("__")
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        single = name.endswith("_") and not name.endswith("__") and node.target not in _TRAILING
+        return bool(node.kwargs.get("inplace")) or node.target in _OPERATORS or single
+    return False
+
+
+_TRAILING = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
+
+
+def _aliases(
+    graph: Graph,
+    start: fx.Node,
+    before: int,
+    order: Mapping[fx.Node, int],
+    stages: Mapping[fx.Node, int] | None = None,
+    stage: int = 0,
+) -> set[fx.Node]:
+    """The values that may share memory with ``start``, of those made by then.
+
+    Args:
+        graph: The graph.
+        start: The value.
+        before: The index until which values are looked at.
+        order: The index of each node.
+        stages: The stage of each step, to follow only those views that ``stage`` makes.
+        stage: The stage.
+    """
+    found, waiting = set(), [start]
+    while waiting:
+        node = waiting.pop()
+        if node in found or node not in order or order[node] >= before:
+            continue
+        found.add(node)
+        for one, other, view in _links(graph, node):
+            if stages is None or stages.get(view) == stage:
+                waiting.append(other if one is node else one)
+    return found
+
+
+def _links(graph: Graph, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """Pairs of values that may share memory, of which ``node`` is one, and the step that did it."""
+    if _views(graph, node) and node.args and isinstance(node.args[0], fx.Node):
+        yield node, node.args[0], node
+    for user in node.users:
+        if user.args and user.args[0] is node and _views(graph, user):
+            yield node, user, user
+
+
+def _views(graph: Graph, node: fx.Node) -> bool:
+    if node_kind(node) in (Kind.NUMBER, Kind.SIZES):
+        return False
+    if _edits(graph, node):
+        return True
+    if node.op == "call_module":
+        return next(graph.layer(node).parameters(), None) is None
+    name: Any = node.target
+    if node.op == "call_function":
+        name = node.args[1] if node.target is getattr else getattr(node.target, "__name__", "")
+    return name in _VIEWS
+
+
+def _message(edit: fx.Node, user: fx.Node, here: int, there: int) -> str:
+    return (
+        f"a value that is edited in place must not be used through another tensor on another "
+        f"stage: {edit.meta['line']} edits one on stage {here}, and {user.meta['line']} uses a "
+        f"tensor with the same memory on stage {there}. Write it without the edit, as x = x + y, "
+        "or choose a balance that keeps both on one stage."
+    )

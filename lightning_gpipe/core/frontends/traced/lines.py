@@ -1,0 +1,39 @@
+"""The lines of the user's code that tracing speaks of."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+# Neither PyTorch's code nor this package's is the user's.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
+
+
+class Refused(TypeError):
+    """A forward that cannot be traced: what must hold, the user's line, and what to do."""
+
+
+def current_line() -> str:
+    """The line that runs now, as ``file.py:7``; the innermost one of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the user's from which an error came, with its code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [each for each in frames if is_users(each.filename)]
+    if not users:
+        return ""
+    return f"{users[-1].filename}:{users[-1].lineno}: {users[-1].line}"
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither PyTorch's nor this package's."""
+    return not filename.startswith((*_LIBRARIES, "<frozen"))

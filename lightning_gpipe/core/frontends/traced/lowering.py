@@ -1,0 +1,216 @@
+"""From a graph and what the stages hold to the program of a kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_gpipe.core.data import map_instances, whole
+from lightning_gpipe.core.frontends.traced.edits import check_edits
+from lightning_gpipe.core.frontends.traced.graph import Graph, Output
+from lightning_gpipe.core.frontends.traced.holding import Held
+from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.modes import Under
+from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.plan import Program, Step, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The program of a kind of call.
+
+    Attributes:
+        program: The program.
+        inputs: The indices of the arguments that it needs.
+        outputs: For each value that the forward returns, the index of an argument (negative: -1 is
+            the first) or of an output of the program.
+        returned: What the forward returns, with :class:`Output` for each value.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    returned: Any
+
+    def __call__(self, run: Callable[..., list[Any]], given: Sequence[Any]) -> Any:
+        """What the forward returns for these arguments."""
+        made = run(self.program, [given[k] for k in self.inputs]) if self.program.outputs else []
+        values = [made[k] if k >= 0 else given[-k - 1] for k in self.outputs]
+        if type(self.returned) is Output:
+            return values[self.returned.index]
+        return map_instances(Output, lambda each: values[each.index], self.returned)
+
+
+def lower(graph: Graph, own: Ownership, held: Held) -> Lowered:
+    """The program of a graph.
+
+    Raises:
+        Refused: If it cannot run in stages.
+    """
+    stages = own.stages(graph)
+    check_edits(graph, stages)
+    lowering = _Lowering(graph, own, held, stages)
+    for node in graph.nodes:
+        if node.op != "get_attr":
+            lowering.add(node, stages[node])
+    outputs = [lowering.output(node) for node in graph.outputs]
+    made = list(dict.fromkeys(each for each in outputs if each >= 0))
+    inputs = [lowering.numbers[node] for node in graph.inputs]
+    program = Program(lowering.steps, inputs=inputs, outputs=made, n=own.n)
+    indices = tuple(made.index(each) if each >= 0 else each for each in outputs)
+    return Lowered(program, tuple(range(len(inputs))), indices, graph.returned)
+
+
+class _Lowering:
+    """The steps of a graph, as they are added."""
+
+    def __init__(
+        self, graph: Graph, own: Ownership, held: Held, stages: dict[fx.Node, int]
+    ) -> None:
+        self.steps: list[Step] = []
+        self.numbers: dict[fx.Node, int] = {node: k for k, node in enumerate(graph.inputs)}
+        self._graph, self._own, self._held, self._stages = graph, own, held, stages
+        self._count = len(graph.inputs)
+        self._reads: dict[tuple[int, int], int] = {}
+
+    def add(self, node: fx.Node, j: int) -> None:
+        """Add the step of a node."""
+        value = partial(self._value, j=j)
+        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        run = self._run(node)
+        if node.meta["modes"] != self._graph.modes:
+            run = Under(run, node.meta["modes"], self._graph.modes)
+        number = self._next()
+        self.numbers[node] = number
+        self.steps.append(
+            Step(run, _plain(args), number, j, _plain(kwargs), _name(node), node.meta["line"])
+        )
+
+    def output(self, node: fx.Node) -> int:
+        """The number of a value that the forward returns; of an argument -1 - its index."""
+        if node.op == "placeholder":
+            return -1 - self.numbers[node]
+        if node.op == "get_attr":
+            j, number = self._own.n - 1, self._value(node, self._own.n - 1).number
+        else:
+            j, number = self._stages[node], self.numbers[node]
+        run = partial(_returned, line=node.meta["line"], per_row=_depends_on_input(node))
+        checked = self._next()
+        self.steps.append(Step(run, (Value(number),), checked, j, name=_name(node)))
+        return checked
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def _value(self, node: fx.Node, j: int) -> Value:
+        if node.op != "get_attr":
+            return Value(self.numbers[node])
+        tensor = _get(self._graph.root, str(node.target))
+        found = self._held.slot(tensor, j)
+        if found is None:
+            raise Refused(
+                f"a parameter or buffer must be on the stage that first uses it: {node.target} is "
+                f"used on stage {j}, at {node.meta['line']}, in this kind of call only. Give its "
+                "module a forward of its own."
+            )
+        k, slot = found
+        if (id(tensor), k) not in self._reads:
+            number = self._reads[id(tensor), k] = self._next()
+            self.steps.insert(0, Step(slot, (), number, k, name=str(node.target)))
+        return Value(self._reads[id(tensor), k])
+
+    def _run(self, node: fx.Node) -> Callable[..., Any]:
+        if node.op == "call_method":
+            return Method(str(node.target))
+        if node.op == "call_function":
+            assert callable(node.target)
+            return node.target
+        layer = self._graph.layer(node)
+        return layer if layer in self._own.owners else Shared(layer)
+
+
+class Method:
+    """Calls a method of its first argument."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, self._name)(*args, **kwargs)
+
+
+class Shared:
+    """Runs a layer without state that several stages run, maybe at the same time.
+
+    Each call runs a copy, with all attributes but the training mode as they are now: that of the
+    layer may have changed when its call is recomputed.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self._training = layer.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer.__new__(type(self._layer))
+        layer.__dict__.update(self._layer.__dict__, training=self._training)
+        return layer(*args, **kwargs)
+
+
+def _returned(value: Any, line: str, per_row: bool) -> Any:
+    """A value on its way to the caller."""
+    if not isinstance(value, Tensor):
+        return value
+    if not per_row:
+        return whole(value)
+    if value.dim() == 0:
+        raise ValueError(
+            "a forward that is cut into stages must return values per row: got a tensor without "
+            f"dimensions from {line}, and there would be one for each micro-batch. Compute it from "
+            "the outputs for all rows, outside of the model."
+        )
+    return value
+
+
+def _depends_on_input(node: fx.Node) -> bool:
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        if found.op == "placeholder":
+            return True
+        if found not in seen:
+            seen.add(found)
+            waiting += found.all_input_nodes
+    return False
+
+
+def _plain(tree: Any) -> Any:
+    """Arguments of a node, in Python's own lists and dicts."""
+    if isinstance(tree, list):
+        return [_plain(each) for each in tree]
+    if isinstance(tree, dict):
+        return {key: _plain(each) for key, each in tree.items()}
+    if type(tree) is tuple:
+        return tuple(map(_plain, tree))
+    return tree
+
+
+def _name(node: fx.Node) -> str:
+    if node.op in ("call_module", "get_attr"):
+        return str(node.target)
+    what = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    within = node.meta["within"]
+    return f"{within[-1][1]}: {what}" if within else str(what)
+
+
+def _get(root: nn.Module, path: str) -> Tensor:
+    outer, _, name = path.rpartition(".")
+    found = getattr(root.get_submodule(outer), name)
+    assert isinstance(found, torch.Tensor)
+    return found

@@ -1,0 +1,117 @@
+"""What a traced forward computes with: a value that records what is done with it.
+
+torch.fx has such a value; three things are different here. It never turns ``x += y`` into
+``x = x + y``. An ``assert`` is recorded. And Python's ``isinstance`` gets the class of a value
+where that is certain, and is refused where it is not.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch.fx.proxy import Attribute, Proxy, TraceError
+
+from lightning_gpipe.core.frontends.traced.lines import is_users
+from lightning_gpipe.core.frontends.traced.values import CLASS_OF, Kind, node_kind
+
+# What of parameters and buffers stays the same while a pipeline lives.
+_OF_PARAMETERS = frozenset({"shape", "size", "ndim", "dim", "numel", "dtype", "requires_grad"})
+
+
+class Symbolic(Proxy):
+    """A value that is not known yet."""
+
+    tracer: Any  # this package's own
+
+    @property
+    def __class__(self) -> type:
+        if not is_users(sys._getframe(1).f_code.co_filename):
+            return Symbolic
+        kind = node_kind(self.node)
+        if kind is Kind.UNKNOWN:
+            raise TraceError("it asks for the class of a value, which is not known")
+        return CLASS_OF[kind]
+
+    @__class__.setter
+    def __class__(self, _: type) -> None:
+        raise TypeError("the class of a traced value cannot be changed")
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.tracer.held(self.node) if name in _OF_PARAMETERS else None
+        if held is not None:
+            return getattr(held, name)
+        if node_kind(self.node) is Kind.TENSOR and not hasattr(Tensor, name):
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        return Attribute(self, name)
+
+    def __bool__(self) -> bool:
+        if _is_asserted(sys._getframe(1)):
+            self.tracer.create_proxy("call_function", hold, (self,), {})
+            return True
+        return self.tracer.to_bool(self)
+
+    def __len__(self) -> int:
+        raise TraceError("it asks for the length of a value, which is not known")
+
+    def __contains__(self, _: object) -> bool:
+        raise TraceError("it looks for something in a value, which is not known")
+
+    def __index__(self) -> int:
+        raise TraceError("it needs an integer, from a value that is not known")
+
+    def __int__(self) -> int:
+        raise TraceError("it needs an integer, from a value that is not known")
+
+    def __float__(self) -> float:
+        raise TraceError("it needs a number, from a value that is not known")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", set_item, (self, index, value), {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("node", "tracer"):
+            raise TraceError(f"it sets {name!r} of a value")
+        super().__setattr__(name, value)
+
+
+def hold(condition: Any) -> None:
+    """The ``assert`` of a traced forward."""
+    if not condition:
+        raise AssertionError("an assertion of the model does not hold")
+
+
+def set_item(target: Any, index: Any, value: Any) -> Any:
+    """``target[index] = value``; returns the target."""
+    target[index] = value
+    return target
+
+
+def _in_place(name: str) -> Callable[[Symbolic, Any], Proxy]:
+    function = getattr(operator, name)
+
+    def run(self: Symbolic, other: Any) -> Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    return run
+
+
+IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
+for _name in IN_PLACE.split():
+    setattr(Symbolic, f"__{_name}__", _in_place(_name))
+
+
+def _is_asserted(frame: FrameType) -> bool:
+    """Whether what the frame runs now is the condition of an ``assert``."""
+    code = list(dis.get_instructions(frame.f_code))
+    here = next(k for k, each in enumerate(code) if each.offset == frame.f_lasti)
+    jump = next((k for k in range(here, len(code)) if "JUMP" in code[k].opname), None)
+    if jump is None or jump > here + 1 or "IF_TRUE" not in code[jump].opname:
+        return False
+    following = next(each for each in code[jump + 1 :] if each.opname not in ("NOT_TAKEN", "CACHE"))
+    return following.opname == "LOAD_ASSERTION_ERROR" or following.argval == "AssertionError"

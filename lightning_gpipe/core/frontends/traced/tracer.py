@@ -1,0 +1,268 @@
+"""Traces a module's forward into a graph of torch.fx, with the layers as its nodes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.proxy import Proxy, TraceError
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_gpipe.core.frontends.traced.lines import current_line
+from lightning_gpipe.core.frontends.traced.modes import Modes
+from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
+from lightning_gpipe.core.frontends.traced.values import Kind, kind_of
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_FACTORIES = (
+    "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
+)
+_RANDOM = "rand randn randint randperm normal"
+_DRAWN = (
+    "it draws random numbers, which would be the same in every step: draw them in a module of "
+    "their own"
+)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether tracing keeps a module as it is: it has no modules in it, is PyTorch's, or has hooks.
+
+    A hook must run whenever the module does, with the values of that run.
+    """
+    if has_hooks(module) or isinstance(module, torch.jit.ScriptModule | _BatchNorm):
+        return True
+    if not any(True for _ in module.children()):
+        return True
+    kind = type(module).__module__
+    return kind.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks are registered on a module."""
+    return any(vars(module)[name] for name in _HOOKS)
+
+
+class Tracer(fx.Tracer):
+    """Traces one call of a module.
+
+    Args:
+        root: The module.
+        layers: Further modules to keep as they are.
+
+    Attributes:
+        failed: The innermost module whose forward raised while it was traced through.
+    """
+
+    def __init__(self, root: nn.Module, layers: Collection[nn.Module]) -> None:
+        super().__init__(autowrap_functions=tuple(_functions(f"{_FACTORIES} {_RANDOM}").values()))
+        self.failed: nn.Module | None = None
+        self._layers = layers
+        self._paths = {module: path for path, module in root.named_modules()}
+        held = [*root.named_parameters(), *root.named_buffers()]
+        self._tensors = {id(tensor): (name, tensor) for name, tensor in held}
+        self._read: dict[str, Proxy] = {}
+        self._within: tuple[tuple[int, str], ...] = ()
+        self._entered = 0
+        self._forward: Callable[..., list[Any]] = list
+        self._inputs: Sequence[tuple[str, Kind]] = ()
+
+    def record(
+        self,
+        root: nn.Module,
+        forward: Callable[..., list[Any]],
+        inputs: Sequence[tuple[str, Kind]],
+    ) -> fx.Graph:
+        """The graph of ``forward``, called with a value for each input.
+
+        Args:
+            root: The module.
+            forward: Runs the module's forward; returns its outputs.
+            inputs: The name of each input, and what it is.
+        """
+        self._forward, self._inputs = forward, inputs
+        with _same_randomness(), _Recording(self), _any_arguments(self):
+            return self.trace(root)
+
+    def held(self, node: fx.Node) -> Tensor | None:
+        """The parameter or buffer that a node reads."""
+        if node.op != "get_attr":
+            return None
+        return next(tensor for name, tensor in self._tensors.values() if name == node.target)
+
+    @override
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        values = []
+        for name, kind in self._inputs:
+            value = self.create_proxy("placeholder", name, (), {})
+            value.node.meta["kind"] = kind
+            values.append(value)
+        forward = self._forward
+
+        def run() -> list[Any]:
+            return forward(*values)
+
+        return run, []
+
+    @override
+    def proxy(self, node: fx.Node) -> Proxy:
+        return Symbolic(node, self)
+
+    @override
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta["line"] = current_line()
+        node.meta["within"] = self._within
+        node.meta["modes"] = Modes.now()
+        node.meta["kind"] = kind_of(node, self.root.get_submodule)
+        return node
+
+    @override
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return self._tensor(a)
+        try:
+            return super().create_arg(a)
+        except NotImplementedError:
+            return a  # an object of the user's
+
+    @override
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
+        if isinstance(attr_val, Tensor) and id(attr_val) in self._tensors:
+            return self._reading(self._tensors[id(attr_val)][0])
+        return attr_val
+
+    @override
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if m not in self._paths:
+            raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
+        with self._inside(self._paths[m]):
+            if m in self._layers or is_layer(m):
+                return self.create_proxy("call_module", self._paths[m], args, kwargs)
+            try:
+                return forward(*args, **kwargs)
+            except Exception:
+                self.failed = self.failed or m
+                raise
+
+    @contextmanager
+    def _inside(self, path: str) -> Iterator[None]:
+        outer = self._within
+        self._entered += 1
+        self._within = (*outer, (self._entered, path))
+        try:
+            yield
+        finally:
+            self._within = outer
+
+    def _reading(self, name: str) -> Proxy:
+        """The value of a parameter or buffer."""
+        if name not in self._read:
+            self._read[name] = self.create_proxy("get_attr", name, (), {})
+            self._read[name].node.meta["kind"] = Kind.TENSOR
+        return self._read[name]
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        """A tensor among arguments: one that the model holds, or that its forward made of none."""
+        if id(tensor) in self._tensors:
+            return self._reading(self._tensors[id(tensor)][0]).node
+        if tensor.requires_grad:
+            raise TraceError(
+                "it computes with parameters that it does not read as attributes of modules"
+            )
+        return tensor
+
+
+class _Recording(TorchFunctionMode):
+    """Looks at the calls of PyTorch's functions that a traced forward makes without any value."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+        self._factories = set(_functions(_FACTORIES).values())
+        self._random = set(_functions(_RANDOM).values())
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if any(issubclass(each, Proxy) for each in types):
+            return func(*args, **kwargs)
+        if func in self._random:
+            raise TraceError(_DRAWN)
+        if func in self._factories:
+            return self._tracer.create_proxy("call_function", func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _functions(names: str) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(torch, name) for name in names.split()}
+
+
+@contextmanager
+def _any_arguments(tracer: Tracer) -> Iterator[None]:
+    """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
+
+    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
+                return tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return run
+
+    functions = _functions(f"{_FACTORIES} {_RANDOM}")
+    try:
+        for name, function in functions.items():
+            setattr(torch, name, recording(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(torch, name, function)
+
+
+def _flat(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, tuple | list | dict):
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _flat(each)
+    else:
+        yield tree
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Raise if random numbers are drawn, and undo that."""
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
+            raise TraceError(_DRAWN)
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])

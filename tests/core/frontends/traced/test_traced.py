@@ -1,0 +1,148 @@
+"""Promise: a traced model in stages computes what the plain model does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.frontends.traced import Traced
+from tests.support.models import assert_same
+from tests.support.pipes import every_mode, with_and_without_threads
+from tests.support.traced import Tracing, assert_same_run, images, in_microbatches
+from tests.support.traced import tracing as tracing  # a fixture
+from tests.support.traced_models import (
+    GPipeTransformer,
+    GPipeUNet,
+    Inception,
+    LargeModel,
+    ResNet,
+    VisionTransformer,
+)
+
+stages = pytest.mark.parametrize("n", [2, 4])
+training = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+
+
+def tokens() -> Tensor:
+    return torch.randint(11, (7, 5), generator=torch.Generator().manual_seed(3))
+
+
+MODELS: dict[str, tuple[type[nn.Module], Any]] = {
+    "unet": (GPipeUNet, images),
+    "large": (LargeModel, lambda: images().mean((2, 3))),
+    "transformer": (GPipeTransformer, tokens),
+    "vision transformer": (VisionTransformer, images),
+    "inception": (Inception, images),
+}
+
+
+@every_mode
+@stages
+@training
+@pytest.mark.parametrize("name", MODELS)
+def test_same_numbers(tracing: Tracing, name: str, n: int, training: bool) -> None:
+    torch.manual_seed(0)
+    kind, inputs = MODELS[name]
+    plain = kind().train(training)
+
+    assert_same_run(tracing(plain, n), plain, inputs())
+
+
+@every_mode
+@stages
+@with_and_without_threads
+def test_residual_network_in_training(tracing: Tracing, n: int) -> None:
+    """Batch norms normalise by micro-batch, and update their statistics once per mini-batch."""
+    torch.manual_seed(0)
+    plain = ResNet()
+    piped = tracing(plain, n)
+    whole = copy.deepcopy(plain)
+
+    assert_same_run(piped, in_microbatches(plain), images(), of=plain, buffers=False)
+    whole(images())
+    assert_same(
+        dict(piped.get_submodule("layer1.0.bn1").named_buffers()),
+        dict(whole.get_submodule("layer1.0.bn1").named_buffers()),
+    )
+
+
+@every_mode
+@stages
+def test_residual_network_in_evaluation(tracing: Tracing, n: int) -> None:
+    torch.manual_seed(0)
+    plain = ResNet().eval()
+
+    assert_same_run(tracing(plain, n), plain, images())
+
+
+def test_argument_that_was_not_given_at_first(tracing: Tracing) -> None:
+    torch.manual_seed(0)
+    plain = GPipeTransformer()
+    piped = tracing(plain, 3)
+    mask = torch.zeros(7, 5, dtype=torch.bool)
+    mask[:, 4] = True
+
+    assert_same_run(piped, plain, tokens(), mask)
+    assert_same_run(piped, plain, tokens())
+
+
+def test_training_mode_may_change_between_calls(tracing: Tracing) -> None:
+    torch.manual_seed(0)
+    plain = Inception()
+    piped = tracing(plain, 2)
+
+    assert piped(images())["aux"] is not None
+    piped.eval()
+    plain.eval()
+    assert piped(images())["aux"] is None
+    assert_same_run(piped, plain, images())
+
+
+def test_module_stays_what_it_was(tracing: Tracing) -> None:
+    plain = VisionTransformer()
+    piped = tracing(plain, 3)
+    piped(images())
+
+    assert type(piped) is VisionTransformer
+    assert list(piped.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in piped.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert vars(piped).keys() - {"forward"} == vars(plain).keys()
+
+
+def test_removed_pipeline_leaves_the_plain_module() -> None:
+    model = ResNet()
+    traced = Traced(model)
+    traced.partitions([len(traced.units)])
+    traced.install(lambda *_, **__: [torch.zeros(2)])
+    assert model(images()).shape == (2,)
+
+    traced.remove()
+    traced.remove()
+
+    assert model(images()).shape == (7, 2)
+    assert vars(model).keys() == vars(ResNet()).keys()
+
+
+def test_copy_runs_as_the_plain_module(tracing: Tracing) -> None:
+    plain = ResNet().eval()
+    piped = tracing(plain, 2)
+
+    twin = copy.deepcopy(piped)
+
+    torch.testing.assert_close(twin(images()), plain(images()))
+
+
+def test_plain_calls_within_a_block(tracing: Tracing) -> None:
+    model = ResNet().eval()
+    traced = Traced(model)
+    traced.partitions([len(traced.units)])
+    traced.install(lambda *_, **__: [torch.zeros(2)])
+
+    with traced.plain():
+        assert model(images()).shape == (7, 2)
+    assert model(images()).shape == (2,)
+    traced.remove()
