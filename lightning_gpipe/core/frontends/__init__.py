@@ -15,6 +15,7 @@ from lightning_gpipe.core.frontends.install import (
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.kinds import frontend_of
 from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
+from lightning_gpipe.core.frontends.module_list import Loop
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
 from lightning_gpipe.core.frontends.stand_in import StandIn
 from lightning_gpipe.core.frontends.traced import Traced
@@ -22,6 +23,7 @@ from lightning_gpipe.core.frontends.traced import Traced
 __all__ = [
     "Frontend",
     "Installed",
+    "Loop",
     "RunProgram",
     "StandIn",
     "Traced",

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 CONTAINERS = (list, dict, set, deque)
 
-# The slots of nn.Module itself. A deferred batch norm, for one, has another forward while it runs.
-_INTERNAL = frozenset({*vars(nn.Module()), "forward"})
+# The slots of nn.Module itself. A deferred batch norm, for one, has another forward while it runs,
+# and a block of an nn.ModuleList that runs as a pipeline has another _call_impl.
+_INTERNAL = frozenset({*vars(nn.Module()), "forward", "_call_impl"})
 _FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 # Loggers and configurations too: reading them fills caches in their attributes.
 _LIBRARIES = ("builtins", "lightning", "logging", "numpy", "omegaconf", "random", "torch")

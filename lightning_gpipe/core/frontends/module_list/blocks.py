@@ -1,0 +1,163 @@
+"""A block whose calls are recorded.
+
+nn.Module looks up ``_call_impl`` on the object before it runs any hook. So an instance attribute of
+that name receives the calls of a block, and a stage runs the block with its hooks, on micro-batches
+as the layers of an nn.Sequential. An instance attribute ``forward`` would receive the calls between
+the hooks of the caller, who has no values yet.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.faithful import is_traced, not_compiled
+
+# Whether a block runs: one that it calls runs as it is.
+_RUNNING = ContextVar("_RUNNING", default=False)
+
+
+class Receiver(Protocol):
+    """Receives the calls of blocks."""
+
+    def __call__(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Called instead of block k."""
+
+
+class Block:
+    """One block of the nn.ModuleList.
+
+    Args:
+        module: The block.
+        k: Its index.
+        name: Its name in the user's model.
+        stage: The stage that runs it.
+    """
+
+    def __init__(self, module: nn.Module, k: int, name: str, stage: int) -> None:
+        self.module, self.k, self.name, self.stage = module, k, name, stage
+        self.parameters = _positional(module)
+        # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
+        self._compiled = module.__dict__.pop("_compiled_call_impl", None)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it runs; None for a block without parameters and buffers."""
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
+            return tensor.device
+        return None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for blocks that return the same structure for arguments of the same kind."""
+        # An index or a size is no reason to return something else.
+        held = vars(self.module).items()
+        return (type(self.module), *((k, v) for k, v in held if v is None or type(v) in _FLAGS))
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block with its hooks."""
+        token = _RUNNING.set(True)
+        try:
+            if self._compiled is not None:
+                return self._compiled(*args, **kwargs)
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+    def install(self, receive: Receiver) -> None:
+        """Have calls of the block received by ``receive``."""
+        self.module.__dict__["_call_impl"] = BlockCall(self, receive)
+
+    def remove(self) -> None:
+        """Make calls of the block run it again."""
+        if isinstance(self.module.__dict__.get("_call_impl"), BlockCall):
+            del self.module.__dict__["_call_impl"]
+        if self._compiled is not None:
+            self.module.__dict__["_compiled_call_impl"] = self._compiled
+
+
+class BlockCall:
+    """Receives the calls of a block."""
+
+    def __init__(self, block: Block, receive: Receiver) -> None:
+        self._block = block
+        self._receive = receive
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        if _RUNNING.get() or is_traced((args, kwargs), block.module.parameters()):
+            return block.run(*args, **kwargs)
+        return self._receive(block.k, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
+        # copy has no instance attributes yet, so it returns the method of the class.
+        return getattr, (self._block.module, "_call_impl")
+
+
+class OwnerCall:
+    """Tells when the forward of a module begins and ends in which blocks may be called.
+
+    Args:
+        module: The module.
+        around: Runs the forward.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
+        self._module = module
+        self.inner = module.__dict__.get("_call_impl")
+        self._around = around
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(lambda: self._run(*args, **kwargs))
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is not None:
+            return self.inner(*args, **kwargs)
+        return type(self._module)._call_impl(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "_call_impl")
+
+
+def watch(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> OwnerCall:
+    """Have the forward of a module run by ``around``."""
+    call = OwnerCall(module, around)
+    module.__dict__["_call_impl"] = call
+    return call
+
+
+def unwatch(module: nn.Module, call: OwnerCall) -> None:
+    """Undo :func:`watch`, whatever was installed since."""
+    outer = module.__dict__.get("_call_impl")
+    if outer is call:
+        if call.inner is None:
+            del module.__dict__["_call_impl"]
+        else:
+            module.__dict__["_call_impl"] = call.inner
+        return
+    while isinstance(outer, OwnerCall):
+        if outer.inner is call:
+            outer.inner = call.inner
+            return
+        outer = outer.inner
+
+
+_FLAGS = (bool, str)
+
+
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    """The names of the positional parameters of a block's forward."""
+    try:
+        found = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a function written in C
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(each.name for each in found if each.kind in kinds)

@@ -1,0 +1,54 @@
+"""Objects that blocks fill, such as the caches of keys and values that generation needs.
+
+Micro-batches would fill a cache over one another. Without gradients the mini-batch runs in one
+micro-batch, which fills it as the plain model does. With gradients a cache is of no use: it is
+filled, and nobody reads it. So the blocks get None instead, as libraries do that recompute layers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+from lightning_gpipe.core.frontends.module_list.arguments import Path, mapped
+from lightning_gpipe.core.frontends.module_list.calls import Call
+from lightning_gpipe.core.frontends.module_list.effects import tensors_held
+
+
+class CacheRule:
+    """Takes caches from the arguments of blocks; says so once."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def without(self, call: Call, given: Any, filled: Collection[Path]) -> Any:
+        """The arguments of a call with None for the objects that it fills.
+
+        Raises:
+            RuntimeError: If one of them is not empty.
+        """
+
+        def emptied(path: Path, leaf: Any) -> Any:
+            if path not in filled:
+                return leaf
+            if any(True for _ in tensors_held(leaf)):
+                raise RuntimeError(
+                    f"an object that blocks fill must be empty if gradients are recorded: got "
+                    f"{call.titles([path])} of {call}, a {type(leaf).__name__} that holds tensors. "
+                    "Micro-batches cannot fill it one after another: run without gradients, or do "
+                    "not pass it."
+                )
+            return None
+
+        found = mapped(emptied, given)
+        if not self._said:
+            self._said = True
+            names = call.titles(sorted(filled, key=str))
+            warnings.warn(
+                f"{names} of {call} is None while gradients are recorded: blocks fill it, and "
+                "micro-batches would fill it over one another. To do without this warning, do not "
+                "pass it: for a model of transformers write model.config.use_cache = False.",
+                stacklevel=2,
+            )
+        return found

@@ -1,0 +1,76 @@
+"""Runs a block so that nothing of it remains: only what it returned is of interest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import receiving
+from lightning_gpipe.core.faithful import (
+    RECOMPUTING,
+    Behavior,
+    LibraryGenerators,
+    StageState,
+    default_generator,
+)
+from lightning_gpipe.core.plan import within
+
+
+class Undisturbed:
+    """Undoes at the end of a ``with`` block what modules that run in it change, and what they draw.
+
+    They run without gradients, as in a recomputation: a layer that asks
+    :func:`~lightning_gpipe.is_recomputing` knows that it is not the first time.
+
+    Args:
+        modules: The modules, with all within them.
+        device: Where they draw, beside the CPU.
+    """
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._modules = tuple(modules)
+        self._generators = [default_generator(d) for d in {torch.device("cpu"), device}]
+        self._library = LibraryGenerators()
+
+    def __enter__(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+        self._drawn = self._library.get_state()
+        self._snapshot = StageState(self._modules, deferred=False).snapshot(Behavior())
+        self._token = RECOMPUTING.set(True)
+        self._without = (torch.no_grad(), receiving(_drop))
+        for manager in self._without:
+            manager.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for manager in reversed(self._without):
+            manager.__exit__(*error)
+        RECOMPUTING.reset(self._token)
+        self._snapshot.restore()
+        self._library.set_state(self._drawn)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        torch.clear_autocast_cache()  # its copies of weights have no graph
+
+
+def tensors_held(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors within an object, its attributes and its containers."""
+    for each in within(value):
+        if isinstance(each, Tensor):
+            yield each
+        elif depth and not isinstance(each, (type, nn.Module)):
+            for held in getattr(each, "__dict__", {}).values():
+                yield from tensors_held(held, depth - 1)
+
+
+def fingerprint(value: Any) -> list[tuple[int, int]]:
+    """Differs after an object has got tensors, or those that it has were edited."""
+    return [(id(x), 0 if x.is_inference() else x._version) for x in tensors_held(value)]
+
+
+def _drop(_: Any) -> None:
+    pass

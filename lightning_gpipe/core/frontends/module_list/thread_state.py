@@ -1,0 +1,62 @@
+"""The state of the caller's thread that must stay the same while its forward loops over blocks.
+
+All blocks run in one call of the pipeline, under one grad mode and one autocast. A forward that
+computes some blocks without gradients, or in another precision, would silently get others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What decides how blocks compute, as it is on the calling thread.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: For the CPU and the device, whether autocast is on, and its type.
+        hooks: The innermost hooks on saved tensors, but those of ``torch.utils.checkpoint``: a
+            stage recomputes by itself.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Any, ...]
+    hooks: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> ThreadState:
+        """The state of the calling thread."""
+        types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
+            _hooks(),
+        )
+
+    def changed_to(self, other: ThreadState) -> str:
+        """What differs: ``grad mode from True to False``."""
+        names = {
+            "grad": "grad mode",
+            "inference": "inference mode",
+            "autocast": "autocast",
+            "hooks": "the hooks on saved tensors",
+        }
+        return ", ".join(
+            f"{title} from {getattr(self, name)} to {getattr(other, name)}"
+            for name, title in names.items()
+            if getattr(self, name) != getattr(other, name)
+        )
+
+
+def _hooks() -> Any:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return None
+    return hooks
