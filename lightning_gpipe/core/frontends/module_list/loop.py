@@ -159,6 +159,8 @@ class Loop(Frontend):
             result = forward()
             if session.recording is not None and session.depth == depth:
                 self._refuse_unfinished(session)
+            if depth == len(self._owners) and not (self.runs or self._plain):
+                self._refuse_unused()
             return result
         finally:
             session.forwards.pop()
@@ -268,6 +270,14 @@ class Loop(Frontend):
             "a forward that calls the first block of a pipeline must call all of them: it has "
             f"ended without {found}. A forward that skips blocks by chance does so with layerdrop: "
             "set it to 0. One that never calls the last blocks needs a model without them."
+        )
+
+    def _refuse_unused(self) -> NoReturn:
+        owner = type(self._owners[-1]).__name__
+        raise RuntimeError(
+            f"the forward of {owner} must call the blocks of {self._title}, each as block(x): it "
+            "has ended without, so that nothing ran as a pipeline. One that calls block.forward(x) "
+            "goes around it."
         )
 
     def _check_free(self) -> None:

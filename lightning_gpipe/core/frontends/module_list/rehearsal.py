@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +99,8 @@ class Rehearsal:
                 raise self._noted(error, readings) from error.__cause__
             found, settled = self._other_readings(readings, first, others, error)
         else:
-            self._refuse_doubt(readings, first, others, found)
+            for path in unknown:
+                settled[path] = self._settled({**readings, **settled}, path, others[path], found)
         result = Result.of(with_given(found.result, self._objects), self._few)
         return Learned(result, settled, found.filled), found
 
@@ -115,10 +116,8 @@ class Rehearsal:
             run: list[tuple[Try, dict[Path, Reading]]] = []
             for paths in flipped:
                 settled = {**first, **{path: others[path] for path in paths}}
-                try:
-                    run.append((self._run({**readings, **settled}), settled))
-                except Exception:
-                    continue
+                if (found := self._attempt({**readings, **settled})) is not None:
+                    run.append((found, settled))
             if run and all(_equal(each.result, run[0][0].result) for each, _ in run):
                 return run[0]
             if run:
@@ -126,33 +125,49 @@ class Rehearsal:
                 raise self._doubt(differing)
         raise self._noted(error, {**readings, **first}) from error.__cause__
 
-    def _refuse_doubt(
-        self,
-        readings: Mapping[Path, Reading],
-        first: Mapping[Path, Reading],
-        others: Mapping[Path, Reading],
-        found: Try,
-    ) -> None:
-        """Refuse an argument of which another reading runs too, and makes a difference."""
-        for path in first:
-            try:
-                other = self._run({**readings, **first, path: others[path]})
-            except Exception:
-                continue
-            if not _equal(other.result, found.result):
-                raise self._doubt([path])
+    def _settled(
+        self, readings: Mapping[Path, Reading], path: Path, other: Reading, found: Try
+    ) -> Reading:
+        """The reading of an argument, if the first one runs.
 
-    def _run(self, readings: Mapping[Path, Reading]) -> Try:
-        """Run the call on a few rows of everything."""
+        Raises:
+            Doubt: If the other one runs too, and makes a difference.
+        """
+        flipped = {**readings, path: other}
+        again = self._attempt(flipped)
+        if again is None or _equal(again.result, found.result):
+            return readings[path]
+        # One may run only because a block counts the rows of all its input together, as in
+        # `x.view(rows, -1, width)`: not with a number of rows that does not divide it.
+        few = _no_divisor(self._leaves[path].numel())
+        first, second = self._attempt(readings, few), self._attempt(flipped, few)
+        if first is not None and (second is None or _equal(first.result, second.result)):
+            return readings[path]
+        if first is None and second is not None:
+            return other
+        raise self._doubt([path])
+
+    def _attempt(self, readings: Mapping[Path, Reading], few: int | None = None) -> Try | None:
+        """What the call returns, or None if it raises an error."""
+        try:
+            return self._run(readings, few)
+        except Exception:
+            return None
+
+    def _run(self, readings: Mapping[Path, Reading], few: int | None = None) -> Try:
+        """Run the call on a few rows of everything; another number of them than usual, if given."""
+        few = few or self._few
         device = self._call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
         def given(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                return self._sample(leaf).to(device, copy=True)
+                made = self._sample(leaf)
+                if few != self._few and self._few is not None:
+                    made = few_of(made, leaf.leaf.reading or WHOLE, self._few, few)
+                return made.to(device, copy=True)
             if isinstance(leaf, Tensor):
-                few = few_of(leaf, readings[path], self._rows, self._few)
-                made = few.to(device, copy=True)
+                made = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
             elif is_own(leaf):
                 made = copy.deepcopy(leaf)
             else:
@@ -175,7 +190,11 @@ class Rehearsal:
         given = ", ".join(f"{self._call.titles([p])} {shapes[p]}" for p in whole)
         few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
         cut = f" What is given whole to every micro-batch: {given}." if given else ""
-        add_note(error, f"raised when {self._call} was tried{few}.{cut}")
+        add_note(
+            error,
+            f"raised when {self._call} was tried{few}, before it runs in micro-batches. The rows "
+            f"of tensors must be in dim 0.{cut}",
+        )
         return error
 
     def _doubt(self, paths: Sequence[Path]) -> Doubt:
@@ -191,10 +210,15 @@ class Rehearsal:
 
 def _flips(paths: list[Path]) -> Iterator[list[tuple[Path, ...]]]:
     """Which arguments to read otherwise: each alone, then pairs, then all."""
-    for count in range(1, min(_MOST_FLIPPED, len(paths)) + 1):
-        yield list(combinations(paths, count))
+    for k in range(1, min(_MOST_FLIPPED, len(paths)) + 1):
+        yield list(combinations(paths, k))
     if len(paths) > _MOST_FLIPPED:
         yield [tuple(paths)]
+
+
+def _no_divisor(number: int) -> int:
+    """The smallest number from 2 that does not divide ``number``."""
+    return next(k for k in count(2) if number % k)
 
 
 def _equal(one: Any, other: Any) -> bool:
