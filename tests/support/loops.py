@@ -1,7 +1,7 @@
 """Models whose forward loops over blocks, written as people write them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,3 +119,36 @@ def tokens(rows: int = 7, length: int = LENGTH, *, seed: int = 3) -> Tensor:
     found = torch.randint(1, TOKENS, (rows, length), generator=generator)
     found[::2, -1] = 0
     return found
+
+
+class Around(nn.Module):
+    """A loop over linear blocks, with what a test wants to do between them.
+
+    Args:
+        between: Called with the index of the next block and what it is about to get.
+        block: Makes a block.
+        depth: The number of blocks.
+    """
+
+    def __init__(
+        self,
+        between: Callable[[int, Any], Any] = lambda k, x: x,
+        block: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH),
+        depth: int = 4,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.between = between
+        self.double()
+
+    def forward(self, x: Any, **kwargs: Any) -> Any:
+        for k, block in enumerate(self.blocks):
+            x = block(self.between(k, x), **kwargs)
+        return x
+
+
+def states(rows: int = 7, length: int = LENGTH, *, seed: int = 5) -> Tensor:
+    """Rows of hidden states that require a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(rows, length, WIDTH, generator=generator, dtype=torch.float64)
+    return made.requires_grad_()

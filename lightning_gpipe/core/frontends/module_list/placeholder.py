@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import swap_tensors
 
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
@@ -87,10 +86,14 @@ class Placeholder(Tensor):
         raise first.recording.needs_value(func)
 
 
-def become(placeholder: Placeholder, value: Tensor) -> None:
+def become(placeholder: Tensor, value: Tensor) -> None:
     """Make the placeholder the tensor ``value``, a new object that nothing else refers to."""
+    # As torch.utils.swap_tensors does, which refuses a placeholder that autograd has saved: a
+    # torch.utils.checkpoint around a block saves what the block is called with.
     with torch._C.DisableTorchFunctionSubclass():
-        swap_tensors(placeholder, value)
+        placeholder.__class__, value.__class__ = Tensor, Placeholder
+        placeholder.__dict__, value.__dict__ = value.__dict__, placeholder.__dict__
+        torch._C._swap_tensor_impl(placeholder, value)
 
 
 def _size(x: Placeholder, dim: int | None = None) -> Any:

@@ -6,10 +6,12 @@ computes some blocks without gradients, or in another precision, would silently 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,25 @@ class ThreadState:
         )
 
 
+def unchecked() -> AbstractContextManager[Any]:
+    """A ``with`` block in which ``torch.utils.checkpoint`` does not take what autograd saves.
+
+    One around the last block would run that block again in backward, outside of its pipeline.
+    """
+    if not _is_checkpoint(_innermost()):
+        return nullcontext()
+    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
+
 def _hooks() -> Any:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
-        return None
-    return hooks
+    hooks = _innermost()
+    return None if _is_checkpoint(hooks) else hooks
+
+
+def _innermost() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _is_checkpoint(hooks: Any) -> bool:
+    return getattr(hooks and hooks[0], "__module__", None) == "torch.utils.checkpoint"
