@@ -7,9 +7,17 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_gpipe.core.frontends.interface import Frontend
+from lightning_gpipe.core.frontends.module_list import Loop
+
+
+def _looped(root: nn.Module, path: str, module: nn.Module) -> Frontend:
+    return Loop(root, path)
+
 
 # The model, the path of the module in it, and the module. The first type that fits is taken.
-_KINDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str, nn.Module], Frontend]], ...] = ()
+_KINDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str, nn.Module], Frontend]], ...] = (
+    (nn.ModuleList, _looped),
+)
 
 
 def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:

@@ -9,7 +9,6 @@ the hooks of the caller, who has no values yet.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -99,55 +98,6 @@ class BlockCall:
         # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
         # copy has no instance attributes yet, so it returns the method of the class.
         return getattr, (self._block.module, "_call_impl")
-
-
-class OwnerCall:
-    """Tells when the forward of a module begins and ends in which blocks may be called.
-
-    Args:
-        module: The module.
-        around: Runs the forward.
-    """
-
-    def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
-        self._module = module
-        self.inner = module.__dict__.get("_call_impl")
-        self._around = around
-
-    @not_compiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(lambda: self._run(*args, **kwargs))
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is not None:
-            return self.inner(*args, **kwargs)
-        return type(self._module)._call_impl(self._module, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module, "_call_impl")
-
-
-def watch(module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> OwnerCall:
-    """Have the forward of a module run by ``around``."""
-    call = OwnerCall(module, around)
-    module.__dict__["_call_impl"] = call
-    return call
-
-
-def unwatch(module: nn.Module, call: OwnerCall) -> None:
-    """Undo :func:`watch`, whatever was installed since."""
-    outer = module.__dict__.get("_call_impl")
-    if outer is call:
-        if call.inner is None:
-            del module.__dict__["_call_impl"]
-        else:
-            module.__dict__["_call_impl"] = call.inner
-        return
-    while isinstance(outer, OwnerCall):
-        if outer.inner is call:
-            outer.inner = call.inner
-            return
-        outer = outer.inner
 
 
 _FLAGS = (bool, str)

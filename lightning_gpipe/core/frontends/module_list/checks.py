@@ -6,6 +6,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 
+def check_model(model: nn.Module, path: str) -> None:
+    """Refuse an nn.ModuleList for a model: it has no forward that would loop over it."""
+    if not path:
+        raise TypeError(
+            "module must be an nn.Sequential, or a model whose forward calls its blocks: got "
+            f"{type(model).__qualname__}, which has no forward. Give the model that loops over it, "
+            "and where it is there, as in GPipe(model, balance, module='layers')."
+        )
+
+
 def check_blocks(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that is not an nn.ModuleList of distinct, initialised blocks.
 

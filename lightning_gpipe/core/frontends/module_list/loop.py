@@ -25,19 +25,14 @@ from typing_extensions import override
 
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
-from lightning_gpipe.core.frontends.module_list.blocks import (
-    Block,
-    BlockCall,
-    OwnerCall,
-    unwatch,
-    watch,
-)
+from lightning_gpipe.core.frontends.module_list.blocks import Block, BlockCall
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.calls import Call
-from lightning_gpipe.core.frontends.module_list.checks import check_blocks
+from lightning_gpipe.core.frontends.module_list.checks import check_blocks, check_model
 from lightning_gpipe.core.frontends.module_list.collecting import Collector
 from lightning_gpipe.core.frontends.module_list.lines import user_line
 from lightning_gpipe.core.frontends.module_list.outputs import run_recorded
+from lightning_gpipe.core.frontends.module_list.owners import OwnerForward
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.recording import Knowledge, Recording
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
@@ -66,8 +61,7 @@ class Loop(Frontend):
 
     Args:
         model: The user's model.
-        path: Where the nn.ModuleList is in it, such as ``"model.layers"``; empty if it is the model
-            itself.
+        path: Where the nn.ModuleList is in it, such as ``"model.layers"``.
 
     Attributes:
         runs: How often the loop ran as a pipeline.
@@ -77,22 +71,35 @@ class Loop(Frontend):
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
+        check_model(model, path)
+        self._title = f"module={path!r}"
         module = model.get_submodule(path)
-        self._title = f"module={path!r}" if path else "module"
         check_blocks(module, self._title)
-        names = [f"{path}.{key}" if path else key for key in module._modules]
+        self._names = [f"{path}.{key}" for key in module._modules]
         self._modules = [child for child in module._modules.values() if child is not None]
-        self._names = names
         self._owners = _owners(model, path)
         self._partitions: list[Partition] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin as one that is not installed."""
         self._blocks: list[Block] = []
-        self._watched: list[tuple[nn.Module, OwnerCall]] = []
+        self._forwards: list[OwnerForward] = []
         self._knowledge: Knowledge = {}
         self._caches = CacheRule()
         self._session = _Session()
         self._run: RunProgram | None = None
         self._plain = False
         self.runs = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is of the model and its partitions, in which nothing is installed.
+        kept = ("_title", "_modules", "_names", "_owners", "_partitions")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     @property
     @override
@@ -131,15 +138,17 @@ class Loop(Frontend):
         ]
         for block in self._blocks:
             block.install(self._called)
-        self._watched = [(module, watch(module, self._forward)) for module in self._owners]
+        self._forwards = [OwnerForward(module, self._forward) for module in self._owners]
+        for forward in self._forwards:
+            forward.install()
 
     @override
     def remove(self) -> None:
-        for module, call in self._watched:
-            unwatch(module, call)
+        for forward in self._forwards:
+            forward.remove()
         for block in self._blocks:
             block.remove()
-        self._watched, self._blocks, self._run = [], [], None
+        self._forwards, self._blocks, self._run = [], [], None
 
     @override
     @contextmanager
@@ -284,7 +293,7 @@ class Loop(Frontend):
         taken = [
             name
             for name, module in zip(self._names, self._modules, strict=True)
-            if isinstance(module.__dict__.get("_call_impl"), BlockCall | OwnerCall)
+            if isinstance(module.__dict__.get("_call_impl"), BlockCall)
         ]
         if taken:
             raise RuntimeError(
@@ -296,7 +305,7 @@ class Loop(Frontend):
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules from the model to the one that holds the nn.ModuleList."""
-    found = [model] if path else []
+    found = [model]
     for name in path.split(".")[:-1]:
         found.append(found[-1].get_submodule(name))
     return found

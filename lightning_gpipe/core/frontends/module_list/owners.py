@@ -1,0 +1,66 @@
+"""Notices when the forward of a module begins and ends in which blocks may be called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_gpipe.core.faithful import not_compiled
+
+Around = Callable[[Callable[[], Any]], Any]
+
+
+class OwnerForward:
+    """The forward of a module that holds the blocks, run by ``around``.
+
+    Args:
+        module: The module.
+        around: Called with a function that runs the forward; returns what that does.
+    """
+
+    def __init__(self, module: nn.Module, around: Around) -> None:
+        self._module = module
+        self._own = module.__dict__.get("forward")  # one assigned to the object
+        self._around = around
+        # With its signature, which libraries read.
+        functools.update_wrapper(self, module.forward, updated=())
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._around(lambda: self._run(*args, **kwargs))
+
+    def install(self) -> None:
+        """Have calls of the module come here."""
+        self._module.__dict__["forward"] = self
+
+    def remove(self) -> None:
+        """Undo :meth:`install`, whatever was installed since."""
+        outer = self._module.__dict__.get("forward")
+        if outer is not self:
+            while isinstance(outer, OwnerForward) and outer._own is not self:
+                outer = outer._own
+            if isinstance(outer, OwnerForward):
+                outer._own = self._own
+        elif self._own is None:
+            del self._module.__dict__["forward"]
+        else:
+            self._module.__dict__["forward"] = self._own
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
+        # copy has no instance attributes yet, so it returns the forward of the class.
+        if self._own is None:
+            return getattr, (self._module, "forward")
+        return _as_it_is, (self._own,)
+
+
+def _as_it_is(forward: Any) -> Any:
+    return forward
