@@ -20,8 +20,8 @@ class Case:
         name: What it is called in the table.
         build: Makes it, offline, with random weights.
         inputs: Makes the keyword arguments of its forward, of 7 rows.
-        module: The path of the ModuleList to pipeline; several for several stacks; None for the
-            whole model, which is traced.
+        module: The path of what is pipelined: a ModuleList, or a module that is traced, such as
+            the model itself, which is ""; several for several stacks.
         refused: What the pipeline says, as a regular expression, if it cannot take the model.
         dtype: What the model computes in. Convolutions with batch norms magnify rounding: they are
             compared in float64.
@@ -34,7 +34,7 @@ class Case:
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], Mapping[str, Any]]
-    module: str | tuple[str, ...] | None = None
+    module: str | tuple[str, ...] = ""
     refused: str | None = None
     dtype: torch.dtype = torch.float32
     mixes: bool = False

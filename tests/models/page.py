@@ -46,7 +46,7 @@ def _rows(trials: Sequence[Trial]) -> Iterator[str]:
 
 def _piped(trial: Trial) -> str:
     paths = trial.case.module
-    if paths is None:
+    if not paths:
         return "the model"
     return ", ".join(f"`{path}`" for path in ([paths] if isinstance(paths, str) else paths))
 

@@ -64,24 +64,27 @@ def settings_of(case: Case, settings: Sequence[Setting]) -> Sequence[Setting]:
 
 def piped(model: nn.Module, case: Case, setting: Setting) -> GPipe:
     """The model in a pipeline."""
-    whole: Any = model
-    options: dict[str, Any] = {} if case.module is None else {"module": case.module}
+    module: Any = case.module if isinstance(case.module, str) else list(case.module)
     return GPipe(
-        whole,
+        model,
         balance_of(model, case, setting.stages),
+        module=module,
         devices=["cpu"] * setting.stages,
         chunks=CHUNKS,
         activation_checkpointing=setting.mode,
         deferred_batch_norm=False,
         threads=setting.threads,
-        **options,
     )
 
 
 def balance_of(model: nn.Module, case: Case, stages: int) -> Any:
-    """As many blocks of each stack for each stage; for a whole model by its parameters."""
-    if case.module is None:
-        return "parameters"
-    if isinstance(case.module, str):
-        return even(len(model.get_submodule(case.module)), stages)  # type: ignore[arg-type]  # a ModuleList
-    return [even(len(model.get_submodule(path)), stages) for path in case.module]  # type: ignore[arg-type]  # as above
+    """As many blocks for each stage; for what is traced by its parameters."""
+    if isinstance(case.module, tuple):
+        return [_of(model.get_submodule(path), stages) for path in case.module]
+    return _of(model.get_submodule(case.module), stages)
+
+
+def _of(module: nn.Module, stages: int) -> Any:
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        return even(len(module), stages)
+    return "parameters"
