@@ -39,7 +39,7 @@ class Tracing:
             copy: Whether to leave ``model`` itself alone.
         """
         piped = deepcopy(model) if copy else model
-        traced = Traced(piped)
+        traced = Traced(piped, "", piped)
         if isinstance(balance, int):
             balance = even(len(traced.units), balance)
         partitions = traced.partitions(balance)

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_gpipe.core.frontends.interface import Frontend
 from lightning_gpipe.core.frontends.module_list import Loop
+from lightning_gpipe.core.frontends.traced import Traced
 
 
 def _looped(root: nn.Module, path: str, module: nn.Module) -> Frontend:
@@ -17,6 +18,7 @@ def _looped(root: nn.Module, path: str, module: nn.Module) -> Frontend:
 # The model, the path of the module in it, and the module. The first type that fits is taken.
 _KINDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str, nn.Module], Frontend]], ...] = (
     (nn.ModuleList, _looped),
+    (nn.Module, Traced),
 )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.frontends.install import Installed, check_free, install
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
+from lightning_gpipe.core.frontends.traced.assumed import Assumed
 from lightning_gpipe.core.frontends.traced.calls import CallKind, tensors_in
 from lightning_gpipe.core.frontends.traced.edits import rename
 from lightning_gpipe.core.frontends.traced.graph import Graph, trace
@@ -19,51 +21,62 @@ from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
 from lightning_gpipe.core.frontends.traced.modes import Modes
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
-from lightning_gpipe.core.frontends.traced.units import units_of
+from lightning_gpipe.core.frontends.traced.units import Unit, units_of
 from lightning_gpipe.core.plan import Partition, check_balance
+
+_KINDS = 64  # so many programs are kept; a number that is another in each call makes one for each
 
 
 class Traced(Frontend):
     """Traces a module's forward, once for each kind of call.
 
     Args:
-        root: The module.
-        name: The user's name for it, for error messages.
+        model: The user's model.
+        path: Where the module is in it; empty if it is the model.
+        module: The module.
 
     Raises:
         Refused: If its forward cannot be traced.
     """
 
-    def __init__(self, root: nn.Module, name: str = "module") -> None:
-        check_free(root, name)
-        self._root = root
-        self._name = name
-        self._forward = root.forward
-        self._installed: Installed | None = None
-        self._lowered: dict[tuple[Any, ...], Lowered] = {}
+    def __init__(self, model: nn.Module, path: str, module: nn.Module) -> None:
+        self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
+        check_free(module, self._name)
+        self._prefix = f"{path}." if path else ""
+        self._module = module
+        self._own_forward = module.__dict__.get("forward")
         self._graphs = self._first_graphs()
-        self._units = units_of(self._graphs[0])
-        self._own: Ownership | None = None
+        units = units_of(self._graphs[0])
+        if not units:
+            raise Refused(
+                f"{self._name} must call modules in its forward, between which it can be cut: got "
+                "none. Pipeline the module that holds it."
+            )
+        self._units = [f"{self._prefix}{unit.name}" for unit in units]
+        self._costs = list(_costs(self._graphs[0], units))
+        self._own = Ownership(0)
         self._held: Held | None = None
+        self._programs = _Programs()
+        self._installed: Installed | None = None
 
     @property
     @override
     def units(self) -> Sequence[str]:
-        return [unit.name for unit in self._units]
+        return self._units
 
     @override
     def costs(self) -> list[int]:
-        return [sum(p.numel() for p in new) for new in self._new_parameters()]
+        return self._costs
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_balance(balance, len(self._units), self._name)
-        self._own = Ownership.cut(self._graphs[0], self._units, balance)
+        self._own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
         for graph in self._graphs[1:]:
             self._own.extend(graph)
-        self._held = Held(self._graphs, self._own)
-        self._lowered.clear()
-        lower(self._graphs[0], self._own, self._held)  # what cannot be cut there is refused here
+        self._held = Held(self._graphs, self._own, self._prefix)
+        for graph in self._graphs:
+            lower(graph, self._own, self._held)  # what cannot be cut there is refused here
         return self._held.partitions
 
     @override
@@ -71,7 +84,7 @@ class Traced(Frontend):
         def call(*args: Any, **kwargs: Any) -> Any:
             return self._program(args, kwargs)(run, tensors_in(args, kwargs))
 
-        self._installed = install(self._root, call, self._name)
+        self._installed = install(self._module, call, self._name)
 
     @override
     def remove(self) -> None:
@@ -81,54 +94,87 @@ class Traced(Frontend):
     @override
     @contextmanager
     def plain(self) -> Iterator[None]:
-        installed = self._root.__dict__.pop("forward", None)
+        forward = self._module.__dict__.pop("forward", None)
+        if self._own_forward is not None:
+            self._module.forward = self._own_forward
         try:
             yield
         finally:
-            if installed is not None:
-                self._root.forward = installed
+            self._module.__dict__.pop("forward", None)
+            if forward is not None:
+                self._module.forward = forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy traces by itself: graphs are of the modules that were traced.
+        fresh = {"_graphs": [], "_programs": _Programs(), "_installed": None}
+        return self.__dict__ | fresh
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The forward without a pipeline."""
+        if self._own_forward is not None:
+            return self._own_forward
+        return MethodType(type(self._module).forward, self._module)
 
     def _program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
         """The program of a call."""
-        assert self._own is not None
-        assert self._held is not None
-        key = CallKind(args, kwargs), self._flags(), Modes.now()
-        if key not in self._lowered:
-            graph = self._trace(key[0])
-            self._lowered[key] = lower(graph, self._own, self._held)
-        return self._lowered[key]
+        assert self._held is not None, "it was cut"
+        kind = CallKind(args, kwargs)
+        found = self._programs.find(kind)
+        if found is None:
+            graph = self._trace(kind)
+            found = lower(graph, self._own, self._held)
+            self._programs.add(kind, found, Assumed(self._module, graph.whole), self._own)
+        return found
 
     def _trace(self, kind: CallKind) -> Graph:
-        return rename(trace(self._root, self._forward, kind))
-
-    def _flags(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._root.modules())
+        return rename(trace(self._module, self._forward, kind))
 
     def _first_graphs(self) -> list[Graph]:
         """The graphs of training and, if it can be traced, of evaluation, with plain arguments."""
         kind = CallKind.plain(self._forward)
-        with training_as(self._root, True):
+        with training_as(self._module, True):
             graphs = [self._trace(kind)]
-        with training_as(self._root, False), suppress(Refused):
+        with training_as(self._module, False), suppress(Refused):
             graphs.append(self._trace(kind))
         return graphs
 
-    def _new_parameters(self) -> Iterator[list[nn.Parameter]]:
-        """For each unit the parameters that no earlier one has."""
-        seen: set[nn.Parameter] = set()
-        for unit in self._units:
-            layers = [self._graphs[0].layer(call) for call in unit.calls]
-            found = [p for layer in layers for p in layer.parameters()]
-            paths = [
-                str(each.target)
-                for node in unit.nodes
-                for each in node.all_input_nodes
-                if each.op == "get_attr"
-            ]
-            named = dict(self._root.named_parameters())
-            found += [named[path] for path in paths if path in named]
-            yield [p for p in dict.fromkeys(found) if p not in seen]
-            seen.update(found)
+
+class _Programs:
+    """The programs of the kinds of call, each while what it was traced with holds."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], tuple[Lowered, Assumed]] = {}
+        self._modules: dict[nn.Module, None] = {}  # whose training flags make a difference
+
+    def find(self, kind: CallKind) -> Lowered | None:
+        """The program of a kind of call, in the modes of now."""
+        program, assumed = self._found.get(self._key(kind), (None, None))
+        return program if assumed is not None and assumed.holds() else None
+
+    def add(self, kind: CallKind, program: Lowered, assumed: Assumed, own: Ownership) -> None:
+        """Keep a program."""
+        modules = self._modules | dict.fromkeys([*assumed.modules, *own.shared])
+        if len(modules) > len(self._modules) or len(self._found) >= _KINDS:
+            self._found.clear()
+        self._modules = modules
+        self._found[self._key(kind)] = program, assumed
+
+    def _key(self, kind: CallKind) -> tuple[Any, ...]:
+        return kind, tuple(module.training for module in self._modules), Modes.now()
+
+
+def _costs(graph: Graph, units: Sequence[Unit]) -> Iterator[int]:
+    """The number of elements of the parameters of each unit that no earlier one has."""
+    seen: set[nn.Parameter] = set()
+    named = dict(graph.root.named_parameters())
+    for unit in units:
+        found = [p for call in unit.calls for p in graph.layer(call).parameters()]
+        read = {str(each.target) for node in unit.nodes for each in node.all_input_nodes}
+        found += [named[path] for path in read if path in named]
+        new = [p for p in dict.fromkeys(found) if p not in seen]
+        yield sum(p.numel() for p in new)
+        seen.update(new)
 
 
 @contextmanager

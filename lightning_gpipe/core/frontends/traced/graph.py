@@ -91,11 +91,10 @@ def trace(
             returned.append(_with_places(kind.call(forward, values), outputs))
             return outputs
 
-        inputs = [(f"input_{k}", each.kind) for k, each in enumerate(kind.given)]
         graph: fx.Graph | None = None
         error: Exception | None = None
         try:
-            graph = tracer.record(root, run, inputs)
+            graph = tracer.record(root, run, kind.given)
         except Exception as raised:
             error = raised
         finally:

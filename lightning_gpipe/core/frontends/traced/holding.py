@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
@@ -57,26 +57,33 @@ class Held:
 
     Args:
         graphs: The graphs by which the stages were cut.
-        own: Which stage has which layer.
+        own: Which stage has which layer; learns it of all modules of the stages.
+        prefix: What the names of the layers begin with, in the user's model.
 
     Attributes:
         partitions: The partition of each stage.
     """
 
-    def __init__(self, graphs: Sequence[Graph], own: Ownership) -> None:
+    def __init__(self, graphs: Sequence[Graph], own: Ownership, prefix: str = "") -> None:
         self._root = graphs[0].root
+        self._prefix = prefix
         self._own = own
         self._reading = _readers(graphs, own)
         self._found: list[list[tuple[str, nn.Module]]] = [[] for _ in range(own.n)]
         self._place("", self._root)
-        self._slots: dict[tuple[int, int], Slot] = {}
         self.partitions = self._partitions(graphs)
+        for partition in self.partitions:
+            for layer in partition.layers:
+                own.owners.update(dict.fromkeys(layer.modules(), partition.index))
 
-    def slot(self, tensor: Tensor, j: int) -> tuple[int, Slot] | None:
-        """The latest stage until ``j`` that holds a tensor, and where."""
-        for k in range(j, -1, -1):
-            if (id(tensor), k) in self._slots:
-                return k, self._slots[id(tensor), k]
+    def slot(self, path: str, j: int) -> tuple[int, Slot] | None:
+        """The latest stage until ``j`` that holds the parameter or buffer at a path, and where."""
+        owner, name = _parent(self._root, path)
+        for partition in reversed(self.partitions[: j + 1]):
+            for layer in partition.layers:
+                for module in layer.modules():
+                    if found := _name_in(module, owner, name):
+                        return partition.index, Slot(module, found)
         return None
 
     def _place(self, path: str, module: nn.Module) -> None:
@@ -128,10 +135,10 @@ class Held:
         for j, found in enumerate(self._found):
             self._add_borrowed(j)
             found.sort(key=lambda each: _position(each[0], order))
-            for _, layer in found:
-                self._remember(j, layer)
             names, layers = zip(*found, strict=True) if found else ((), ())
-            partitions.append(Partition(j, first, layers, names))
+            partitions.append(
+                Partition(j, first, layers, tuple(self._prefix + name for name in names))
+            )
             first += len(found)
         return partitions
 
@@ -146,11 +153,14 @@ class Held:
                     here.add(id(parameter))
                     self._found[j].append((path, Holder(owner, name)))
 
-    def _remember(self, j: int, layer: nn.Module) -> None:
-        for module in layer.modules():
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self._slots.setdefault((id(tensor), j), Slot(module, name))
+
+def _name_in(module: nn.Module, owner: nn.Module, name: str) -> str | None:
+    """The name that a tensor of ``owner`` has in ``module``."""
+    if module._buffers is owner._buffers and name in owner._buffers:
+        return name
+    parameter = owner._parameters.get(name)
+    mine = module._parameters.items() if parameter is not None else ()
+    return next((k for k, each in mine if each is parameter), None)
 
 
 def _readers(graphs: Sequence[Graph], own: Ownership) -> dict[str, set[int]]:

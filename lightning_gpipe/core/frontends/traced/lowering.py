@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import map_instances, whole
@@ -16,6 +15,7 @@ from lightning_gpipe.core.frontends.traced.graph import Graph, Output
 from lightning_gpipe.core.frontends.traced.holding import Held
 from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.modes import Under
+from lightning_gpipe.core.frontends.traced.numbers import check_numbers
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.plan import Program, Step, Value
 
@@ -54,6 +54,7 @@ def lower(graph: Graph, own: Ownership, held: Held) -> Lowered:
     """
     stages = own.stages(graph)
     check_edits(graph, stages)
+    check_numbers(graph)
     lowering = _Lowering(graph, own, held, stages)
     for node in graph.nodes:
         if node.op != "get_attr":
@@ -76,7 +77,7 @@ class _Lowering:
         self.numbers: dict[fx.Node, int] = {node: k for k, node in enumerate(graph.inputs)}
         self._graph, self._own, self._held, self._stages = graph, own, held, stages
         self._count = len(graph.inputs)
-        self._reads: dict[tuple[int, int], int] = {}
+        self._reads: dict[tuple[str, int], int] = {}
 
     def add(self, node: fx.Node, j: int) -> None:
         """Add the step of a node."""
@@ -99,10 +100,11 @@ class _Lowering:
             j, number = self._own.n - 1, self._value(node, self._own.n - 1).number
         else:
             j, number = self._stages[node], self.numbers[node]
-        run = partial(_returned, line=node.meta["line"], per_row=_depends_on_input(node))
-        checked = self._next()
-        self.steps.append(Step(run, (Value(number),), checked, j, name=_name(node)))
-        return checked
+        if _has_rows(node):
+            return number
+        once = self._next()
+        self.steps.append(Step(_marked, (Value(number),), once, j, name=_name(node)))
+        return once
 
     def _next(self) -> int:
         self._count += 1
@@ -111,19 +113,19 @@ class _Lowering:
     def _value(self, node: fx.Node, j: int) -> Value:
         if node.op != "get_attr":
             return Value(self.numbers[node])
-        tensor = _get(self._graph.root, str(node.target))
-        found = self._held.slot(tensor, j)
+        path = str(node.target)
+        found = self._held.slot(path, j)
         if found is None:
             raise Refused(
-                f"a parameter or buffer must be on the stage that first uses it: {node.target} is "
+                f"a parameter or buffer must be on the stage that first uses it: {path} is "
                 f"used on stage {j}, at {node.meta['line']}, in this kind of call only. Give its "
                 "module a forward of its own."
             )
         k, slot = found
-        if (id(tensor), k) not in self._reads:
-            number = self._reads[id(tensor), k] = self._next()
-            self.steps.insert(0, Step(slot, (), number, k, name=str(node.target)))
-        return Value(self._reads[id(tensor), k])
+        if (path, k) not in self._reads:
+            number = self._reads[path, k] = self._next()
+            self.steps.insert(0, Step(slot, (), number, k, name=path))
+        return Value(self._reads[path, k])
 
     def _run(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_method":
@@ -162,27 +164,18 @@ class Shared:
         return layer(*args, **kwargs)
 
 
-def _returned(value: Any, line: str, per_row: bool) -> Any:
-    """A value on its way to the caller."""
-    if not isinstance(value, Tensor):
-        return value
-    if not per_row:
-        return whole(value)
-    if value.dim() == 0:
-        raise ValueError(
-            "a forward that is cut into stages must return values per row: got a tensor without "
-            f"dimensions from {line}, and there would be one for each micro-batch. Compute it from "
-            "the outputs for all rows, outside of the model."
-        )
-    return value
+def _marked(value: Any) -> Any:
+    """A value that is the same for every micro-batch, and returned once."""
+    return whole(value) if isinstance(value, Tensor) else value
 
 
-def _depends_on_input(node: fx.Node) -> bool:
+def _has_rows(node: fx.Node) -> bool:
+    """Whether a value is computed from an input that is cut into micro-batches."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:
         found = waiting.pop()
-        if found.op == "placeholder":
+        if found.op == "placeholder" and not found.meta["whole"]:
             return True
         if found not in seen:
             seen.add(found)
@@ -207,10 +200,3 @@ def _name(node: fx.Node) -> str:
     what = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     within = node.meta["within"]
     return f"{within[-1][1]}: {what}" if within else str(what)
-
-
-def _get(root: nn.Module, path: str) -> Tensor:
-    outer, _, name = path.rpartition(".")
-    found = getattr(root.get_submodule(outer), name)
-    assert isinstance(found, torch.Tensor)
-    return found

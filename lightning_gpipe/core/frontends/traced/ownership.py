@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
 from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.tracer import has_hooks
 from lightning_gpipe.core.frontends.traced.units import Unit, is_stateless, leads
 
 _READS = frozenset({"size", "dim", "numel", "ndimension", "is_floating_point", "__len__"})
@@ -88,6 +89,8 @@ class Ownership:
             layer = graph.layer(call)
             if layer in self.owners:
                 j = self.owners[layer]
+            elif not is_stateless(layer):
+                raise Refused(_of_no_stage(call, layer))
             else:
                 j = max(now, next(places[layer], now) if layer in places else now)
             now = max(now, j)
@@ -106,6 +109,20 @@ def _is_read(node: fx.Node) -> bool:
     if node.op == "call_method":
         return str(node.target) in _READS
     return node.target in (getattr, operator.getitem)
+
+
+def _of_no_stage(call: fx.Node, layer: nn.Module) -> str:
+    if has_hooks(layer):
+        return (
+            f"a module with hooks must be on one stage, so that the hooks run with it: "
+            f"{call.target} is on several. Register them on modules in it, or on the whole model, "
+            "or choose a balance that keeps it on one stage."
+        )
+    return (
+        f"the layers of a pipeline must stay the same objects: {call.target}, called at "
+        f"{call.meta['line']}, is another {type(layer).__name__} now, or was no layer when the "
+        "model was cut. Replace layers before setup."
+    )
 
 
 def _backwards(node: fx.Node, own: int, made: int) -> str:

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_gpipe.core.frontends.traced.calls import Given
 from lightning_gpipe.core.frontends.traced.lines import current_line
 from lightning_gpipe.core.frontends.traced.modes import Modes
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
@@ -77,20 +78,20 @@ class Tracer(fx.Tracer):
         self._within: tuple[tuple[int, str], ...] = ()
         self._entered = 0
         self._forward: Callable[..., list[Any]] = list
-        self._inputs: Sequence[tuple[str, Kind]] = ()
+        self._inputs: Sequence[Given] = ()
 
     def record(
         self,
         root: nn.Module,
         forward: Callable[..., list[Any]],
-        inputs: Sequence[tuple[str, Kind]],
+        inputs: Sequence[Given],
     ) -> fx.Graph:
         """The graph of ``forward``, called with a value for each input.
 
         Args:
             root: The module.
             forward: Runs the module's forward; returns its outputs.
-            inputs: The name of each input, and what it is.
+            inputs: What is known of each input.
         """
         self._forward, self._inputs = forward, inputs
         with _same_randomness(), _Recording(self), _any_arguments(self):
@@ -107,9 +108,9 @@ class Tracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         values = []
-        for name, kind in self._inputs:
-            value = self.create_proxy("placeholder", name, (), {})
-            value.node.meta["kind"] = kind
+        for k, given in enumerate(self._inputs):
+            value = self.create_proxy("placeholder", f"input_{k}", (), {})
+            value.node.meta.update(kind=given.kind, whole=given.whole)
             values.append(value)
         forward = self._forward
 
