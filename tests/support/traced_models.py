@@ -190,3 +190,20 @@ class Inception(nn.Module):
         aux = self.aux(x.mean((2, 3))) if self.training else None
         x = self.mixed(x)
         return {"logits": self.fc(x.mean((2, 3))), "aux": aux}
+
+
+class Modes(nn.Module):
+    """A layer without gradients, another without autocast, and an assertion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4)
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2, "rows"
+        with torch.no_grad():
+            y = self.frozen(x) * 2
+        return self.last(self.first(x) + y)

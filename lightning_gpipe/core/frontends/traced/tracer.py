@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.traced.calls import Given
-from lightning_gpipe.core.frontends.traced.lines import current_line
+from lightning_gpipe.core.frontends.traced.lines import current_line, is_users
 from lightning_gpipe.core.frontends.traced.modes import Modes
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
 from lightning_gpipe.core.frontends.traced.values import Kind, kind_of
@@ -216,7 +217,7 @@ class _Recording(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in self._random:
             raise TraceError(_DRAWN)
-        if func in self._factories:
+        if func in self._factories and is_users(sys._getframe(1).f_code.co_filename):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 
