@@ -1,4 +1,4 @@
-"""GPipeStrategy: a LightningModule whose nn.Sequential runs as a pipeline, in one process.
+"""GPipeStrategy: a LightningModule of which a module runs as a pipeline, in one process.
 
 Lightning's strategies assume one device per process. Here one process drives several, and nearly
 every override below removes that assumption: where tensors are created, where modules and optimizer
@@ -9,11 +9,11 @@ the output on the device of its targets; the pipeline moves its own input to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,32 +25,20 @@ from typing_extensions import override
 from lightning_gpipe.averages import Averages
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
-from lightning_gpipe.core.frontends import (
-    Installed,
-    check_free,
-    install,
-    is_installed,
-    locate,
-    on_meta,
-    place_around,
-)
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.frontends import is_installed, locate, on_meta
+from lightning_gpipe.core.pipeline import GPipe, Taken, balance_for, taken_at
 from lightning_gpipe.core.plan import (
-    balance_by_parameters,
     check_activation_checkpointing,
     check_balance,
-    check_enough_layers,
     check_even,
-    check_outside,
-    check_sequential,
     count_recomputed,
-    shared_with_outside,
 )
 from lightning_gpipe.core.run import explain_second_backward
-from lightning_gpipe.core.verify import Parity, VerifiedOnce
+from lightning_gpipe.core.verify import Parity
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.one_process import OneProcess
+from lightning_gpipe.piped import Piped
 from lightning_gpipe.refusals import (
     AUTO_DEVICES,
     metrics_on_meta,
@@ -72,16 +60,21 @@ _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble i
 
 
 class GPipeStrategy(OneProcess):
-    """Runs the nn.Sequential inside a LightningModule as a GPipe pipeline over ``devices``.
+    """Runs a module inside a LightningModule as a GPipe pipeline over ``devices``.
+
+    An nn.Sequential runs its layers one after another; of an nn.ModuleList that a forward loops
+    over, and of any other module, whose forward is traced, the layers run as that forward calls
+    them.
 
     Args:
-        balance: The number of layers in each stage, or ``"parameters"`` to give each device one
-            stage so that the largest has as few parameters as possible. There may be several stages
-            per device: stage j is on device j mod d.
+        balance: The number of layers in each stage, or the names of modules where stages begin, or
+            ``"parameters"`` to give each device one stage so that the largest has as few parameters
+            as possible. There may be several stages per device: stage j is on device j mod d.
         chunks: The number of micro-batches that a batch is split into; None takes 4 per stage,
             which makes the bubble small. A batch with fewer rows makes fewer.
-        module: The path of the nn.Sequential in the LightningModule, such as ``"net.layers"``. None
-            finds the only one, or the one with more than half of all parameters.
+        module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
+            the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
+            nn.Sequential.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k.
@@ -105,7 +98,7 @@ class GPipeStrategy(OneProcess):
 
     def __init__(
         self,
-        balance: list[int] | Literal["parameters"] = "parameters",
+        balance: list[int] | list[str] | Literal["parameters"] = "parameters",
         chunks: int | None = None,
         *,
         module: str | None = None,
@@ -119,8 +112,8 @@ class GPipeStrategy(OneProcess):
         if isinstance(balance, str):
             if balance != "parameters":
                 raise ValueError(f"balance must be 'parameters' or a list: got {balance!r}.")
-        else:
-            check_balance(balance)
+        elif not _are_names(balance):
+            check_balance(cast("list[int]", balance))  # or whatever else was given
         if chunks is not None:
             check_chunks(chunks)
         check_activation_checkpointing(activation_checkpointing)
@@ -133,18 +126,16 @@ class GPipeStrategy(OneProcess):
         self._microbatching = microbatching
         self._threads = threads
         self._verify = verify
-        self._pipeline: GPipe | None = None
-        self._sequential: nn.Sequential | None = None
+        self._piped: Piped | None = None
         self._averages = Averages()
         self._finetuning = Finetuning()
-        self._installed: Installed | None = None
         self._watch: Watch | None = None
         self._logs = GuardedLogs()
 
     @property
     def pipeline(self) -> GPipe | None:
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
-        return self._pipeline
+        return None if self._piped is None else self._piped.pipeline
 
     # Several devices.
 
@@ -197,19 +188,17 @@ class GPipeStrategy(OneProcess):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None and self._sequential is not None
-        place_around(self.lightning_module, {self._sequential}, self.root_device)
+        assert self._piped is not None
+        self._piped.place_around()
 
     @override
     def teardown(self) -> None:
-        if self._installed is not None:
-            self._installed.remove()
+        if self._piped is not None:
+            self._piped.remove()
         self._logs.release()
-        if self._pipeline is not None:
-            self._pipeline.close()
         self._averages.release()
         self._finetuning.release()
-        self._sequential = self._pipeline = self._installed = self._watch = None
+        self._piped = self._watch = None
         module = self._lightning_module
         if module is not None and _must_stay(module):
             self._lightning_module = None
@@ -225,44 +214,32 @@ class GPipeStrategy(OneProcess):
         module = self.lightning_module
         assert module is not None
         refuse_metrics_on_meta(module)
-        path, sequential = locate(module, self._module)
-        name = f"{type(module).__name__}.{path}"
-        check_sequential(sequential, f"module={path!r}")
-        assert isinstance(sequential, nn.Sequential)
-        check_free(sequential, name)
-        balance = self._balance_for(sequential, name)
-        self._pipeline = GPipe(
-            sequential,
+        taken = taken_at(module, *locate(module, self._module))
+        balance = self._balance_for(taken)
+        self._piped = Piped(
+            taken,
             balance,
-            devices=self._devices,
+            self._devices,
+            _report if self._verify else None,
             chunks=self._chunks or _CHUNKS_PER_STAGE * len(balance),
             activation_checkpointing=self._activation_checkpointing,
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
         )
-        check_outside(module, sequential, self._pipeline.layout, self.root_device)
-        self._pipeline.share(shared_with_outside(module, sequential), self.root_device)
-        self._sequential = sequential
-        run = self._pipeline.forward
-        if self._verify:
-            run = VerifiedOnce(self._pipeline, sequential, on_result=_report)
-        self._installed = install(sequential, run, name)
-        self._watch = Watch(module, path, self._installed)
+        rank_zero_info(str(self._piped))
+        self._watch = Watch(module, taken.path, self._piped)
         self._logs.guard(module)
 
     def _refuse_recomputed_metrics(self) -> None:
-        assert self._pipeline is not None and self._sequential is not None
-        assert self.lightning_module is not None
-        if count_recomputed(self._activation_checkpointing, self._pipeline.chunks):
-            refuse_metrics_with_lists(self.lightning_module, self._sequential)
+        assert self._piped is not None and self.lightning_module is not None
+        if count_recomputed(self._activation_checkpointing, self._piped.pipeline.chunks):
+            refuse_metrics_with_lists(self.lightning_module, self._piped.taken.module)
 
-    def _balance_for(self, sequential: nn.Sequential, name: str) -> list[int]:
-        balance, devices = self._balance, len(self._devices)
-        if balance == "parameters":
-            check_enough_layers(len(sequential), devices, name)
-            balance = balance_by_parameters(sequential, devices)
-        check_balance(balance, len(sequential), name)
+    def _balance_for(self, taken: Taken) -> Sequence[int]:
+        devices = len(self._devices)
+        balance = balance_for(taken, self._balance, devices)
+        check_balance(balance, len(taken.units), taken.name)
         check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
         warn_of_one_device(len(balance), devices)
         return balance
@@ -320,6 +297,10 @@ class GPipeStrategy(OneProcess):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
+
+
+def _are_names(balance: Any) -> bool:
+    return isinstance(balance, list) and bool(balance) and all(isinstance(b, str) for b in balance)
 
 
 def _must_stay(module: nn.Module) -> bool:

@@ -14,14 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_gpipe.core.faithful import add_note
-from lightning_gpipe.core.frontends import Installed
+
+
+class Runs(Protocol):
+    """What counts the runs of a pipeline."""
+
+    @property
+    def runs(self) -> int:
+        """How often it ran."""
 
 
 class Watch:
@@ -30,14 +37,14 @@ class Watch:
     Args:
         root: The LightningModule.
         path: The path of the pipelined module in it.
-        installed: What that module runs instead of its forward.
+        runs: What counts its runs.
     """
 
-    def __init__(self, root: nn.Module, path: str, installed: Installed) -> None:
+    def __init__(self, root: nn.Module, path: str, runs: Runs) -> None:
         self._root = root
         self._path = path
-        self._sequential = root.get_submodule(path)
-        self._installed = installed
+        self._module = root.get_submodule(path)
+        self._runs = runs
         self._record = True  # which layers run in the next training step
         self._told: set[str] = set()  # the steps that ran the pipeline, or were warned of
 
@@ -54,7 +61,7 @@ class Watch:
         Raises:
             RuntimeError: If it went around the pipeline.
         """
-        name, runs = "training_step", self._installed.runs
+        name, runs = "training_step", self._runs.runs
         if not self._record:
             result, around = step(), None
         else:
@@ -62,11 +69,11 @@ class Watch:
                 try:
                     result = step()
                 except Exception as error:
-                    if ran and self._installed.runs == runs:
+                    if ran and self._runs.runs == runs:
                         add_note(error, self._bypassed(name, ran))  # on other devices it may fail
                     raise
             around = self._bypassed(name, ran) if ran else None
-        self._record = self._installed.runs == runs
+        self._record = self._runs.runs == runs
         if not self._record:
             self._told.add(name)
         elif around is not None or self._replaced:
@@ -84,9 +91,9 @@ class Watch:
         """
         if name in self._told:
             return step()
-        runs = self._installed.runs
+        runs = self._runs.runs
         result = step()
-        if self._installed.runs == runs:
+        if self._runs.runs == runs:
             self._warn_once(name)
         self._told.add(name)
         return result
@@ -98,10 +105,12 @@ class Watch:
         if self._replaced:
             rank_zero_warn(self._replacement(name))
         else:
+            cure = (
+                f" If it loops over {self._here}, takes a slice of it or calls its layers one by "
+                f"one, nothing is pipelined: write {self._here}(x)."
+            )
             rank_zero_warn(
-                f"{name} did not run the pipeline {self._name}. If it loops over "
-                f"{self._here}, takes a slice of it or calls its layers one by one, nothing is "
-                f"pipelined: write {self._here}(x)."
+                f"{name} did not run the pipeline {self._name}.{cure if self._layers else ''}"
             )
 
     @contextmanager
@@ -109,17 +118,22 @@ class Watch:
         """A ``with`` block that yields the indices of the layers that run in it, in order."""
         ran: list[int] = []
         with ExitStack() as hooks:
-            for k, layer in enumerate(self._sequential.children()):
+            for k, layer in enumerate(self._layers):
                 if _takes_hooks(layer):
                     record = _Record(ran, k)
                     hooks.callback(layer.register_forward_pre_hook(record).remove)
             yield ran
 
     @property
+    def _layers(self) -> list[nn.Module]:
+        """Those that must not run one by one; only a Sequential has such."""
+        return list(self._module.children()) if isinstance(self._module, nn.Sequential) else []
+
+    @property
     def _replaced(self) -> bool:
         """Whether another module has taken the place of the pipelined one."""
         now = dict(self._root.named_modules(remove_duplicate=False))
-        return now.get(self._path) is not self._sequential
+        return now.get(self._path) is not self._module
 
     @property
     def _name(self) -> str:

@@ -88,6 +88,12 @@ def test_module_that_is_one_layer() -> None:
         GPipe(nn.Linear(2, 2), [1])
 
 
+@pytest.mark.parametrize("module", [None, [nn.Linear(2, 2)]])
+def test_no_module(module: Any) -> None:
+    with pytest.raises(TypeError, match=f"must be a module: got {type(module).__name__}"):
+        GPipe(module, [1])
+
+
 def test_same_layer_twice() -> None:
     layer = nn.Linear(2, 2)
 

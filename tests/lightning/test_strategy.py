@@ -51,7 +51,7 @@ def test_public_names() -> None:
         ),
         (
             GPipe,
-            "(module, balance, *, devices=None, chunks=1, "
+            "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads=True)",
         ),

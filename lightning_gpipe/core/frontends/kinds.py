@@ -31,13 +31,6 @@ def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
         module: The module.
 
     Raises:
-        TypeError: If there is none for its type, or it cannot run as a pipeline.
+        TypeError, ValueError: If it cannot run as a pipeline.
     """
-    for kind, make in _KINDS:
-        if isinstance(module, kind):
-            return make(root, path, module)
-    raise TypeError(
-        "module must be an nn.Sequential, because a pipeline runs its layers one after another: "
-        f"got {type(module).__qualname__}. Put the layers to pipeline into an nn.Sequential, and "
-        "call that in forward."
-    )
+    return next(make for kind, make in _KINDS if isinstance(module, kind))(root, path, module)

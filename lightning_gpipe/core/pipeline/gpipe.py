@@ -19,6 +19,7 @@ from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compil
 from lightning_gpipe.core.frontends import StandIn
 from lightning_gpipe.core.pipeline.pipeline import Pipeline, check_settings
 from lightning_gpipe.core.pipeline.placing import layout_of, place_all, with_around
+from lightning_gpipe.core.pipeline.taken import Taken
 from lightning_gpipe.core.pipeline.taking import balance_for, take
 from lightning_gpipe.core.plan import ActivationCheckpointing, Layout, RouteName
 from lightning_gpipe.core.run import Engine, Stage, Timeline
@@ -27,7 +28,7 @@ from lightning_gpipe.core.skip import skips_of
 
 
 class GPipe(StandIn):
-    """Runs an nn.Sequential as a pipeline over several devices; used like the nn.Sequential.
+    """Runs a model as a pipeline over several devices; used like the model.
 
     Example::
 
@@ -36,17 +37,31 @@ class GPipe(StandIn):
         loss = F.mse_loss(model(x), y.to(model.devices[-1]))
         loss.backward()
 
-    The layers stay the same objects under the same names, so the state dict is that of ``module``.
+        model = GPipe(llama, [8, 8], module="model.layers", chunks=8)
+        loss = model(input_ids=ids, labels=ids).loss
+
+    What runs as a pipeline is the model itself, or a module in it. An nn.Sequential runs its layers
+    one after another; of an nn.ModuleList that the model's forward loops over, and of any other
+    module, whose forward is traced, the layers run as that forward calls them. Everything else in
+    the model is around the pipeline, on the last device, and runs as it is.
+
+    The layers stay the same objects under the same names, so the state dict is that of the model.
     Its hooks, and parameters and buffers of its own, are the pipeline's too: the hooks are called
     with the pipeline as the module, the tensors are moved to the last device. The layers are moved
     to their devices at once, and must stay there. A parameter that layers on several
-    devices share is on the first of them, and the others follow it with copies. The input is split
-    into micro-batches along dim 0, and their outputs are merged on the last device: see
-    :class:`~lightning_gpipe.Rows`.
+    devices share is on the first of them, and the others follow it with copies; one that is used
+    around the pipeline too is on the last. The input is split into micro-batches along dim 0, and
+    their outputs are merged on the last device: see :class:`~lightning_gpipe.Rows`.
 
     Args:
-        module: The layers.
-        balance: The number of layers in each stage.
+        model: The model.
+        balance: The number of layers in each stage: of an nn.Sequential or nn.ModuleList its
+            children, of any other module the calls of layers in its forward. Or the names of
+            modules where stages begin, such as ``["down3", "up2"]``. Or ``"parameters"``, so that
+            the largest stage has as few parameters as possible, with one stage per device.
+        module: The path of what runs as a pipeline, such as ``"model.layers"``. None takes the
+            model itself if it is an nn.Sequential; otherwise the nn.Sequential or nn.ModuleList
+            with more than half of its parameters; if there is none, the model.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
@@ -63,7 +78,7 @@ class GPipe(StandIn):
             thread in the schedule's order, for a debugger, as is always done on one device.
 
     Attributes:
-        balance: As given.
+        balance: The number of layers in each stage.
         devices: One ``torch.device`` per worker.
         chunks: As given.
         activation_checkpointing: As given.
@@ -71,8 +86,8 @@ class GPipe(StandIn):
         patches: The changes that a running verification has made in the layers.
 
     Raises:
-        TypeError: If ``module`` is not an nn.Sequential, or an argument has the wrong type.
-        ValueError: If the balance does not fit the module, or the devices do not fit the balance.
+        TypeError: If the model cannot run as a pipeline, or an argument has the wrong type.
+        ValueError: If the balance does not fit the model, or the devices do not fit the balance.
     """
 
     def __init__(
@@ -81,7 +96,7 @@ class GPipe(StandIn):
         /,
         balance: Sequence[int] | Sequence[str] | Literal["parameters"],
         *,
-        module: str | None = None,
+        module: str | Taken | None = None,
         devices: Sequence[str | torch.device] | None = None,
         chunks: int = 1,
         activation_checkpointing: ActivationCheckpointing = "except_last",

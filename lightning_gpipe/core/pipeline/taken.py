@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import NOTHING, is_traced
 from lightning_gpipe.core.frontends import Installed, check_free, frontend_of, install
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.plan import Partition, check_sequential, cut, parameter_costs
+from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
 from lightning_gpipe.core.profile import change_tensors, walk
 
 
@@ -33,6 +33,7 @@ class Taken(ABC):
     Attributes:
         root, path, module: As given.
         own: Parameters of the module that no layer has.
+        runs: How often the pipeline ran programs.
     """
 
     own: tuple[nn.Parameter, ...] = ()
@@ -41,6 +42,7 @@ class Taken(ABC):
         self.root = root
         self.path = path
         self.module = module
+        self.runs = 0
         self._pipeline: Pipeline | None = None
 
     @property
@@ -195,6 +197,12 @@ class Programs(Taken):
         super().__init__(root, path, module)
         self._frontend = frontend_of(root, path, module)
 
+    def _run_program(
+        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
+    ) -> list[Any]:
+        self.runs += 1
+        return self.pipeline.run_program(program, values, chunks=chunks)
+
     @property
     @override
     def units(self) -> Sequence[str]:
@@ -210,7 +218,7 @@ class Programs(Taken):
 
     @override
     def install(self) -> None:
-        self._frontend.install(self.pipeline.run_program)
+        self._frontend.install(self._run_program)
 
     @override
     def release(self) -> None:

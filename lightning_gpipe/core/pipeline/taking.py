@@ -14,18 +14,25 @@ from lightning_gpipe.core.plan import check_enough_layers, counts_between, solve
 Balance = Sequence[int] | Sequence[str] | str  # numbers of units, where stages begin, "parameters"
 
 
-def take(root: nn.Module, path: str | None) -> Taken:
+def take(root: nn.Module, path: str | Taken | None) -> Taken:
     """What runs as a pipeline.
 
     Args:
         root: The user's model.
         path: Where it is in the model. None takes the model itself if it is an nn.Sequential;
             otherwise the nn.Sequential or nn.ModuleList with more than half of its parameters; if
-            there is none, the model.
+            there is none, the model. What was taken before is taken again.
 
     Raises:
         TypeError, ValueError: If nothing is there, or it cannot run as a pipeline.
     """
+    if isinstance(path, Taken):
+        return path
+    if not isinstance(root, nn.Module):
+        raise TypeError(
+            f"what runs as a pipeline must be a module: got {type(root).__name__}. Put the layers "
+            "into an nn.Sequential."
+        )
     if path is not None:
         found = locate(root, path)
     elif isinstance(root, nn.Sequential):

@@ -22,7 +22,8 @@ def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
             0  cuda:0    0..2       3  Embedding, Block x2         409,088  49.4%  1: 'x' (2 MiB)
             1  cuda:1    3..6       4  Block x2, Norm, Linear      419,172  50.6%
 
-    A parameter that stages share counts for the first of them, as it does for the balance.
+    Layers that have names are listed by them. A parameter that stages share counts for the first
+    of them, as it does for the balance.
 
     Args:
         layout: What runs where.
@@ -45,7 +46,7 @@ def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
         table.add_row(
             str(j),
             str(layout.device_of(j)),
-            f"{partition.first}..{partition.last}",
+            str(partition) if partition.names else f"{partition.first}..{partition.last}",
             f"{len(partition.layers)}",
             _kinds(partition.layers),
             f"{parameters:,}",

@@ -1,0 +1,111 @@
+"""Promise: a model runs as a pipeline as it is, and computes what it computes without one."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe
+from tests.support.models import assert_same
+from tests.support.pipes import every_mode
+
+WIDTH = 4
+
+
+def rows(n: int = 7) -> Tensor:
+    return torch.linspace(-1, 1, n * WIDTH, dtype=torch.float64).view(n, WIDTH).sin()
+
+
+class Residual(nn.Module):
+    """Calls its children in any order, and has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up = nn.Linear(WIDTH, 2)
+        self.scale = nn.Parameter(torch.linspace(1, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(x).relu()
+        z = self.norm(self.middle(y)) * self.scale
+        return self.up(z + y)
+
+
+class Classifier(nn.Module):
+    """Something before and after a body."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.body = body
+        self.head = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"logits": self.head(self.body(self.first(x))) * scale}
+
+
+def residual() -> Residual:
+    torch.manual_seed(0)
+    return Residual().double()
+
+
+def same(pipeline: GPipe, model: nn.Module, plain: nn.Module, **arguments: Any) -> None:
+    """Compare a step."""
+    found, wanted = pipeline(rows(), **arguments), plain(rows(), **arguments)
+    assert_same(found, wanted)
+    for output in (found, wanted):
+        logits = output["logits"] if isinstance(output, dict) else output
+        logits.square().sum().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None, name
+        assert_same(one.grad, other.grad)
+    assert list(pipeline.state_dict()) == list(plain.state_dict())
+
+
+@every_mode
+@pytest.mark.parametrize("balance", [[1, 1, 2], ["middle", "up"], [4]], ids=str)
+def test_model_of_any_kind(mode: Any, balance: Any) -> None:
+    model = residual().eval()  # a batch norm in training normalises by micro-batch
+    plain = deepcopy(model)
+
+    pipeline = GPipe(model, balance, chunks=3, activation_checkpointing=mode)
+
+    same(pipeline, model, plain)
+    pipeline.close()
+
+
+@every_mode
+@pytest.mark.parametrize("kind", ["sequential", "traced"])
+def test_module_in_a_model(mode: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    model = Classifier(layers if kind == "sequential" else residual().eval()).double()
+    plain = deepcopy(model)
+
+    balance = [1, 2] if kind == "sequential" else [1, 3]
+    pipeline = GPipe(model, balance, module="body", chunks=3, activation_checkpointing=mode)
+
+    same(pipeline, model, plain, scale=2.0)
+    pipeline.release()
+    assert "forward" not in vars(model.body)
+    pipeline.close()
+
+
+def test_listing_has_the_names_of_modules() -> None:
+    pipeline = GPipe(residual(), [1, 3])
+
+    assert str(pipeline.layout).splitlines()[0] == "stage 0 | worker 0 | cpu | down"
+    assert next(iter(pipeline.listing().columns[2].cells)) == "down"
+
+
+def test_balance_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match=r"got balance=\[2, 3\] \(sum 5\) for the 4 layers"):
+        GPipe(residual(), [2, 3])
+    with pytest.raises(ValueError, match="got 'left', and no unit of module is that"):
+        GPipe(residual(), ["left"])
