@@ -37,6 +37,32 @@ class Residual(nn.Module):
         return self.up(z + y)
 
 
+class Block(nn.Module):
+    """Adds to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * mask
+
+
+class Looped(nn.Module):
+    """Loops over blocks, which all get a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return self.last(x)
+
+
 class Classifier(nn.Module):
     """Something before and after a body."""
 
@@ -81,19 +107,25 @@ def test_model_of_any_kind(mode: Any, balance: Any) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("kind", ["sequential", "traced"])
+@pytest.mark.parametrize("kind", ["sequential", "traced", "list"])
 def test_module_in_a_model(mode: Any, kind: str) -> None:
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
-    model = Classifier(layers if kind == "sequential" else residual().eval()).double()
+    sequential = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    bodies = {"sequential": sequential, "traced": residual().eval(), "list": Looped()}
+    model = Classifier(bodies[kind]).double()
     plain = deepcopy(model)
+    path, balance = {
+        "sequential": ("body", [1, 2]),
+        "traced": ("body", [1, 3]),
+        "list": ("body.blocks", [3, 2]),
+    }[kind]
 
-    balance = [1, 2] if kind == "sequential" else [1, 3]
-    pipeline = GPipe(model, balance, module="body", chunks=3, activation_checkpointing=mode)
+    pipeline = GPipe(model, balance, module=path, chunks=3, activation_checkpointing=mode)
 
     same(pipeline, model, plain, scale=2.0)
     pipeline.release()
-    assert "forward" not in vars(model.body)
+    before = [set(vars(each)) for each in model.modules()]
+    assert before == [set(vars(each)) for each in plain.modules()]
     pipeline.close()
 
 

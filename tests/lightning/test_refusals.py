@@ -132,8 +132,8 @@ class Flat(Classifier):
         (
             Holder,
             {"module": "head"},
-            TypeError,
-            ["module='head' must be an nn.Sequential", "got Linear"],
+            ValueError,
+            ["got 2 stages for the 1 layers of Holder.head"],
         ),
         (
             Holder,
@@ -154,7 +154,7 @@ class Flat(Classifier):
             ["Tanh at 1 and 2"],
         ),
     ],
-    ids=["none", "two", "no-such-path", "not-a-sequential", "wrong-sum", "more-stages", "twice"],
+    ids=["none", "two", "no-such-path", "one-layer", "wrong-sum", "more-stages", "twice"],
 )
 def test_module_that_cannot_be_pipelined(
     tmp_path: Path,
