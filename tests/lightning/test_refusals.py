@@ -132,8 +132,8 @@ class Flat(Classifier):
         (
             Holder,
             {"module": "head"},
-            ValueError,
-            ["got 2 stages for the 1 layers of Holder.head"],
+            TypeError,
+            ["Holder.head must call modules in its forward", "got none"],
         ),
         (
             Holder,

@@ -70,6 +70,6 @@ def balance_for(taken: Taken, balance: Any, stages: int | None) -> Sequence[int]
         check_enough_layers(len(taken.units), stages, taken.name)
         return solve(taken.costs(), stages)
     if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
-        return counts_between(balance, taken.units, taken.name)
+        return counts_between(balance, taken.units, taken.name, taken.path)
     chosen: Sequence[int] = balance
     return chosen  # whatever it is: who cuts by it says what is wrong with it

@@ -6,25 +6,28 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 
-def counts_between(starts: Sequence[str], units: Sequence[str], name: str = "module") -> list[int]:
+def counts_between(
+    starts: Sequence[str], units: Sequence[str], name: str = "module", path: str = ""
+) -> list[int]:
     """The number of units in each stage, given the names of where stages begin.
 
     >>> counts_between(["down.1", "up"], ["down.0", "down.1.conv", "down.1.norm", "up"])
     [1, 2, 1]
 
     The first stage begins at the first unit, whether it is among the names or not. A name stands
-    for the first unit within it; it may be a path from the whole model.
+    for the first unit within it.
 
     Args:
-        starts: The names, in order.
+        starts: The names, in order: from the whole model, or from what is cut.
         units: The names of all units, in order.
         name: The user's name for what is cut, for error messages.
+        path: Where it is in the whole model.
 
     Raises:
         ValueError: If a name is none of a unit, nor of a module with units, or they are not in
             order.
     """
-    found = [_first(start, units, name) for start in starts]
+    found = [_first(start, units, name, path) for start in starts]
     if any(one >= other for one, other in pairwise(found)):
         raise ValueError(
             f"balance must name the modules where stages begin in their order: got "
@@ -34,10 +37,10 @@ def counts_between(starts: Sequence[str], units: Sequence[str], name: str = "mod
     return [end - begin for begin, end in pairwise(bounds)]
 
 
-def _first(start: str, units: Sequence[str], name: str) -> int:
+def _first(start: str, units: Sequence[str], name: str, path: str) -> int:
     """The index of the first unit that is ``start``, or within it."""
     for k, unit in enumerate(units):
-        if f"{unit}.".startswith(f"{start}."):
+        if f"{unit}.".startswith((f"{start}.", f"{path}.{start}.")):
             return k
     listed = ", ".join(map(repr, dict.fromkeys(units)))
     raise ValueError(

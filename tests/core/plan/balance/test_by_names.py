@@ -12,6 +12,12 @@ def test_stages_begin_at_the_first_unit_within_the_named_modules() -> None:
     assert counts_between(["down"], UNITS) == [1, 5]
 
 
+def test_names_from_what_is_cut() -> None:
+    units = [f"net.{unit}" for unit in UNITS]
+
+    assert counts_between(["down.1", "net.up"], units, path="net") == [3, 1, 2]
+
+
 def test_first_unit_may_be_named() -> None:
     assert counts_between(["stem", "up"], UNITS) == [4, 2]
 
