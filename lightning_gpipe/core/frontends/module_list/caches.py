@@ -17,10 +17,11 @@ from lightning_gpipe.core.frontends.module_list.effects import tensors_held
 
 
 class CacheRule:
-    """Takes caches from the arguments of blocks; says so once."""
+    """Decides about caches among the arguments of blocks; says each thing once."""
 
     def __init__(self) -> None:
-        self._said = False
+        self._said_without = False
+        self._said_one_by_one = False
 
     def without(self, call: Call, given: Any, filled: Collection[Path]) -> Any:
         """The arguments of a call with None for the objects that it fills.
@@ -42,13 +43,27 @@ class CacheRule:
             return None
 
         found = mapped(emptied, given)
-        if not self._said:
-            self._said = True
-            names = call.titles(sorted(filled, key=str))
+        if not self._said_without:
+            self._said_without = True
             warnings.warn(
-                f"{names} of {call} is None while gradients are recorded: blocks fill it, and "
+                f"{_named(call, filled)} is None while gradients are recorded: blocks fill it, and "
                 "micro-batches would fill it over one another. To do without this warning, do not "
                 "pass it: for a model of transformers write model.config.use_cache = False.",
                 stacklevel=2,
             )
         return found
+
+    def one_by_one(self, call: Call, filled: Collection[Path], rows: int) -> None:
+        """Say that a mini-batch of so many rows runs in one micro-batch."""
+        if rows > 1 and not self._said_one_by_one:
+            self._said_one_by_one = True
+            warnings.warn(
+                f"{_named(call, filled)} is filled by blocks, so that mini-batches run in one "
+                "micro-batch, in which stages wait for one another. Generation needs that. "
+                "Evaluation does not: for a model of transformers write use_cache=False there.",
+                stacklevel=2,
+            )
+
+
+def _named(call: Call, filled: Collection[Path]) -> str:
+    return f"{call.titles(sorted(filled, key=str))} of {call}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from lightning_gpipe.core.data import receiving
 from lightning_gpipe.core.faithful import (
     RECOMPUTING,
     Behavior,
+    Buffers,
     LibraryGenerators,
     StageState,
     default_generator,
@@ -33,7 +36,7 @@ class Undisturbed:
     # A class: see Note [Context managers are classes].
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self._modules = tuple(modules)
+        self._modules = tuple(each for module in modules for each in module.modules())
         self._generators = [default_generator(d) for d in {torch.device("cpu"), device}]
         self._library = LibraryGenerators()
 
@@ -41,16 +44,21 @@ class Undisturbed:
         self._states = [generator.get_state() for generator in self._generators]
         self._drawn = self._library.get_state()
         self._snapshot = StageState(self._modules, deferred=False).snapshot(Behavior())
+        # Those of batch norms too, which a recomputation does not need.
+        self._buffers = Buffers(self._modules, copied=lambda slot: True)
         self._token = RECOMPUTING.set(True)
-        self._without = (torch.no_grad(), receiving(_drop))
+        # What is warned of is warned of again when it runs.
+        self._without = (torch.no_grad(), receiving(_drop), warnings.catch_warnings())
         for manager in self._without:
             manager.__enter__()
+        warnings.simplefilter("ignore")
 
     def __exit__(self, *error: Any) -> None:
         for manager in reversed(self._without):
             manager.__exit__(*error)
         RECOMPUTING.reset(self._token)
         self._snapshot.restore()
+        self._buffers.restore()
         self._library.set_state(self._drawn)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
@@ -65,6 +73,11 @@ def tensors_held(value: Any, depth: int = 8) -> Iterator[Tensor]:
         elif depth and not isinstance(each, (type, nn.Module)):
             for held in getattr(each, "__dict__", {}).values():
                 yield from tensors_held(held, depth - 1)
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of an object, with its tensors detached."""
+    return copy.deepcopy(value, {id(x): x.detach().clone() for x in tensors_held(value)})
 
 
 def fingerprint(value: Any) -> list[tuple[int, int]]:

@@ -230,8 +230,8 @@ class Recording:
         """What is known of a call, its arguments without caches, and what a rehearsal returned."""
         key = self._key(call, given)
         learned, found = self._knowledge.get(key), None
-        if learned is None and not self.grad and _holds_tensors(given):
-            self._make_single()
+        if learned is None and _holds_tensors(given):
+            self._expect_filled(call, given)
         _, unknown = self._readings(given, learned)
         if learned is None or unknown or not (learned.complete or self.single):
             learned, found = self._rehearsed(call, given, learned)
@@ -240,8 +240,21 @@ class Recording:
         if learned.filled and self.grad:
             return self._known(call, self._caches.without(call, given, learned.filled), check)
         if learned.filled:
+            self._caches.one_by_one(call, learned.filled, self.rows)
             self._make_single()
+            found = None  # it may be that of a few rows
         return learned, given, found
+
+    def _expect_filled(self, call: Call, given: Any) -> None:
+        """Prepare for an object among the arguments that has the rows of the mini-batch already."""
+        if not self.grad:
+            self._make_single()
+        elif not any(isinstance(leaf, Placeholder) for _, leaf in leaves_in(given)):
+            whole = dict.fromkeys(self._readings(given, None)[0], WHOLE)
+            rehearsal = Rehearsal(call, given, self.rows, None, _no_sample)
+            learned, _ = rehearsal.learn(whole, [])
+            if learned.filled:
+                self._caches.without(call, given, learned.filled)
 
     def _rehearsed(self, call: Call, given: Any, before: Learned | None) -> tuple[Learned, Try]:
         readings, unknown = self._readings(given, before)
@@ -363,6 +376,10 @@ def _holds_tensors(given: Any) -> bool:
     """Whether an object among the arguments holds tensors, as a cache that was filled does."""
     objects = (leaf for _, leaf in leaves_in(given) if is_own(leaf))
     return any(True for each in objects for _ in tensors_held(each))
+
+
+def _no_sample(placeholder: Placeholder) -> Tensor:
+    raise AssertionError("the first block is given no placeholders")
 
 
 def _no_check(learned: Learned, found: Try) -> None:

@@ -9,7 +9,6 @@ return different things, nothing can tell which is meant, and the user must.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, count
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from lightning_gpipe.core.frontends.module_list.arguments import (
     other_reading,
 )
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
-from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, fingerprint
+from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, copied, fingerprint
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.results import Result, with_given
 from lightning_gpipe.core.frontends.module_list.samples import few_of
@@ -169,7 +168,7 @@ class Rehearsal:
             if isinstance(leaf, Tensor):
                 made = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
             elif is_own(leaf):
-                made = copy.deepcopy(leaf)
+                made = copied(leaf)
             else:
                 return leaf
             copies[path] = made, fingerprint(made)

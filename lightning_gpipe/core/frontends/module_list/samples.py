@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_gpipe.core.frontends.module_list.arguments import (
     mapped,
 )
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
-from lightning_gpipe.core.frontends.module_list.effects import Undisturbed
+from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, copied
 from lightning_gpipe.core.plan import Step, Value, is_own
 
 
@@ -83,7 +82,7 @@ class Samples:
         def given(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Value):
                 return self[leaf.number].to(call.device, copy=True)
-            return copy.deepcopy(leaf) if is_own(leaf) else leaf
+            return copied(leaf) if is_own(leaf) else leaf
 
         args, kwargs = mapped(given, (step.args, dict(step.kwargs)))
         with Undisturbed(call.modules, call.device):

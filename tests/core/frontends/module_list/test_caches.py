@@ -1,0 +1,135 @@
+"""Objects that blocks fill: None with gradients, one micro-batch without."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.interpreter import Interpreter
+from tests.support.loops import WIDTH, Around, looped, states
+from tests.support.models import assert_same_step
+
+
+class Cache:
+    """What blocks have seen, by their indices."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Tensor] = {}
+
+    def update(self, k: int, x: Tensor) -> Tensor:
+        self.seen[k] = torch.cat([self.seen[k], x], 1) if k in self.seen else x
+        return self.seen[k]
+
+
+class Remembering(nn.Linear):
+    """Adds the mean of what it has seen."""
+
+    def __init__(self, k: int = 0) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.k = k
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        y: Tensor = super().forward(x)
+        seen = y if cache is None else cache.update(self.k, y)
+        return x + seen.mean(1, keepdim=True)
+
+
+class Model(Around):
+    def __init__(self) -> None:
+        super().__init__(block=Remembering)
+        for k, block in enumerate(self.blocks):
+            assert isinstance(block, Remembering)
+            block.k = k
+
+
+def test_cache_without_gradients_is_filled_by_one_micro_batch():
+    plain = Model()
+    model = copy.deepcopy(plain)
+    caches, run = [Cache(), Cache()], Interpreter()
+    batches = [states(length=length) for length in (5, 1, 1)]
+    with torch.no_grad():
+        wanted = [plain(batch, cache=caches[1]) for batch in batches]
+        with looped(model, run=run), pytest.warns(UserWarning, match="one micro-batch"):
+            found = [model(batch, cache=caches[0]) for batch in batches]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*[cache.seen for cache in caches])
+    assert run.used == [1, 1, 1]
+
+
+def test_cache_with_gradients_is_left_out_and_that_is_said_once(
+    recwarn: pytest.WarningsRecorder,
+):
+    plain = Model()
+    model = copy.deepcopy(plain)
+    cache, run = Cache(), Interpreter()
+    with looped(model, run=run):
+        for _ in range(2):
+            torch.testing.assert_close(model(states(), cache=cache), plain(states()))
+        assert_same_step(model, plain, states())
+    assert not cache.seen
+    assert run.used == [3, 3, 3]
+    (warning,) = recwarn
+    assert str(warning.message).startswith("cache of blocks.0 (")
+    assert "is None while gradients are recorded" in str(warning.message)
+
+
+def test_full_cache_with_gradients():
+    model, cache = Model(), Cache()
+    with torch.no_grad():
+        model(states(), cache=cache)
+    with looped(model), pytest.raises(RuntimeError, match="must be empty .* got cache of blocks.0"):
+        model(states(), cache=cache)
+
+
+def test_object_that_is_not_filled_is_given_to_every_block():
+    class Settings:
+        factor = 2.0
+
+        def __init__(self) -> None:
+            self.offset = torch.ones(1, dtype=torch.float64)
+
+    class Block(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, settings: Any = None) -> Tensor:
+            return settings.factor * super().forward(x) + settings.offset
+
+    plain = Around(block=Block)
+    model = copy.deepcopy(plain)
+    run = Interpreter()
+    with looped(model, run=run):
+        for _ in range(2):
+            found, wanted = (each(states(), settings=Settings()) for each in (model, plain))
+            torch.testing.assert_close(found, wanted)
+    assert run.used == [3, 3]
+
+
+def test_cache_that_blocks_return():
+    class Returning(Remembering):
+        def forward(self, x: Tensor, cache: Cache | None = None) -> Any:
+            return super().forward(x, cache), cache
+
+    class Passing(Model):
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            cache = kwargs["cache"]
+            for block in self.blocks:
+                x, cache = block(x, cache)
+            return x, cache
+
+    plain = Passing()
+    for k in range(4):
+        plain.blocks[k] = Returning(k).double()
+    model = copy.deepcopy(plain)
+    caches = [Cache(), Cache()]
+    with looped(model), torch.no_grad(), pytest.warns(UserWarning, match="one micro-batch"):
+        found, cache = model(states(), cache=caches[0])
+    with torch.no_grad():
+        wanted, _ = plain(states(), cache=caches[1])
+    torch.testing.assert_close(found, wanted)
+    assert cache is caches[0]
+    torch.testing.assert_close(*[cache.seen for cache in caches])

@@ -1,0 +1,262 @@
+"""What a rehearsal finds out, and that nothing of it remains."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import whole
+from lightning_gpipe.core.faithful import is_recomputing
+from tests.support.interpreter import Interpreter
+from tests.support.loops import LENGTH, WIDTH, Around, looped, states
+from tests.support.models import assert_same_step
+
+ROWS = 7
+
+
+class Taking(nn.Linear):
+    """Takes an argument beside the hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, other: Any = None) -> Tensor:
+        return self.use(super().forward(x), other)
+
+    def use(self, x: Tensor, other: Any) -> Tensor:
+        return x + other
+
+
+def random_of(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def assert_same_with(kind: type[Taking], others: list[Any], rows: int = ROWS) -> Interpreter:
+    """A model of such blocks is the same in a pipeline with each of these arguments."""
+    plain = Around(block=kind)
+    model = copy.deepcopy(plain)
+    run = Interpreter()
+    with looped(model, run=run):
+        for other in others:
+            found, wanted = (each(states(rows), other=other) for each in (model, plain))
+            torch.testing.assert_close(found, wanted)
+    return run
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(ROWS, 1, WIDTH), (1, LENGTH, WIDTH), (LENGTH, WIDTH), (WIDTH,), (), (1, 1, 1)],
+)
+def test_argument_is_cut_or_whole_by_its_shape(shape: tuple[int, ...]):
+    assert_same_with(Taking, [random_of(*shape), random_of(*shape)])
+
+
+def test_rows_whose_number_is_that_of_something_else():
+    # (LENGTH, WIDTH) is for all rows, although there are as many; (rows, 1, 1) is not.
+    assert_same_with(Taking, [random_of(LENGTH, WIDTH), random_of(LENGTH, 1, 1)], rows=LENGTH)
+    assert_same_with(Taking, [random_of(2, 1, 1), random_of(1, 2, 1, 1)[0]], rows=2)
+
+
+def test_several_entries_per_row():
+    class Headed(Taking):
+        def use(self, x: Tensor, other: Tensor) -> Tensor:
+            return (x.repeat_interleave(2, 0) + other).unflatten(0, (-1, 2)).sum(1)
+
+    run = assert_same_with(Headed, [random_of(2 * ROWS, 1, WIDTH)] * 2)
+    assert run.used == [3, 3]
+
+
+def test_argument_that_is_never_used_may_be_cut():
+    class Ignoring(Taking):
+        def use(self, x: Tensor, other: Tensor) -> Tensor:
+            return x
+
+    assert_same_with(Ignoring, [random_of(ROWS, 3), random_of(5)])
+
+
+def test_rows_that_a_block_counts_together():
+    class Folding(Taking):
+        def use(self, x: Tensor, other: Tensor) -> Tensor:
+            return x + other.reshape(x.size(0), -1, WIDTH).mean(1, keepdim=True)
+
+    assert_same_with(Folding, [random_of(ROWS, 4, WIDTH), random_of(ROWS, 2, WIDTH)])
+
+
+class Averaging(Taking):
+    """Takes the mean of a table, which any number of entries has."""
+
+    def use(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other.mean(0)
+
+
+def test_argument_of_which_nothing_tells_whether_it_has_rows():
+    model = Around(block=Averaging)
+    expected = "got other of shape .* with 7 rows, and both readings run"
+    with looped(model):
+        with pytest.raises(ValueError, match=expected):
+            model(states(ROWS), other=random_of(ROWS, WIDTH))
+        with pytest.raises(ValueError, match=expected):
+            model(states(ROWS), other=random_of(2 * ROWS, WIDTH))
+
+
+def test_mark_decides_what_a_shape_does_not():
+    assert_same_with(Averaging, [whole(random_of(ROWS, WIDTH)), whole(random_of(ROWS, WIDTH))])
+
+
+def test_parameter_is_whole():
+    assert_same_with(Averaging, [nn.Parameter(random_of(ROWS, WIDTH))])
+
+
+def test_settings_of_all_kinds_are_passed_on():
+    class Configured(Taking):
+        def use(self, x: Tensor, other: Any) -> Tensor:
+            assert other["name"] == "a" and other["none"] is None and other["flag"] is True
+            return x * other["factor"] + other["pair"][0] + other["tensors"][0]
+
+    settings = {
+        "name": "a",
+        "none": None,
+        "flag": True,
+        "factor": 3,
+        "pair": (1.5, 2),
+        "tensors": [random_of(ROWS, 1, 1)],
+    }
+    assert_same_with(Configured, [settings, settings | {"factor": 4}])
+
+
+def test_one_rehearsal_per_kind_of_block_and_none_in_later_steps():
+    calls: list[int] = []
+
+    class Counting(nn.Linear):
+        def __init__(self, window: bool) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.window = window
+
+        def forward(self, x: Tensor) -> Any:
+            if is_recomputing():
+                calls.append(x.size(0))
+            y = super().forward(x)
+            return y.relu() if self.window else y
+
+    model = Around()
+    for k in range(4):
+        model.blocks[k] = Counting(k % 2 == 1).double()
+    with looped(model):
+        for rows, length in [(7, 5), (5, 5), (6, 9)]:
+            model(states(rows, length))
+    assert calls == [2, 2]
+
+
+class Changing(nn.Module):
+    """Changes everything that a block can change, and draws from every generator."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("count", torch.zeros(1))
+        self.generator = torch.Generator().manual_seed(0)
+        self.calls, self.seen = 0, [0]
+        self.first = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.count.add_(1)
+        torch.rand(1)
+        random.random()
+        torch.rand(1, generator=self.generator)
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_rehearsal_has_no_effects():
+    model = Around(block=Changing, depth=2)
+    block = model.blocks[0]
+    assert isinstance(block, Changing)
+    state = copy.deepcopy(model.state_dict())
+    drawn = torch.get_rng_state(), random.getstate(), block.generator.get_state()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*args: Any, **kwargs: Any) -> list[Any]:
+        raise Stopped
+
+    with looped(model, run=stop), pytest.raises(Stopped):
+        model(states())
+    torch.testing.assert_close(model.state_dict(), state)
+    assert (block.calls, block.seen) == (0, [0])
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert torch.equal(block.generator.get_state(), drawn[2])
+
+
+def test_input_that_a_block_edits_in_place_is_not_edited_by_a_rehearsal():
+    class Editing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    plain = Around(block=Editing)
+    model = copy.deepcopy(plain)
+    with looped(model), torch.no_grad():
+        torch.testing.assert_close(model(states() * 1), plain(states() * 1))
+
+
+def test_block_that_does_not_run_on_rows():
+    class Failing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).view(ROWS, LENGTH, WIDTH)
+
+    model = Around(block=Failing)
+    with looped(model), pytest.raises(RuntimeError) as caught:
+        model(states())
+    (note,) = caught.value.__notes__
+    assert "raised when blocks.0 (" in note
+    assert "was tried on 2 of the 7 rows" in note
+
+
+def test_blocks_of_one_class_that_return_different_things():
+    class Sometimes(nn.Linear):
+        def __init__(self, k: int) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.k = k
+
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return (y, y) if self.k == 2 else y
+
+    model = Around()
+    for k in range(4):
+        model.blocks[k] = Sometimes(k).double()
+    with looped(model), pytest.raises(RuntimeError, match="blocks.2 must return .* same kind"):
+        model(states())
+
+
+def test_blocks_of_one_class_that_differ_in_a_flag():
+    class Paired(nn.Linear):
+        def __init__(self, pair: bool) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.pair = pair
+
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return (y, x) if self.pair else y
+
+    plain = Around(lambda k, x: x[0] + x[1] if isinstance(x, tuple) else x)
+    for k in range(4):
+        plain.blocks[k] = Paired(k in (0, 2)).double()
+    model = copy.deepcopy(plain)
+    with looped(model, stages=4):
+        assert_same_step(model, plain, states())
