@@ -70,7 +70,12 @@ class Traced(Frontend):
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
-        check_balance(balance, len(self._units), self._name)
+        try:
+            check_balance(balance, len(self._units), self._name)
+        except ValueError as error:
+            for module, why in self._graphs[0].whole.items():
+                error.add_note(f"{type(module).__name__} is one layer: {why}")
+            raise
         self._own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
         for graph in self._graphs[1:]:
             self._own.extend(graph)

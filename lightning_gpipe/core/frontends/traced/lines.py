@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-# Neither PyTorch's code nor this package's is the user's.
+# Neither PyTorch's code nor this package's is the user's, nor is Python's own.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 class Refused(TypeError):
@@ -35,5 +38,7 @@ def line_of(error: BaseException) -> str:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither PyTorch's nor this package's."""
-    return not filename.startswith((*_LIBRARIES, "<frozen"))
+    """Whether a file is neither PyTorch's, nor this package's, nor Python's."""
+    if filename.startswith((*_LIBRARIES, "<frozen")):
+        return False
+    return filename.startswith(_INSTALLED) or not filename.startswith(_STANDARD)

@@ -15,7 +15,7 @@ from lightning_gpipe.core.frontends.traced.graph import Graph, Output
 from lightning_gpipe.core.frontends.traced.holding import Held
 from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.modes import Under
-from lightning_gpipe.core.frontends.traced.numbers import check_numbers
+from lightning_gpipe.core.frontends.traced.numbers import check_numbers, rows_in
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.plan import Program, Step, Value
 
@@ -76,6 +76,7 @@ class _Lowering:
         self.steps: list[Step] = []
         self.numbers: dict[fx.Node, int] = {node: k for k, node in enumerate(graph.inputs)}
         self._graph, self._own, self._held, self._stages = graph, own, held, stages
+        self._rows = rows_in(graph).values
         self._count = len(graph.inputs)
         self._reads: dict[tuple[str, int], int] = {}
 
@@ -100,7 +101,7 @@ class _Lowering:
             j, number = self._own.n - 1, self._value(node, self._own.n - 1).number
         else:
             j, number = self._stages[node], self.numbers[node]
-        if _has_rows(node):
+        if node in self._rows:
             return number
         once = self._next()
         self.steps.append(Step(_marked, (Value(number),), once, j, name=_name(node)))
@@ -167,20 +168,6 @@ class Shared:
 def _marked(value: Any) -> Any:
     """A value that is the same for every micro-batch, and returned once."""
     return whole(value) if isinstance(value, Tensor) else value
-
-
-def _has_rows(node: fx.Node) -> bool:
-    """Whether a value is computed from an input that is cut into micro-batches."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        found = waiting.pop()
-        if found.op == "placeholder" and not found.meta["whole"]:
-            return True
-        if found not in seen:
-            seen.add(found)
-            waiting += found.all_input_nodes
-    return False
 
 
 def _plain(tree: Any) -> Any:

@@ -8,8 +8,7 @@ divide by another number than the plain module does. The latter is refused.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,13 +25,30 @@ _COMPUTE = frozenset(
 _ROW_NUMBERS = frozenset({torch.arange, torch.linspace})  # as an index: one entry per row
 
 
+class RowsIn(NamedTuple):
+    """The nodes of a graph whose values depend on the rows of the micro-batch.
+
+    Attributes:
+        values: Tensors, and others.
+        counts: Numbers of rows, and what is computed from them.
+    """
+
+    values: set[fx.Node]
+    counts: set[fx.Node]
+
+    @property
+    def either(self) -> set[fx.Node]:
+        """All of them."""
+        return self.values | self.counts
+
+
 def check_numbers(graph: Graph) -> None:
     """Raise if a number of rows is used as a value.
 
     Raises:
         Refused: Names the line.
     """
-    counts = set(_counts(graph))
+    counts = rows_in(graph).counts
     for node in counts:
         if node in graph.outputs:
             raise Refused(_message(node, "returns it"))
@@ -41,17 +57,23 @@ def check_numbers(graph: Graph) -> None:
                 raise Refused(_message(user, what))
 
 
-def _counts(graph: Graph) -> Iterator[fx.Node]:
-    """The nodes whose value is a number of rows, or computed from one."""
-    rows: set[fx.Node] = {node for node in graph.inputs if not node.meta["whole"]}
-    counts: set[fx.Node] = set()
+def rows_in(graph: Graph) -> RowsIn:
+    """The values of a graph that depend on the rows of the micro-batch."""
+    found = RowsIn({node for node in graph.inputs if not node.meta["whole"]}, set())
     for node in graph.nodes:
         of = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if _is_count(node, of, rows) or _computed(node, counts):
-            counts.add(node)
-            yield node
-        elif node_kind(node) not in (Kind.NUMBER, Kind.SIZES) and rows & set(node.all_input_nodes):
-            rows.add(node)
+        if _is_count(node, of, found.values) or _computed(node, found.counts):
+            found.counts.add(node)
+        elif not _is_property(node) and found.either & set(node.all_input_nodes):
+            found.values.add(node)
+    return found
+
+
+def _is_property(node: fx.Node) -> bool:
+    """Whether a value is a size, a device or such, of another value."""
+    if node_kind(node) in (Kind.NUMBER, Kind.SIZES):
+        return True
+    return node.target is getattr and node.args[1] in ("device", "dtype", "layout")
 
 
 def _is_count(node: fx.Node, of: fx.Node | None, rows: set[fx.Node]) -> bool:

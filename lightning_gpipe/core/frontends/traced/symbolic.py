@@ -8,9 +8,11 @@ where that is certain, and is refused where it is not.
 from __future__ import annotations
 
 import dis
+import linecache
 import operator
 import sys
 from collections.abc import Callable
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -31,7 +33,7 @@ class Symbolic(Proxy):
 
     @property
     def __class__(self) -> type:
-        if not is_users(sys._getframe(1).f_code.co_filename):
+        if not _asks_for_class(sys._getframe(1)):
             return Symbolic
         kind = node_kind(self.node)
         if kind is Kind.UNKNOWN:
@@ -104,6 +106,20 @@ def _in_place(name: str) -> Callable[[Symbolic, Any], Proxy]:
 IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 for _name in IN_PLACE.split():
     setattr(Symbolic, f"__{_name}__", _in_place(_name))
+
+
+def _asks_for_class(frame: FrameType) -> bool:
+    """Whether the user's code asks for the class of a value, and not PyTorch, for its own ends.
+
+    The functions of PyTorch that are written in C ask in the name of who calls them.
+    """
+    code = frame.f_code
+    if not is_users(code.co_filename):
+        return code.co_name == "is_tensor"
+    line, _, column, _ = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+    text = linecache.getline(code.co_filename, line or 0).encode()[column or 0 :]
+    matching = dis.opname[code.co_code[frame.f_lasti]] == "MATCH_CLASS"
+    return matching or not text or text.startswith((b"isinstance", b"issubclass"))
 
 
 def _is_asserted(frame: FrameType) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import Function
 from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.traced.calls import Given
@@ -95,7 +97,7 @@ class Tracer(fx.Tracer):
             inputs: What is known of each input.
         """
         self._forward, self._inputs = forward, inputs
-        with _same_randomness(), _Recording(self), _any_arguments(self):
+        with _same_randomness(), _Recording(self), _any_arguments(self), _functions_whole(self):
             return self.trace(root)
 
     def held(self, node: fx.Node) -> Tensor | None:
@@ -157,7 +159,9 @@ class Tracer(fx.Tracer):
         kwargs: dict[str, Any],
     ) -> Any:
         if m not in self._paths:
-            raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
+            if not any(True for _ in m.children()):
+                raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
+            return forward(*args, **kwargs)  # such as layers[1:], of an nn.Sequential
         with self._inside(self._paths[m]):
             if m in self._layers or is_layer(m):
                 return self.create_proxy("call_module", self._paths[m], args, kwargs)
@@ -246,6 +250,30 @@ def _any_arguments(tracer: Tracer) -> Iterator[None]:
     finally:
         for name, function in functions.items():
             setattr(torch, name, function)
+
+
+@contextmanager
+def _functions_whole(tracer: Tracer) -> Iterator[None]:
+    """Record an autograd function as one call: within, it would run without gradients.
+
+    PyTorch's own for activation checkpointing is traced through.
+    """
+    original = Function.__dict__["apply"]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, CheckpointFunction):
+            function, _, *rest = args
+            return function(*rest)
+        run = original.__get__(None, cls)
+        if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
+            return tracer.create_proxy("call_function", run, args, kwargs)
+        return run(*args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for now
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
 
 
 def _flat(tree: Any) -> Iterator[Any]:

@@ -1,0 +1,300 @@
+"""What real forwards do besides calling layers, traced and compared with the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gpipe.core.frontends.traced import Traced
+from tests.support.pipes import every_mode
+from tests.support.traced import Tracing, assert_same_run
+from tests.support.traced import tracing as tracing  # a fixture
+
+WIDTH = 4
+
+
+def rows(count: int = 7, *more: int) -> Tensor:
+    shape = (count, *more, WIDTH)
+    return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64).view(shape).sin()
+
+
+class Model(nn.Module):
+    """Layers, and a forward that a test gives."""
+
+    scale: Tensor
+    positions: Tensor
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.run = run
+        self.factor = 1.0
+        self.offsets = [1.0]
+        self.a, self.b, self.c, self.d = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.rnn = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.listed = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.row = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.shifts = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), k / 3)) for k in range(3))
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("positions", torch.arange(9.0).view(1, 9, 1))
+        self.double()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, x, *args, **kwargs)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: tuple[Tensor, dict[str, Tensor]]
+    name: str = "output"
+
+
+class Square(torch.autograd.Function):
+    """With a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] * gradients[0]
+
+
+def dataclass_of_nested_values(m: Model, x: Tensor) -> Output:
+    a = m.a(x)
+    return Output(m.d(m.c(m.b(a))), (a, {"shift": a * m.shift}))
+
+
+def weight_of_a_layer_on_another_stage(m: Model, x: Tensor) -> Tensor:
+    return F.linear(m.d(m.c(m.b(m.a(x)))), m.a.weight, m.shift) * m.shift
+
+
+def buffer_on_several_stages(m: Model, x: Tensor) -> Tensor:
+    return m.d(m.c(m.b(m.a(x) * m.scale)) * m.scale) * m.scale
+
+
+def input_used_late_and_returned(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.d(m.c(m.b(m.a(x)))) + x, x
+
+
+def parameter_returned(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.d(m.c(m.b(m.a(x)))), m.shift
+
+
+def sizes_as_sizes(m: Model, x: Tensor) -> Tensor:
+    y = m.a(x).view(x.size(0), 2, -1).transpose(1, 2).reshape(x.shape)
+    return m.d(m.c(m.b(y + torch.zeros(x.shape[0], WIDTH)))).view(x.shape)
+
+
+def constants_made_in_forward(m: Model, x: Tensor) -> Tensor:
+    x = m.b(m.a(x))
+    ones = torch.ones(x.size(-1), x.size(-1), device=x.device, dtype=x.dtype)
+    index = torch.arange(x.shape[0], device=x.device)
+    x = m.c(x @ torch.tril(ones))[index] + torch.tensor([0.0, 1.0, 2.0, 3.0])
+    return m.d(x.masked_fill(torch.eye(WIDTH)[0] == 1, 0.5))
+
+
+def recurrent_layer(m: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    y, (h, _) = m.rnn(m.a(x).unsqueeze(1))
+    return m.c(m.b(y[:, -1])), h.squeeze(0)
+
+
+def containers(m: Any, x: Tensor) -> Tensor:
+    for layer, shift in zip(m.listed[1:], m.shifts, strict=True):
+        x = torch.tanh(layer(x)) + shift
+    for layer in m.row[:2]:
+        x = layer(x)
+    return m.row[2:](x) + m.listed[0](x)
+
+
+def reentrant_checkpoint(m: Model, x: Tensor) -> Tensor:
+    return m.d(checkpoint(m.row, m.a(x), use_reentrant=True))
+
+
+def checkpoint_of_a_function(m: Model, x: Tensor) -> Tensor:
+    y = checkpoint(lambda z: torch.tanh(m.b(z)) + z, m.a(x), use_reentrant=False)
+    return m.d(m.c(y))
+
+
+def autograd_function(m: Model, x: Tensor) -> Tensor:
+    return m.d(m.c(Square.apply(m.b(m.a(x)))))
+
+
+def module_called_twice(m: Model, x: Tensor) -> Tensor:
+    return m.d(m.c(m.a(m.b(m.a(x)))))
+
+
+def functional_dropout(m: Model, x: Tensor) -> Tensor:
+    return m.d(m.c(F.dropout(m.b(m.a(x)), 0.0 if m.training else 0.5, m.training)))
+
+
+def tuple_used_late(m: Model, x: Tensor) -> Tensor:
+    parts = m.a(x).chunk(2, dim=-1)
+    return m.d(m.c(m.b(x))) + torch.cat(parts, -1)
+
+
+def class_of_a_tensor(m: Model, x: Tensor) -> Any:
+    y = m.b(m.a(x))
+    if not torch.is_tensor(x) or isinstance(y, tuple):
+        return y
+    match y:
+        case Tensor():
+            return m.d(m.c(y))
+    return y
+
+
+FORWARDS = [
+    dataclass_of_nested_values,
+    weight_of_a_layer_on_another_stage,
+    buffer_on_several_stages,
+    input_used_late_and_returned,
+    parameter_returned,
+    sizes_as_sizes,
+    constants_made_in_forward,
+    recurrent_layer,
+    containers,
+    reentrant_checkpoint,
+    checkpoint_of_a_function,
+    autograd_function,
+    module_called_twice,
+    functional_dropout,
+    tuple_used_late,
+    class_of_a_tensor,
+]
+
+
+@every_mode
+@pytest.mark.parametrize("run", FORWARDS, ids=lambda run: run.__name__)
+def test_same_numbers(tracing: Tracing, run: Callable[..., Any]) -> None:
+    plain = Model(run)
+    count = len(Traced(plain, "", plain).units)
+
+    assert_same_run(tracing(plain, min(4, count)), plain, rows())
+
+
+def test_calls_of_a_module_called_twice_are_one_unit() -> None:
+    model = Model(module_called_twice)
+
+    assert Traced(model, "", model).units == ["a", "c", "d"]
+
+
+def test_parameter_that_the_forward_reads_counts_where_it_is_first_read() -> None:
+    model = Model(weight_of_a_layer_on_another_stage)
+    linear = WIDTH * WIDTH + WIDTH
+
+    assert Traced(model, "", model).costs() == [linear, linear, linear, linear + WIDTH]
+
+
+def arguments(m: Model, x: Any, *more: Tensor, scale: float = 1.0, **named: Any) -> Tensor:
+    y = m.b(m.a(x["x"] if isinstance(x, dict) else x)) * scale
+    for each in more:
+        y = y + each
+    return m.d(m.c(y)) + named.get("last", 0.0)
+
+
+def test_any_arguments(tracing: Tracing) -> None:
+    plain = Model(arguments)
+    piped = tracing(plain, 4)
+
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((rows(),), {}),
+        ((rows(), rows(), rows()), {"scale": 3.0}),
+        (({"x": rows()},), {"last": rows()}),
+        (({"x": rows()},), {"last": 2.0, "scale": -1.0}),
+    ]
+    for args, kwargs in calls:
+        torch.testing.assert_close(piped(*args, **kwargs), plain(*args, **kwargs))
+
+
+def test_attribute_that_changes_between_calls(tracing: Tracing) -> None:
+    def scaled(m: Any, x: Tensor) -> Tensor:
+        return m.d(m.c(m.b(m.a(x)))) * m.factor + m.offsets[0]
+
+    plain = Model(scaled)
+    piped: Any = tracing(plain, 4)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+    for model in (plain, piped):
+        model.factor = 5.0
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+    for model in (plain, piped):
+        model.offsets[0] = 7.0
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+
+def test_layer_that_was_replaced(tracing: Tracing) -> None:
+    piped = tracing(Model(sizes_as_sizes), 4)
+    piped(rows())
+    piped.c = nn.Linear(WIDTH, WIDTH).double()
+
+    with pytest.raises(
+        TypeError, match="must stay the same objects: c, called at .*another Linear"
+    ):
+        piped(rows())
+
+
+class Block(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+class Blocks(nn.Module):
+    """Three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)))
+
+
+def test_hooks_run_with_the_modules_that_they_are_on(tracing: Tracing) -> None:
+    plain = Blocks()
+    for name in ("", "first", "second.one"):
+        plain.get_submodule(name).register_forward_hook(lambda module, args, y: y * 2)
+    seen: list[int] = []
+    piped = tracing(plain, [2, 3])
+    piped.get_submodule("first").register_forward_hook(lambda m, args, y: seen.append(len(y)))
+    piped.register_forward_hook(lambda m, args, y: seen.append(len(y)))
+
+    assert Traced(plain, "", plain).units == [
+        "first",
+        *(f"second.{k}" for k in ("one", "other")),
+        *(f"third.{k}" for k in ("one", "other")),
+    ]
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+    assert seen == [3, 2, 2, 7]
+
+
+def test_hook_that_comes_later(tracing: Tracing) -> None:
+    plain = Blocks()
+    piped = tracing(plain, [3, 3])
+    piped(rows())
+    for model in (plain, piped):
+        model.get_submodule("first").register_forward_hook(lambda module, args, y: y * 2)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+    piped.get_submodule("second").register_forward_hook(lambda module, args, y: y * 2)
+    with pytest.raises(TypeError, match="with hooks must be on one stage.*: second is on several"):
+        piped(rows())
