@@ -105,7 +105,7 @@ class GPipe(StandIn):
         threads: bool = True,
     ) -> None:
         check_settings(chunks, activation_checkpointing, microbatching)
-        taken = take(model, module)
+        taken = take(model, module, balance)
         sizes = balance_for(taken, balance, None if devices is None else len(devices))
         partitions = taken.partitions(sizes)
         layout = with_around(layout_of(partitions, devices), model, taken.module, taken.own)

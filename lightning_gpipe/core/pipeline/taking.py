@@ -14,14 +14,15 @@ from lightning_gpipe.core.plan import check_enough_layers, counts_between, solve
 Balance = Sequence[int] | Sequence[str] | str  # numbers of units, where stages begin, "parameters"
 
 
-def take(root: nn.Module, path: str | Taken | None) -> Taken:
+def take(root: nn.Module, path: str | Taken | None, balance: Any = None) -> Taken:
     """What runs as a pipeline.
 
     Args:
         root: The user's model.
-        path: Where it is in the model. None takes the model itself if it is an nn.Sequential;
-            otherwise the nn.Sequential or nn.ModuleList with more than half of its parameters; if
-            there is none, the model. What was taken before is taken again.
+        path: Where it is in the model. None takes the model itself, unless the balance counts the
+            layers of the nn.Sequential or nn.ModuleList with more than half of its parameters, or
+            names some of them. What was taken before is taken again.
+        balance: As the user gave it.
 
     Raises:
         TypeError, ValueError: If nothing is there, or it cannot run as a pipeline.
@@ -35,11 +36,23 @@ def take(root: nn.Module, path: str | Taken | None) -> Taken:
         )
     if path is not None:
         found = locate(root, path)
-    elif isinstance(root, nn.Sequential):
-        found = "", root
     else:
-        found = heaviest(root) or ("", root)
+        heavy = None if isinstance(root, nn.Sequential) else heaviest(root)
+        found = heavy if heavy is not None and _is_of(balance, *heavy) else ("", root)
     return taken_at(root, *found)
+
+
+def _is_of(balance: Any, path: str, module: nn.Module) -> bool:
+    """Whether a balance is one of the layers of a part of the model, and not of the model.
+
+    The heaviest nn.Sequential of a U-Net or a residual network is not what its author calls layers.
+    """
+    if not isinstance(balance, list | tuple):
+        return isinstance(module, nn.ModuleList)  # a loop over blocks can seldom be traced
+    if all(isinstance(each, str) for each in balance):
+        layers = {name for name, _ in module.named_children()}
+        return {each.removeprefix(f"{path}.") for each in balance} <= layers
+    return sum(each for each in balance if isinstance(each, int)) == len(list(module.children()))
 
 
 def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:
