@@ -141,3 +141,62 @@ def test_balance_that_does_not_fit() -> None:
         GPipe(residual(), [2, 3])
     with pytest.raises(ValueError, match="got 'left', and no unit of module is that"):
         GPipe(residual(), ["left"])
+
+
+class Both(nn.Module):
+    """Two stacks one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.decoder = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        for block in self.encoder:
+            x = block(x, mask=mask)
+        encoded = x
+        for block in self.decoder:
+            x = block(x, mask=encoded > 0)
+        return self.last(x + encoded)
+
+
+@every_mode
+def test_several_modules_of_a_model(mode: Any) -> None:
+    torch.manual_seed(0)
+    model = Both().double()
+    plain = deepcopy(model)
+    pipeline = GPipe(
+        model,
+        [[1, 2], [2, 2]],
+        module=["encoder", "decoder"],
+        chunks=3,
+        activation_checkpointing=mode,
+    )
+    seen: list[Any] = []
+    handle = pipeline.observe(seen.append)
+
+    same(pipeline, model, plain)
+    handle.remove()
+    pipeline(rows())
+
+    assert len(seen) == 2
+    assert [str(stage.partition) for stage in pipeline.stages] == [
+        "encoder.0",
+        "encoder.1..encoder.2",
+        "decoder.0..decoder.1",
+        "decoder.2..decoder.3",
+    ]
+    assert pipeline.listing().row_count == 4
+    pipeline.close()
+
+
+def test_several_modules_without_a_balance_for_each() -> None:
+    with pytest.raises(ValueError, match="a list for each path in module: got 1 for"):
+        GPipe(Both(), [[1, 2]], module=["encoder", "decoder"])
+
+
+def test_several_modules_within_one_another() -> None:
+    with pytest.raises(ValueError, match="within one another: got 'body' and 'body.blocks'"):
+        GPipe(Classifier(Looped()), [[1, 1], [3, 2]], module=["body", "body.blocks"])

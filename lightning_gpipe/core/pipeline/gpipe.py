@@ -8,7 +8,7 @@ pipeline's engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +17,16 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gpipe.core.data import MicroBatching, Rows
 from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import StandIn
-from lightning_gpipe.core.pipeline.pipeline import Pipeline, check_settings
-from lightning_gpipe.core.pipeline.placing import layout_of, place_all, with_around
+from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
+from lightning_gpipe.core.pipeline.placing import place_all
 from lightning_gpipe.core.pipeline.taken import Taken
-from lightning_gpipe.core.pipeline.taking import balance_for, take
+from lightning_gpipe.core.pipeline.taking import (
+    Balance,
+    balance_for,
+    laid_out,
+    layers_in,
+    take_all,
+)
 from lightning_gpipe.core.plan import ActivationCheckpointing, Layout, RouteName
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
@@ -60,8 +66,10 @@ class GPipe(StandIn):
             modules where stages begin, such as ``["down3", "up2"]``. Or ``"parameters"``, so that
             the largest stage has as few parameters as possible, with one stage per device.
         module: The path of what runs as a pipeline, such as ``"model.layers"``. None takes the
-            model itself if it is an nn.Sequential; otherwise the nn.Sequential or nn.ModuleList
-            with more than half of its parameters; if there is none, the model.
+            model itself, unless the balance counts or names the layers of the nn.Sequential or
+            nn.ModuleList with more than half of its parameters. Several paths, such as
+            ``["encoder.block", "decoder.block"]``, are a pipeline each, over the same devices, with
+            a balance for each.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
@@ -94,9 +102,9 @@ class GPipe(StandIn):
         self,
         model: nn.Module,
         /,
-        balance: Sequence[int] | Sequence[str] | Literal["parameters"],
+        balance: Balance | Sequence[Balance],
         *,
-        module: str | Taken | None = None,
+        module: str | Sequence[str] | Taken | None = None,
         devices: Sequence[str | torch.device] | None = None,
         chunks: int = 1,
         activation_checkpointing: ActivationCheckpointing = "except_last",
@@ -105,36 +113,48 @@ class GPipe(StandIn):
         threads: bool = True,
     ) -> None:
         check_settings(chunks, activation_checkpointing, microbatching)
-        taken = take(model, module, balance)
-        sizes = balance_for(taken, balance, None if devices is None else len(devices))
-        partitions = taken.partitions(sizes)
-        layout = with_around(layout_of(partitions, devices), model, taken.module, taken.own)
+        balances: Any = balance if isinstance(module, list | tuple) else [balance]
+        found = take_all(model, module, balances)
+        workers = None if devices is None else len(devices)
+        sizes = [balance_for(taken, b, workers) for taken, b in zip(found, balances, strict=True)]
+        layouts = [laid_out(taken, each, devices) for taken, each in zip(found, sizes, strict=True)]
         super().__init__(model)
         if deferred_batch_norm:
-            titles = [title for partition in partitions for title in partition.titles]
-            check_batch_norms([each for p in partitions for each in p.layers], titles)
-        self.balance = list(sizes)
-        self.devices = list(layout.devices)
-        self._taken = taken
-        place_all(model, layout)
-        self._pipeline = Pipeline(
-            layout,
-            chunks=chunks,
-            activation_checkpointing=activation_checkpointing,
-            microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
-            deferred_batch_norm=deferred_batch_norm,
-            threads=threads,
-        )
-        taken.attach(self._pipeline)
+            for layout in layouts:
+                check_batch_norms(*layers_in(layout))
+        self.balance = [*sizes[0]] if len(sizes) == 1 else [list(each) for each in sizes]
+        self.devices = list(layouts[0].devices)
+        self._taken = found
+        place_all(model, layouts)
+        self._pipelines = [
+            Pipeline(
+                layout,
+                chunks=chunks,
+                activation_checkpointing=activation_checkpointing,
+                microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
+                deferred_batch_norm=deferred_batch_norm,
+                threads=threads,
+            )
+            for taken, layout in zip(found, layouts, strict=True)
+        ]
+        self._attach()
+
+    def _attach(self) -> None:
+        for taken, pipeline in zip(self._taken, self._pipelines, strict=True):
+            taken.attach(pipeline)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        return self._pipelines[0]
 
     @property
     def layout(self) -> Layout:
-        """What runs where; prints as one line per stage."""
+        """What runs where; prints as one line per stage. Of several modules, for the first."""
         return self._pipeline.layout
 
     @property
     def engine(self) -> Engine:
-        """The engine, which runs the micro-batches."""
+        """The engine, which runs the micro-batches. Of several modules, for the first."""
         return self._pipeline.engine
 
     @property
@@ -148,8 +168,8 @@ class GPipe(StandIn):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages, in order."""
-        return self.engine.stages
+        """The stages, in order; those of several modules one after another."""
+        return [stage for pipeline in self._pipelines for stage in pipeline.stages]
 
     @property
     def chunks(self) -> int:
@@ -158,7 +178,8 @@ class GPipe(StandIn):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._pipeline.chunks = chunks
+        for pipeline in self._pipelines:
+            pipeline.chunks = chunks
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -167,7 +188,8 @@ class GPipe(StandIn):
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
-        self._pipeline.activation_checkpointing = chosen
+        for pipeline in self._pipelines:
+            pipeline.activation_checkpointing = chosen
 
     @property
     def microbatching(self) -> MicroBatching:
@@ -195,21 +217,22 @@ class GPipe(StandIn):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
-        return self._taken.call(*args, **kwargs)
+        return self._taken[0].call(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run as :meth:`forward` does, with :attr:`patches` in force."""
-        return self._taken.run(*args, **kwargs)
+        return self._taken[0].run(*args, **kwargs)
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""
-        self._taken.release()
+        for taken in self._taken:
+            taken.release()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._taken.attach(self._pipeline)  # what is installed in a model is not copied with it
+        self._attach()  # what is installed in a model is not copied with it
 
-    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
         The backward is added to the timeline later. A step that runs the pipeline twice calls
@@ -218,7 +241,8 @@ class GPipe(StandIn):
         Returns:
             A handle whose ``remove()`` ends the calls.
         """
-        return self.engine.observe(observer)
+        handles = [pipeline.engine.observe(observer) for pipeline in self._pipelines]
+        return handles[0] if len(handles) == 1 else Handles(handles)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
@@ -230,7 +254,7 @@ class GPipe(StandIn):
 
     def listing(self) -> Table:
         """A table of the stages: their devices, layers, parameters and skips that leave them."""
-        return stage_table(self.layout, self._skip_bytes())
+        return stage_table([each.layout for each in self._pipelines], self._skip_bytes())
 
     def skip_layout(self) -> Table:
         """A table of the skip connections: between which layers, and which stages they cross.
@@ -249,13 +273,14 @@ class GPipe(StandIn):
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
-        self.engine.close()
+        for pipeline in self._pipelines:
+            pipeline.close()
 
     def __len__(self) -> int:
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(layer for partition in self.layout.partitions for layer in partition.layers)
+        return iter(layer for stage in self.stages for layer in stage.partition.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         chosen = list(self)[index]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
     FlatTree,
@@ -110,6 +111,10 @@ class Pipeline:
         move_home(layout)
         self.engine.layout = layout
 
+    def close(self) -> None:
+        """End the worker threads; the next mini-batch starts new ones."""
+        self.engine.close()
+
     def reset_patches(self) -> None:
         """Undo what an interrupted verification left in the layers."""
         if len(self.patches):
@@ -156,6 +161,18 @@ class Pipeline:
         if torch.is_grad_enabled():
             recomputed = count_recomputed(self.activation_checkpointing, m)
         return fill_drain(m, self.layout.placement, recomputed=recomputed)
+
+
+class Handles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def check_settings(

@@ -37,14 +37,18 @@ def layout_of(
     return layout
 
 
-def place_all(root: nn.Module, layout: Layout) -> None:
+def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     """Move the layers to their devices, and what is around them in ``root`` to the last one."""
-    layers = {layer for partition in layout.partitions for layer in partition.layers}
-    place_around(root, layers, layout.device_of(layout.n - 1))
-    for j, partition in enumerate(layout.partitions):
-        for layer in partition.layers:
-            place(layer, layout.device_of(j))
-    move_home(layout)
+    layers = {
+        layer for layout in layouts for partition in layout.partitions for layer in partition.layers
+    }
+    place_around(root, layers, layouts[0].devices[-1])
+    for layout in layouts:
+        for j, partition in enumerate(layout.partitions):
+            for layer in partition.layers:
+                place(layer, layout.device_of(j))
+    for layout in layouts:
+        move_home(layout)
 
 
 def move_home(layout: Layout) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_gpipe.core.frontends import heaviest, locate
+from lightning_gpipe.core.pipeline.placing import layout_of, with_around
 from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
-from lightning_gpipe.core.plan import check_enough_layers, counts_between, solve
+from lightning_gpipe.core.plan import Layout, check_enough_layers, counts_between, solve
 
-Balance = Sequence[int] | Sequence[str] | str  # numbers of units, where stages begin, "parameters"
+# Numbers of units, the names of where stages begin, or "parameters".
+Balance = Sequence[int] | Sequence[str] | str
 
 
 def take(root: nn.Module, path: str | Taken | None, balance: Any = None) -> Taken:
@@ -53,6 +57,43 @@ def _is_of(balance: Any, path: str, module: nn.Module) -> bool:
         layers = {name for name, _ in module.named_children()}
         return {each.removeprefix(f"{path}.") for each in balance} <= layers
     return sum(each for each in balance if isinstance(each, int)) == len(list(module.children()))
+
+
+def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken]:
+    """What runs as a pipeline: one for each path of a list, or the one of a single path.
+
+    Raises:
+        ValueError: If there is not a balance for each, or one is within another.
+    """
+    several = isinstance(paths, list | tuple)
+    chosen = list(paths) if several else [paths]
+    if len(balances) != len(chosen) or not chosen:
+        raise ValueError(
+            f"balance must have a list for each path in module: got {len(balances)} for {chosen}, "
+            f"balance={balances!r}."
+        )
+    found = [take(root, path, each) for path, each in zip(chosen, balances, strict=True)]
+    for one, other in permutations(found, 2):
+        if other.module in one.module.modules():
+            raise ValueError(
+                "modules that run as pipelines must not be within one another: got "
+                f"{one.path!r} and {other.path!r}. Choose one of them."
+            )
+    return found
+
+
+def laid_out(
+    taken: Taken, balance: Sequence[int], devices: Sequence[str | torch.device] | None
+) -> Layout:
+    """The layout of what was taken, checked; nothing is moved."""
+    layout = layout_of(taken.partitions(balance), devices)
+    return with_around(layout, taken.root, taken.module, taken.own)
+
+
+def layers_in(layout: Layout) -> tuple[list[nn.Module], list[str]]:
+    """The layers, and what errors call them."""
+    layers = [layer for partition in layout.partitions for layer in partition.layers]
+    return layers, [title for partition in layout.partitions for title in partition.titles]
 
 
 def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:

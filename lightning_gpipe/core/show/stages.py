@@ -7,7 +7,8 @@ each stage, its layers by kind and its share of all parameters, which also shows
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from rich.table import Table
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from lightning_gpipe.core.plan import Layout, RouteName, parameter_costs
 
 
-def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
+def stage_table(layouts: Sequence[Layout], skip_bytes: Mapping[RouteName, int]) -> Table:
     """List the stages, one row each::
 
         stage  device  layers  number  kinds                    parameters  share  skips to
@@ -26,11 +27,13 @@ def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
     of them, as it does for the balance.
 
     Args:
-        layout: What runs where.
+        layouts: What runs where; of several pipelines in one model, one after another.
         skip_bytes: The bytes of each skip tensor that was sent, if any was.
     """
-    partitions = layout.partitions
-    costs = parameter_costs(layer for partition in partitions for layer in partition.layers)
+    rows = [(layout, j) for layout in layouts for j in range(layout.n)]
+    costs = iter(parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers))
+    sizes = [sum(islice(costs, len(layout.partitions[j].layers))) for layout, j in rows]
+    skips = any(layout.routes for layout in layouts)
     table = Table()
     table.add_column("stage", justify="right")
     table.add_column("device")
@@ -39,10 +42,10 @@ def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
     table.add_column("kinds")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
-    if layout.routes:
+    if skips:
         table.add_column("skips to")
-    for j, partition in enumerate(partitions):
-        parameters = sum(costs[partition.first : partition.last + 1])
+    for (layout, j), parameters in zip(rows, sizes, strict=True):
+        partition = layout.partitions[j]
         table.add_row(
             str(j),
             str(layout.device_of(j)),
@@ -50,8 +53,8 @@ def stage_table(layout: Layout, skip_bytes: Mapping[RouteName, int]) -> Table:
             f"{len(partition.layers)}",
             _kinds(partition.layers),
             f"{parameters:,}",
-            f"{parameters / max(sum(costs), 1):.1%}",
-            *(["\n".join(_leaving(layout, j, skip_bytes))] if layout.routes else []),
+            f"{parameters / max(sum(sizes), 1):.1%}",
+            *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []),
         )
     return table
 

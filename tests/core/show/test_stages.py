@@ -11,7 +11,7 @@ from lightning_gpipe.core.show.stages import stage_table
 
 
 def drawn(partitions: list[Partition], devices: list[str]) -> str:
-    table = stage_table(lay_out(partitions, [torch.device(device) for device in devices]), {})
+    table = stage_table([lay_out(partitions, [torch.device(device) for device in devices])], {})
     table.box = box.ASCII2
     console = Console(width=100)
     with console.capture() as capture:
