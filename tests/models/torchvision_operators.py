@@ -6,8 +6,9 @@ on fake tensors, which needs their schemas. So ``import torchvision`` ends in "o
 torchvision::nms does not exist", and with it ``import lightning``, as torchmetrics imports
 torchvision where it is installed.
 
-This module defines what is missing, and must be imported before Lightning: by pytest as
-``-p tests.models.torchvision_operators``, by ``python -m tests.models`` first of all.
+This module defines what is missing, and computes the one of the two that detectors use. It must be
+imported before Lightning: by pytest as ``-p tests.models.torchvision_operators``, by
+``python -m tests.models`` first of all.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
@@ -30,6 +32,19 @@ def define_missing() -> None:
         except OSError:
             for name in ("nms", "qnms"):
                 torch.library.define(f"torchvision::{name}", _SCHEMA)
+            torch.library.impl("torchvision::nms", "CPU", _suppress)
+
+
+def _suppress(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """The boxes that overlap none with a higher score that is kept, the best first."""
+    from torchvision.ops import box_iou
+
+    overlap = box_iou(dets, dets) > iou_threshold
+    kept: list[int] = []
+    for k in scores.argsort(descending=True, stable=True).tolist():
+        if not overlap[k, kept].any():
+            kept.append(k)
+    return torch.tensor(kept, dtype=torch.int64)
 
 
 define_missing()
