@@ -90,8 +90,8 @@ def _detection(generator: torch.Generator) -> dict[str, Any]:
     return {"images": [*torch.rand(ROWS, 3, 32, 32, generator=generator)], "targets": targets}
 
 
-_RETINA = partial(_detector, RetinaNet, score_thresh=0.7, topk_candidates=20)
-_FCOS = partial(_detector, FCOS, score_thresh=0.3, topk_candidates=20)
+_RETINA = partial(_detector, RetinaNet, score_thresh=0.0, topk_candidates=5)
+_FCOS = partial(_detector, FCOS, score_thresh=0.0, topk_candidates=5)
 _NAMES = torchvision.models.list_models(module=torchvision.models)
 _SEGMENTATION = torchvision.models.list_models(module=torchvision.models.segmentation)
 CASES = [

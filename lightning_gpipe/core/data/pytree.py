@@ -200,17 +200,17 @@ class _Record:
 
 def _is_opaque(tree: Any) -> bool:
     """Whether PyTorch must not flatten this: a PackedSequence, or an unregistered dataclass."""
-    if isinstance(tree, PackedSequence):
+    kind = type(tree)  # a value of a traced forward is not asked for its class, which is not known
+    if issubclass(kind, PackedSequence):
         return True
-    registered = type(tree) in _pytree.SUPPORTED_NODES or isinstance(tree, type)
-    return is_dataclass(tree) and not registered
+    return is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES
 
 
 def _with_records(tree: Any, kind: type = Tensor) -> Any:
     """Replace each dataclass instance of the tree that holds a ``kind`` by a record."""
 
     def record_of(leaf: Any) -> Any:
-        if not is_dataclass(leaf) or not _is_opaque(leaf):
+        if not is_dataclass(type(leaf)) or not _is_opaque(leaf):
             return leaf
         held = dict(attributes(leaf))
         holding = any(holds_tensor(value, kind=kind) for value in held.values())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data.pytree import (
     FlatTree,
     entries,
+    map_instances,
     map_tensors,
     named_leaves,
     tree_flatten,
@@ -321,3 +322,15 @@ def test_packed_sequence_is_refused() -> None:
 @pytest.mark.parametrize("leaf", [object(), Holder(3), int, nn.ReLU, "text", range(3)])
 def test_other_values_are_leaves(leaf: Any) -> None:
     assert tree_flatten(leaf).leaves == [leaf]
+
+
+class Unknown:
+    """Stands for a value whose class is not known yet, as torch.fx has them."""
+
+    @property
+    def __class__(self) -> Any:
+        raise AssertionError("it was asked for its class")
+
+
+def test_value_is_not_asked_for_its_class() -> None:
+    assert map_instances(Unknown, lambda _: 1, [Unknown(), {"x": Unknown()}]) == [1, {"x": 1}]
