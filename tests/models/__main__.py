@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     trials = {}
     for library in libraries.chosen(options.libraries):
-        trials[library] = [*_trials(library, options.only)]
+        trials[library] = [*_trials(library, options.only, options.settings)]
     failed = [each for found in trials.values() for each in found if not each.passed]
     total = sum(map(len, trials.values()))
     print(f"{total - len(failed)} of {total} models as expected")
@@ -42,18 +42,19 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.models", description=__doc__)
     parser.add_argument("libraries", nargs="*", help=f"of {', '.join(libraries.NAMES)}; else all")
     parser.add_argument("--only", nargs="+", default=[], help="parts of the names of models")
+    parser.add_argument("--settings", type=int, help="how many for each model; else all of them")
     parser.add_argument("--write", type=Path, help="the page to write, in Markdown")
     parser.add_argument("--failures", type=Path, help="the file for what failed, in Markdown")
     return parser
 
 
-def _trials(library: Library, only: Sequence[str]) -> Iterator[Trial]:
+def _trials(library: Library, only: Sequence[str], settings: int | None) -> Iterator[Trial]:
     for case in library.cases:
         if only and not any(part in case.name for part in only):
             continue
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
         began = time.perf_counter()
-        trial = attempt(case, settings_of(case, library.settings))
+        trial = attempt(case, settings_of(case, library.settings, settings))
         faulthandler.cancel_dump_traceback_later()
         print(f"{_mark(trial):10}{case.name} ({time.perf_counter() - began:.1f} s)", flush=True)
         for failure in trial.failures[:1]:

@@ -12,14 +12,18 @@ from tests.models.trial import Trial
 _TOP = f"""\
 # Models that were tried
 
-Each model below was built small, with random weights and without dropout, and run as a pipeline of
-2, 3 and 4 stages with {CHUNKS} micro-batches, with `activation_checkpointing` `"never"`,
-`"except_last"` and `"always"`, in training and evaluation, with and without threads. *Same* means:
-everything that the model returns, the gradients of all parameters, the buffers and the keys of the
-state dict are those of the plain model, up to rounding. In training, models with batch norms are
-compared with the plain model on one micro-batch after the other.
+Each model below was built small, with random weights and without dropout, and run as a pipeline
+with {CHUNKS} micro-batches. *Same* means: everything that the model returns, the gradients of all
+parameters, the buffers and the keys of the state dict are those of the plain model, up to rounding.
+In training, models with batch norms are compared with the plain model on one micro-batch after the
+other.
 
-`make models` wrote this page{{versions}}.
+*Runs* counts the settings in which a model was compared. 18 are 2, 3 and 4 stages, each with
+`activation_checkpointing` `"never"`, `"except_last"` and `"always"`, each in training and
+evaluation, with and without threads by turns; fewer have each of these at least once, but not with
+one another, or, if they are 2, only some of them.
+
+`make models` writes this page{{versions}}.
 """
 
 
@@ -35,13 +39,20 @@ def _section(library: Library, trials: Sequence[Trial]) -> str:
     same = sum(trial.passed and not trial.refusal for trial in trials)
     title = f"## {library.name}: {same} of {len(trials)}"
     return "\n".join(
-        [title, "", "| model | what is piped | result |", "|---|---|---|", *_rows(trials), ""]
+        [
+            title,
+            "",
+            "| model | what is piped | runs | result |",
+            "|---|---|---|---|",
+            *_rows(trials),
+            "",
+        ]
     )
 
 
 def _rows(trials: Sequence[Trial]) -> Iterator[str]:
     for trial in trials:
-        yield f"| {trial.case.name} | {_piped(trial)} | {_result(trial)} |"
+        yield f"| {trial.case.name} | {_piped(trial)} | {trial.settings} | {_result(trial)} |"
 
 
 def _piped(trial: Trial) -> str:

@@ -54,12 +54,21 @@ SOME = [
 
 
 #: For models of which each step takes seconds.
-FEW = [SOME[1], SOME[3]]
+FEW = [
+    Setting(3, "except_last", training=True, threads=True),
+    Setting(2, "always", training=False, threads=False),
+]
 
 
-def settings_of(case: Case, settings: Sequence[Setting]) -> Sequence[Setting]:
-    """Those of the settings in which a case is run."""
-    return FEW if case.large else settings
+def settings_of(
+    case: Case, settings: Sequence[Setting], most: int | None = None
+) -> Sequence[Setting]:
+    """Those of the settings in which a case is run, which are so many at most."""
+    if case.large:
+        settings = FEW
+    if most is not None and most < len(settings):
+        settings = FEW[:most] if most <= len(FEW) else SOME[:most]
+    return settings
 
 
 def piped(model: nn.Module, case: Case, setting: Setting) -> GPipe:
