@@ -9,42 +9,54 @@ them apart. A tensor whose dim 0 is the number of rows is cut; one of another si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
-from lightning_gpipe.core.plan import Value
+from lightning_gpipe.core.plan import Value, is_own
 
 Path = tuple[Any, ...]  # keys and indices, from the outermost inwards
 Reading = int  # how many entries of dim 0 belong to a row; 0 for a tensor that is not cut
 WHOLE: Reading = 0
 
 
-def leaves_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def leaves_in(tree: Any) -> list[tuple[Path, Any]]:
     """Every leaf in tuples, lists and dicts, with its path."""
-    kind = type(tree)
-    if kind is dict:
-        for key, each in tree.items():
-            yield from leaves_in(each, (*path, key))
-    elif kind is tuple or kind is list or _is_named(tree):
-        for k, each in enumerate(tree):
-            yield from leaves_in(each, (*path, k))
-    else:
-        yield path, tree
+    found: list[tuple[Path, Any]] = []
+    _collect(tree, (), found)
+    return found
 
 
-def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+def mapped(function: Callable[[Path, Any], Any], tree: Any) -> Any:
     """The tree with ``function(path, leaf)`` for each leaf."""
-    kind = type(tree)
-    if kind is dict:
-        return {key: mapped(function, each, (*path, key)) for key, each in tree.items()}
-    if kind is tuple or kind is list:
-        return kind([mapped(function, each, (*path, k)) for k, each in enumerate(tree)])
-    if _is_named(tree):
-        return kind(*(mapped(function, each, (*path, k)) for k, each in enumerate(tree)))
-    return function(path, tree)
+    return _rebuilt(tree, iter([function(path, leaf) for path, leaf in leaves_in(tree)]))
+
+
+class Arguments:
+    """What a call is given.
+
+    Args:
+        tree: ``(args, kwargs)``.
+
+    Attributes:
+        tree: As given.
+        leaves: Its leaves, with their paths.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.leaves = leaves_in(tree)
+
+    @property
+    def objects(self) -> list[tuple[Path, Any]]:
+        """Objects of a user's class among them."""
+        return [each for each in self.leaves if type(each[1]) not in _LEAVES and is_own(each[1])]
+
+    def replaced(self, leaves: Iterable[Any]) -> Any:
+        """The tree with other leaves, in order."""
+        return _rebuilt(self.tree, iter(leaves))
 
 
 def reading_of(tensor: Tensor, rows: int, learned: Reading | None) -> Reading | None:
@@ -55,11 +67,12 @@ def reading_of(tensor: Tensor, rows: int, learned: Reading | None) -> Reading | 
         rows: The number of rows of the mini-batch, more than one.
         learned: What an earlier call with another tensor there was found to need.
     """
-    if tensor.dim() == 0 or is_whole(tensor) or isinstance(tensor, nn.Parameter):
+    shape = tensor.shape
+    if not shape or shape[0] <= 1 or shape[0] % rows:
         return WHOLE
-    size = tensor.size(0)
-    if size <= 1 or size % rows:
+    if is_whole(tensor) or isinstance(tensor, nn.Parameter):
         return WHOLE
+    size = shape[0]
     return learned if learned in (WHOLE, size // rows) else None
 
 
@@ -87,6 +100,33 @@ def title(path: Path, names: tuple[str, ...] = ()) -> str:
     return first + "".join(f"[{each!r}]" for each in rest)
 
 
+def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
+    kind = type(tree)
+    if kind is dict:
+        return {key: _rebuilt(each, leaves) for key, each in tree.items()}
+    if kind is tuple or kind is list:
+        return kind([_rebuilt(each, leaves) for each in tree])
+    if kind not in _LEAVES and _is_named(tree):
+        return kind(*(_rebuilt(each, leaves) for each in tree))
+    return next(leaves)
+
+
+def _collect(tree: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
+    # Not a generator: every call of a block collects its leaves.
+    kind = type(tree)
+    if kind is dict:
+        for key, each in tree.items():
+            _collect(each, (*path, key), found)
+    elif kind is tuple or kind is list or (kind not in _LEAVES and _is_named(tree)):
+        for k, each in enumerate(tree):
+            _collect(each, (*path, k), found)
+    else:
+        found.append((path, tree))
+
+
 def _is_named(tree: Any) -> bool:
     """Whether it is a named tuple; a size is a tuple that is not made like one."""
     return isinstance(tree, tuple) and hasattr(type(tree), "_fields") and type(tree) is not Value
+
+
+_LEAVES = frozenset({Tensor, bool, int, float, str, type(None)})  # the most frequent ones

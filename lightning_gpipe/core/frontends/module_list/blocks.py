@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import is_traced, not_compiled
+from lightning_gpipe.core.faithful import not_compiled
 
 # Whether a block runs: one that it calls runs as it is.
 _RUNNING = ContextVar("_RUNNING", default=False)
@@ -36,20 +37,19 @@ class Block:
         k: Its index.
         name: Its name in the user's model.
         stage: The stage that runs it.
+
+    Attributes:
+        module, k, name, stage: As given.
+        parameters: The names of the positional parameters of its forward.
+        device: Where it runs; None for a block without parameters and buffers.
     """
 
     def __init__(self, module: nn.Module, k: int, name: str, stage: int) -> None:
         self.module, self.k, self.name, self.stage = module, k, name, stage
         self.parameters = _positional(module)
+        self.device = _device_of(module)
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where it runs; None for a block without parameters and buffers."""
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            return tensor.device
-        return None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ class BlockCall:
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
-        if _RUNNING.get() or is_traced((args, kwargs), block.module.parameters()):
+        if _RUNNING.get():
             return block.run(*args, **kwargs)
         return self._receive(block.k, args, kwargs)
 
@@ -101,6 +101,10 @@ class BlockCall:
 
 
 _FLAGS = (bool, str)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((x.device for x in chain(module.parameters(), module.buffers())), None)
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:

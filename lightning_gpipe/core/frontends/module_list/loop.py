@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.blocks import Block, BlockCall
@@ -178,10 +179,11 @@ class Loop(Frontend):
 
     def _called(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of block k, and run all if it is the last one."""
-        block = self._blocks[k]
+        block, session = self._blocks[k], self._session
         if self._plain:
             return block.run(*args, **kwargs)
-        session = self._session
+        if session.recording is None and is_traced((args, kwargs), block.module.parameters()):
+            return block.run(*args, **kwargs)
         recording = self._recording(session, block, args, kwargs)
         try:
             collector = Collector.active()
@@ -219,21 +221,18 @@ class Loop(Frontend):
     ) -> Recording:
         """The recording that a call of this block belongs to."""
         recording = session.recording
+        if recording is not None and block.k == session.expected:
+            return recording
         tensors = [leaf for _, leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
-        if recording is not None and block.k == 0:
+        if recording is not None:
             again = len(session.forwards) == session.depth > 0
-            if again or any(isinstance(x, Placeholder) for x in tensors):
+            if block.k or again or any(isinstance(x, Placeholder) for x in tensors):
                 self._refuse_order(session, block)
             self._drop(session, "The forward that called these blocks did not call all of them.")
-            recording = None
-        if recording is None:
-            if block.k > 0:
-                session.expected = 0
-                self._refuse_order(session, block)
-            return self._new_recording(session, block, tensors)
-        if block.k != session.expected:
+        session.expected = 0
+        if block.k:
             self._refuse_order(session, block)
-        return recording
+        return self._new_recording(session, block, tensors)
 
     def _new_recording(self, session: _Session, block: Block, tensors: list[Tensor]) -> Recording:
         first = next((x for x in tensors if type(x) is not Placeholder and x.dim() > 0), None)
@@ -246,7 +245,6 @@ class Loop(Frontend):
         state = session.forwards[-1] if session.forwards else ThreadState.now(device)
         recording = Recording(first, self._knowledge, device, self._caches, state)
         session.recording, session.depth = recording, len(session.forwards)
-        session.expected = 0
         return recording
 
     def _device(self, first: Tensor | None) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.arguments import (
     WHOLE,
+    Arguments,
     Path,
     Reading,
     leaves_in,
-    mapped,
     reading_of,
 )
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
@@ -33,7 +33,7 @@ from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Rehearsa
 from lightning_gpipe.core.frontends.module_list.results import Constant, Given, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.samples import Samples
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
-from lightning_gpipe.core.plan import Step, Value, is_own
+from lightning_gpipe.core.plan import Step, Value
 
 Knowledge = dict[Hashable, Learned]
 Check = Callable[[Learned, Try], None]
@@ -119,7 +119,7 @@ class Recording:
         """
         self._check_state(call.line)
         self._place = call
-        return self._record(call, (args, kwargs), _no_check)
+        return self._record(call, Arguments((args, kwargs)), _no_check)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Record what the user's forward does with a placeholder between two blocks.
@@ -146,7 +146,7 @@ class Recording:
                 self._refuse(func, line, why)
 
         try:
-            made = self._record(call, given, check)
+            made = self._record(call, Arguments(given), check)
         except (Doubt, _Refused):
             raise
         except Exception as error:
@@ -190,13 +190,11 @@ class Recording:
         assert found is not None, "placeholders stand for tensors"
         return found
 
-    def _record(self, call: Call, given: Any, check: Check) -> Any:
-        learned, given, found = self._known(call, given, check)
-        readings, _ = self._readings(given, learned)
-        args, kwargs = mapped(lambda path, x: self._lowered(path, x, readings, call), given)
-        leaves = dict(leaves_in(given))
-        objects = [(path, each) for path, each in leaves.items() if is_own(each)]
-        number = self.new()
+    def _record(self, call: Call, given: Arguments, check: Check) -> Any:
+        learned, given, readings, found = self._known(call, given, check)
+        lowered = [self._lowered(leaf, readings.get(path), call) for path, leaf in given.leaves]
+        args, kwargs = given.replaced(lowered)
+        number, objects = self.new(), given.objects
         run = Expecting(call, learned.result, objects)
         self.steps[number] = Step(run, args, number, call.stage, kwargs, call.name, call.line)
         self._calls[number] = call, learned
@@ -204,16 +202,20 @@ class Recording:
             flat = learned.result.flat(found.result)
             assert flat is not None, "the structure is that of this result"
             self._samples[number] = flat[0] if learned.result.single else flat
-        return learned.result.tree(
-            [self._made_of(number, k, leaf, leaves) for k, leaf in enumerate(learned.result.leaves)]
-        )
+        made = enumerate(learned.result.leaves)
+        return learned.result.tree([self._made_of(number, k, x, objects) for k, x in made])
 
     def _made_of(
-        self, source: int, k: int, leaf: TensorLeaf | Constant, given: Mapping[Path, Any]
+        self,
+        source: int,
+        k: int,
+        leaf: TensorLeaf | Constant,
+        objects: Sequence[tuple[Path, Any]],
     ) -> Any:
         """What the user's forward gets for a leaf of a result."""
         if isinstance(leaf, Constant):
-            return given[leaf.value.path] if isinstance(leaf.value, Given) else leaf.value
+            given = leaf.value
+            return dict(objects)[given.path] if isinstance(given, Given) else given
         call, learned = self._calls[source]
         number = source
         if not learned.result.single:
@@ -226,59 +228,60 @@ class Recording:
         self._made.append(weakref.ref(made))
         return made
 
-    def _known(self, call: Call, given: Any, check: Check) -> tuple[Learned, Any, Try | None]:
-        """What is known of a call, its arguments without caches, and what a rehearsal returned."""
-        key = self._key(call, given)
-        learned, found = self._knowledge.get(key), None
-        if learned is None and _holds_tensors(given):
+    def _known(
+        self, call: Call, given: Arguments, check: Check
+    ) -> tuple[Learned, Arguments, dict[Path, Reading], Try | None]:
+        """What is known of a call, its arguments, how they are cut, and what a rehearsal saw."""
+        key, found = self._key(call, given), None
+        learned = self._knowledge.get(key)
+        if learned is None:
             self._expect_filled(call, given)
-        _, unknown = self._readings(given, learned)
+        readings, unknown = self._readings(given, learned)
         if learned is None or unknown or not (learned.complete or self.single):
-            learned, found = self._rehearsed(call, given, learned)
+            few = self._samples.few
+            rehearsal = Rehearsal(call, given, self.rows, few, lambda x: self._samples[x.number])
+            before = {} if learned is None else learned.readings
+            learned, found = rehearsal.learn(readings, unknown)
+            learned.readings = {**before, **learned.readings}
             check(learned, found)
             self._knowledge[key] = learned
+            readings, _ = self._readings(given, learned)
         if learned.filled and self.grad:
-            return self._known(call, self._caches.without(call, given, learned.filled), check)
+            empty = Arguments(self._caches.without(call, given.tree, learned.filled))
+            return self._known(call, empty, check)
         if learned.filled:
             self._caches.one_by_one(call, learned.filled, self.rows)
             self._make_single()
             found = None  # it may be that of a few rows
-        return learned, given, found
+            readings, _ = self._readings(given, learned)
+        return learned, given, readings, found
 
-    def _expect_filled(self, call: Call, given: Any) -> None:
+    def _expect_filled(self, call: Call, given: Arguments) -> None:
         """Prepare for an object among the arguments that has the rows of the mini-batch already."""
+        if not any(True for _, each in given.objects for _ in tensors_held(each)):
+            return
         if not self.grad:
             self._make_single()
-        elif not any(isinstance(leaf, Placeholder) for _, leaf in leaves_in(given)):
+        elif not any(isinstance(leaf, Placeholder) for _, leaf in given.leaves):
             whole = dict.fromkeys(self._readings(given, None)[0], WHOLE)
             rehearsal = Rehearsal(call, given, self.rows, None, _no_sample)
             learned, _ = rehearsal.learn(whole, [])
             if learned.filled:
-                self._caches.without(call, given, learned.filled)
+                self._caches.without(call, given.tree, learned.filled)
 
-    def _rehearsed(self, call: Call, given: Any, before: Learned | None) -> tuple[Learned, Try]:
-        readings, unknown = self._readings(given, before)
-        rehearsal = Rehearsal(
-            call, given, self.rows, self._samples.few, lambda x: self._samples[x.number]
-        )
-        learned, found = rehearsal.learn(readings, unknown)
-        if before is not None:
-            learned.readings = {**before.readings, **learned.readings}
-        return learned, found
-
-    def _key(self, call: Call, given: Any) -> Hashable:
-        kinds = tuple((path, kind_of(leaf)) for path, leaf in leaves_in(given))
+    def _key(self, call: Call, given: Arguments) -> Hashable:
+        kinds = tuple([(path, kind_of(leaf)) for path, leaf in given.leaves])
         return call.kind, self._state, kinds
 
     def _readings(
-        self, given: Any, learned: Learned | None
+        self, given: Arguments, learned: Learned | None
     ) -> tuple[dict[Path, Reading], list[Path]]:
         """How tensors from outside are cut, and those of which it is not known."""
         readings: dict[Path, Reading] = {}
         unknown: list[Path] = []
         known = {} if learned is None else learned.readings
-        for path, leaf in leaves_in(given):
-            if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder):
+        for path, leaf in given.leaves:
+            if not isinstance(leaf, Tensor) or type(leaf) is Placeholder:
                 continue
             if leaf is self._first:
                 readings[path] = 1
@@ -292,18 +295,16 @@ class Recording:
                     readings[path] = found
         return readings, unknown
 
-    def _lowered(self, path: Path, leaf: Any, readings: Mapping[Path, Reading], call: Call) -> Any:
+    def _lowered(self, leaf: Any, reading: Reading | None, call: Call) -> Any:
         """What stands for an argument in a step."""
-        if isinstance(leaf, Placeholder):
+        if type(leaf) is Placeholder:
             if leaf.recording is not self:
                 raise _Refused(
                     f"{call} must be called with what blocks of this call return: got a result of "
                     "another one, whose pipeline has not run."
                 )
             return Value(leaf.number)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return Value(self._input(leaf, readings[path], call))
+        return leaf if reading is None else Value(self._input(leaf, reading, call))
 
     def _input(self, tensor: Tensor, reading: Reading, call: Call) -> int:
         """The number of a tensor from outside."""
@@ -370,12 +371,6 @@ class Recording:
 
 class _Refused(RuntimeError):
     """Raised for what cannot be recorded."""
-
-
-def _holds_tensors(given: Any) -> bool:
-    """Whether an object among the arguments holds tensors, as a cache that was filled does."""
-    objects = (leaf for _, leaf in leaves_in(given) if is_own(leaf))
-    return any(True for each in objects for _ in tensors_held(each))
 
 
 def _no_sample(placeholder: Placeholder) -> Tensor:

@@ -20,11 +20,10 @@ from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.frontends.module_list.arguments import (
     WHOLE,
+    Arguments,
     Path,
     Reading,
     default_reading,
-    leaves_in,
-    mapped,
     other_reading,
 )
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
@@ -54,7 +53,7 @@ class Rehearsal:
 
     Args:
         call: The call.
-        given: Its ``(args, kwargs)``.
+        given: What it is given.
         rows: The number of rows of the mini-batch.
         few: How many of them are tried; None for all, where nothing is cut.
         sample: What a placeholder is for these few rows.
@@ -63,7 +62,7 @@ class Rehearsal:
     def __init__(
         self,
         call: Call,
-        given: Any,
+        given: Arguments,
         rows: int,
         few: int | None,
         sample: Callable[[Placeholder], Tensor],
@@ -72,8 +71,8 @@ class Rehearsal:
         self._given = given
         self._rows, self._few = rows, few
         self._sample = sample
-        self._leaves = dict(leaves_in(given))
-        self._objects = [(path, each) for path, each in self._leaves.items() if is_own(each)]
+        self._leaves = dict(given.leaves)
+        self._objects = given.objects
 
     def learn(
         self, readings: Mapping[Path, Reading], unknown: Sequence[Path]
@@ -175,7 +174,7 @@ class Rehearsal:
             return made
 
         with Undisturbed(self._call.modules, device):
-            args, kwargs = mapped(given, self._given)
+            args, kwargs = self._given.replaced(given(*each) for each in self._given.leaves)
             result = self._call.run(*args, **kwargs)
             changed = [path for path, (x, before) in copies.items() if fingerprint(x) != before]
             objects = [(path, copies[path][0]) for path, _ in self._objects]
