@@ -4,6 +4,7 @@ Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
+from lightning_gpipe.core.data.holding import holds_tensor
 from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal, record_stream
 from lightning_gpipe.core.data.marks import (
     MARKS,
@@ -55,6 +56,7 @@ __all__ = [
     "copy_marks",
     "copy_values",
     "equal",
+    "holds_tensor",
     "identity",
     "is_aliased",
     "is_whole",

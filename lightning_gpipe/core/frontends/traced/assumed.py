@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.traced.tracer import has_hooks, is_layer
+from lightning_gpipe.core.frontends.traced.tracer import hooks_of, is_layer
 from lightning_gpipe.core.plan import CONTAINERS, contents, holders
 
 
@@ -43,18 +43,21 @@ class Assumed:
         found += [(vars(m), {"forward": vars(m).get("forward")}) for m in self.modules[1:]]
         self._slots = [(slots, k, v) for slots, held in found for k, v in held.items()]
         containers = [value for _, _, value in self._slots if isinstance(value, CONTAINERS)]
-        containers += [module._modules for module in self.modules]
+        containers += [module._parameters for module in self.modules]
         self._contents = [(each, tuple(contents(each))) for each in containers]
+        self._children = [(each._modules, list(each._modules.values())) for each in self.modules]
+        self._hooks = [each for module in self.modules[1:] for each in hooks_of(module)]
         tensors = [value for _, _, value in self._slots if isinstance(value, Tensor)]
         self._versions = [(each, each._version) for each in tensors if not each.is_inference()]
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Whether nothing has changed; written for speed."""
         return (
             all(slots.get(name) is value for slots, name, value in self._slots)
             and all(_same(container, before) for container, before in self._contents)
             and all(tensor._version == before for tensor, before in self._versions)
-            and not any(map(has_hooks, self.modules[1:]))
+            and all([*children.values()] == before for children, before in self._children)
+            and not any(self._hooks)
         )
 
 

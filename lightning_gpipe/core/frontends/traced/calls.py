@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, is_whole, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data import FlatTree, holds_tensor, is_whole, tree_flatten, tree_unflatten
 from lightning_gpipe.core.frontends.traced.values import Kind
 
 
@@ -23,10 +24,12 @@ class Given:
     Attributes:
         kind: What it is.
         whole: Whether every micro-batch gets it whole.
+        certain: Whether the kind is more than an assumption.
     """
 
     kind: Kind
     whole: bool = False
+    certain: bool = True
 
 
 class CallKind:
@@ -82,10 +85,30 @@ def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
+def check_constants(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse lists and arrays with an entry for each row, which would go to every micro-batch.
+
+    Raises:
+        ValueError: Names the argument.
+    """
+    rows = {x.size(0) for x in tensors_in(args, kwargs) if x.dim() and not is_whole(x)} - {1}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        listed = isinstance(value, list | np.ndarray) or (
+            isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+        )
+        if listed and len(value) in rows and not is_whole(value) and not holds_tensor(value):
+            raise ValueError(
+                "an argument of a traced forward must be a tensor to be cut into micro-batches: "
+                f"got {type(value).__name__} with an entry for each of the {len(value)} rows as "
+                f"argument {name!r}. Pass a tensor, or write whole(...), from lightning_gpipe, if "
+                "every micro-batch needs all of it."
+            )
+
+
 def _expected(parameter: inspect.Parameter) -> Given:
     """What a caller will give for a parameter."""
     is_tensor = parameter.annotation in (parameter.empty, Tensor, "Tensor", "torch.Tensor")
-    return Given(Kind.TENSOR if is_tensor else Kind.UNKNOWN)
+    return Given(Kind.TENSOR if is_tensor else Kind.UNKNOWN, certain=False)
 
 
 def _described(leaf: Any) -> Any:

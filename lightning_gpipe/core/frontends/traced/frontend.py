@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import MethodType
@@ -13,7 +14,7 @@ from typing_extensions import override
 from lightning_gpipe.core.frontends.install import Installed, check_free, install
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.traced.assumed import Assumed
-from lightning_gpipe.core.frontends.traced.calls import CallKind, tensors_in
+from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constants, tensors_in
 from lightning_gpipe.core.frontends.traced.edits import rename
 from lightning_gpipe.core.frontends.traced.graph import Graph, trace
 from lightning_gpipe.core.frontends.traced.holding import Held
@@ -24,7 +25,8 @@ from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.frontends.traced.units import Unit, units_of
 from lightning_gpipe.core.plan import Partition, check_balance
 
-_KINDS = 64  # so many programs are kept; a number that is another in each call makes one for each
+_KINDS = 64  # so many programs are kept
+_MANY = 16  # after so many, one more is a surprise
 
 
 class Traced(Frontend):
@@ -127,6 +129,7 @@ class Traced(Frontend):
         kind = CallKind(args, kwargs)
         found = self._programs.find(kind)
         if found is None:
+            check_constants(args, kwargs)
             graph = self._trace(kind)
             found = lower(graph, self._own, self._held)
             self._programs.add(kind, found, Assumed(self._module, graph.whole), self._own)
@@ -151,6 +154,7 @@ class _Programs:
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], tuple[Lowered, Assumed]] = {}
         self._modules: dict[nn.Module, None] = {}  # whose training flags make a difference
+        self._made = 0
 
     def find(self, kind: CallKind) -> Lowered | None:
         """The program of a kind of call, in the modes of now."""
@@ -159,6 +163,14 @@ class _Programs:
 
     def add(self, kind: CallKind, program: Lowered, assumed: Assumed, own: Ownership) -> None:
         """Keep a program."""
+        self._made += 1
+        if self._made == _MANY:
+            warnings.warn(
+                f"{type(assumed.modules[0]).__name__} has been traced {_MANY} times, once for each "
+                "kind of call: an argument that is no tensor, or an attribute that forward reads, "
+                "is another in every call. Pass a number that changes as a tensor.",
+                stacklevel=2,
+            )
         modules = self._modules | dict.fromkeys([*assumed.modules, *own.shared])
         if len(modules) > len(self._modules) or len(self._found) >= _KINDS:
             self._found.clear()

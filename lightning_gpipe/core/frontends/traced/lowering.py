@@ -119,8 +119,8 @@ class _Lowering:
         if found is None:
             raise Refused(
                 f"a parameter or buffer must be on the stage that first uses it: {path} is "
-                f"used on stage {j}, at {node.meta['line']}, in this kind of call only. Give its "
-                "module a forward of its own."
+                f"used on stage {j}, at {node.meta['line']}, and was not when the model was "
+                "cut. Do not replace it after setup, and read it in a module of its own."
             )
         k, slot = found
         if (path, k) not in self._reads:

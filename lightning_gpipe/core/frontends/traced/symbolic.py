@@ -48,9 +48,10 @@ class Symbolic(Proxy):
         held = self.tracer.held(self.node) if name in _OF_PARAMETERS else None
         if held is not None:
             return getattr(held, name)
-        if node_kind(self.node) is Kind.TENSOR and not hasattr(Tensor, name):
+        certain = node_kind(self.node) is Kind.TENSOR and self.node.meta.get("certain", True)
+        if certain and not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
-        return Attribute(self, name)
+        return SymbolicAttribute(self, name)
 
     def __bool__(self) -> bool:
         if _is_asserted(sys._getframe(1)):
@@ -77,9 +78,13 @@ class Symbolic(Proxy):
         self.tracer.create_proxy("call_function", set_item, (self, index, value), {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in ("node", "tracer"):
+        if name not in ("node", "tracer", "root", "attr", "_node"):
             raise TraceError(f"it sets {name!r} of a value")
         super().__setattr__(name, value)
+
+
+class SymbolicAttribute(Symbolic, Attribute):
+    """An attribute of a value, or a method that is called next."""
 
 
 def hold(condition: Any) -> None:

@@ -56,7 +56,12 @@ def is_layer(module: nn.Module) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether hooks are registered on a module."""
-    return any(vars(module)[name] for name in _HOOKS)
+    return any(hooks_of(module))
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks that run with a module; empty or not."""
+    return [vars(module)[name] for name in _HOOKS]
 
 
 class Tracer(fx.Tracer):
@@ -113,7 +118,7 @@ class Tracer(fx.Tracer):
         values = []
         for k, given in enumerate(self._inputs):
             value = self.create_proxy("placeholder", f"input_{k}", (), {})
-            value.node.meta.update(kind=given.kind, whole=given.whole)
+            value.node.meta.update(vars(given))
             values.append(value)
         forward = self._forward
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_gpipe import whole
 from lightning_gpipe.core.frontends.traced import Traced
 from tests.support.pipes import every_mode
 from tests.support.traced import Tracing, assert_same_run
@@ -298,3 +300,56 @@ def test_hook_that_comes_later(tracing: Tracing) -> None:
     piped.get_submodule("second").register_forward_hook(lambda module, args, y: y * 2)
     with pytest.raises(TypeError, match="with hooks must be on one stage.*: second is on several"):
         piped(rows())
+
+
+def test_parameter_that_was_replaced(tracing: Tracing) -> None:
+    piped = tracing(Model(buffer_on_several_stages), 4)
+    shifted = tracing(Model(weight_of_a_layer_on_another_stage), 4)
+    piped.scale = torch.tensor(3.0)
+    assert torch.isfinite(piped(rows())).all()
+    shifted.shift = nn.Parameter(torch.ones(WIDTH))
+
+    with pytest.raises(
+        TypeError, match="shift is used on stage 3, .*was not when the model was cut"
+    ):
+        shifted(rows())
+
+
+def named(m: Model, x: Tensor, names: Any = None, size: Any = None) -> Tensor:
+    return m.d(m.c(m.b(m.a(x))))
+
+
+@pytest.mark.parametrize(
+    "value", [["a"] * 7, ("a",) * 7, np.arange(7)], ids=["list", "str", "array"]
+)
+def test_argument_with_an_entry_for_each_row(tracing: Tracing, value: Any) -> None:
+    piped = tracing(Model(named), 4)
+    piped(rows(), size=(7,) * 7)
+    piped(rows(), names=["a"] * 6)
+    piped(rows(), names=whole(["a"] * 7))
+
+    with pytest.raises(
+        ValueError, match="with an entry for each of the 7 rows as argument 'names'"
+    ):
+        piped(rows(), names=value)
+
+
+def test_number_that_is_another_in_every_call(tracing: Tracing) -> None:
+    piped = tracing(Model(named), 4)
+
+    for k in range(15):
+        piped(rows(), size=k)
+
+    with pytest.warns(UserWarning, match="Model has been traced 16 times"):
+        piped(rows(), size=15)
+
+
+def asks_for_keys(m: Model, batch: Any) -> Tensor:
+    return m.d(m.c(m.b(m.a(batch.get("x"))))) + batch["y"]
+
+
+def test_arguments_that_are_known_at_the_call_only(tracing: Tracing) -> None:
+    plain = Model(asks_for_keys)
+    batch = {"x": rows(), "y": rows()}
+
+    torch.testing.assert_close(tracing(plain, 4)(batch), plain(batch))
