@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lightning_gpipe.core.frontends import Installed, candidates, check_free, install, place_around
-from lightning_gpipe.core.pipeline import GPipe, Layers, Taken
+from lightning_gpipe.core.pipeline import GPipe, Layers, Programs, Taken
 from lightning_gpipe.core.plan import check_outside, shared_with_outside
-from lightning_gpipe.core.verify import Parity, VerifiedOnce
+from lightning_gpipe.core.verify import Parity, ProgramVerifiedOnce, VerifiedOnce
 
 
 class Piped:
@@ -45,6 +45,8 @@ class Piped:
         self._installed: Installed | None = None
         if not isinstance(taken, Layers):
             self.pipeline = GPipe(taken.root, balance, module=taken, devices=devices, **options)
+            if on_result is not None and isinstance(taken, Programs):
+                taken.check = ProgramVerifiedOnce(taken.module, on_result)
             return
         root, module = taken.root, taken.module
         check_free(module, taken.name)

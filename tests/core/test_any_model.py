@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe
+from lightning_gpipe import GPipe, verify
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -200,3 +200,20 @@ def test_several_modules_without_a_balance_for_each() -> None:
 def test_several_modules_within_one_another() -> None:
     with pytest.raises(ValueError, match="within one another: got 'body' and 'body.blocks'"):
         GPipe(Classifier(Looped()), [[1, 1], [3, 2]], module=["body", "body.blocks"])
+
+
+@pytest.mark.parametrize("kind", ["traced", "list"])
+def test_model_that_is_verified(kind: str) -> None:
+    torch.manual_seed(0)
+    bodies = {"traced": residual().eval(), "list": Looped()}
+    path, balance = {"traced": ("body", [1, 3]), "list": ("body.blocks", [3, 2])}[kind]
+    model = Classifier(bodies[kind]).double()
+    pipeline = GPipe(model, balance, module=path, chunks=3)
+
+    parity = verify(pipeline, rows(), scale=2.0)
+
+    parity.check()
+    assert parity.difference is None
+    assert parity.compared["gradients"]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pipeline.close()

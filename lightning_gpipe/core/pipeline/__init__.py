@@ -6,13 +6,14 @@ everything, and calls the model as it is; :class:`Pipeline` is what runs micro-b
 
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.taken import Layers, Taken
+from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
 from lightning_gpipe.core.pipeline.taking import balance_for, taken_at
 
 __all__ = [
     "GPipe",
     "Layers",
     "Pipeline",
+    "Programs",
     "Taken",
     "balance_for",
     "taken_at",

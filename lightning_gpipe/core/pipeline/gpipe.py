@@ -8,6 +8,7 @@ pipeline's engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compil
 from lightning_gpipe.core.frontends import StandIn
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.taken import Taken
+from lightning_gpipe.core.pipeline.taken import Check, Layers, Taken, checked
 from lightning_gpipe.core.pipeline.taking import (
     Balance,
     balance_for,
@@ -222,6 +223,20 @@ class GPipe(StandIn):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run as :meth:`forward` does, with :attr:`patches` in force."""
         return self._taken[0].run(*args, **kwargs)
+
+    @property
+    def paths(self) -> list[str]:
+        """Where in the model the pipelines are; an empty path is the model itself."""
+        return [taken.path for taken in self._taken]
+
+    @property
+    def layered(self) -> bool:
+        """Whether the model is an nn.Sequential, whose layers run one after another."""
+        return isinstance(self._taken[0], Layers) and not self._taken[0].path
+
+    def checked(self, check: Check) -> AbstractContextManager[None]:
+        """A ``with`` block in which ``check`` is called with each program before it runs."""
+        return checked(self._taken, check)
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""

@@ -8,7 +8,7 @@ on a call of the model runs it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from lightning_gpipe.core.frontends import Installed, check_free, frontend_of, i
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
 from lightning_gpipe.core.profile import change_tensors, walk
+
+Check = Callable[[Pipeline, Program, Sequence[Any]], None]
 
 
 class Taken(ABC):
@@ -191,16 +193,23 @@ class Layers(Taken):
 
 
 class Programs(Taken):
-    """What a front-end makes programs of."""
+    """What a front-end makes programs of.
+
+    Attributes:
+        check: Called with each program and its values before it runs, if given.
+    """
 
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         super().__init__(root, path, module)
         self._frontend = frontend_of(root, path, module)
+        self.check: Check | None = None
 
     def _run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
         self.runs += 1
+        if self.check is not None:
+            self.check(self.pipeline, program, values)
         return self.pipeline.run_program(program, values, chunks=chunks)
 
     @property
@@ -233,3 +242,17 @@ class Programs(Taken):
         recorded = is_traced((args, kwargs), self.root.parameters())
         with self.plain() if recorded else NOTHING:
             return super().run(*args, **kwargs)
+
+
+@contextmanager
+def checked(found: Sequence[Taken], check: Check) -> Iterator[None]:
+    """A ``with`` block in which ``check`` is called with each program before it runs."""
+    programs = [taken for taken in found if isinstance(taken, Programs)]
+    before = [taken.check for taken in programs]
+    try:
+        for taken in programs:
+            taken.check = check
+        yield
+    finally:
+        for taken, each in zip(programs, before, strict=True):
+            taken.check = each

@@ -6,8 +6,9 @@ returned. The caller gives a function that runs each layer, and can observe it o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import copy_marks, map_tensors
 from lightning_gpipe.core.faithful import Manager, Write
+from lightning_gpipe.core.plan import Part, Program
 from lightning_gpipe.core.run import Stage
 from lightning_gpipe.core.skip import Table, using_table
 
 Visit = Callable[[int, nn.Module, Any], Any]
+PartVisit = Callable[[int, Callable[[Any], Any], Any], Any]
 
 
 def walk(stages: Iterable[Stage], x: Any, visit: Visit) -> Any:
@@ -41,6 +44,38 @@ def walk(stages: Iterable[Stage], x: Any, visit: Visit) -> Any:
                 x = visit(k, layer, x)
         source = stage.device
     return x
+
+
+def walk_program(
+    stages: Sequence[Stage], program: Program, values: Sequence[Any], visit: PartVisit
+) -> list[Any]:
+    """Run the parts of a program in order, and return the values of its outputs.
+
+    Args:
+        stages: The stages.
+        program: The program.
+        values: The values of its inputs, on any device.
+        visit: Runs one part: called with the index of the stage, what runs the part, and its values
+            by number, on the device of the stage; returns the values that the part makes.
+    """
+    skips: Table = {}
+    known = dict(zip(program.inputs, values, strict=True))
+    for j, (stage, part) in enumerate(zip(stages, program.parts, strict=True)):
+        needed = {number for step in part.steps for number in step.needs} & known.keys()
+        own = {number: _moved(known[number], None, stage.device) for number in needed}
+        for route in stage.arriving:
+            skips[route.name] = _moved(skips[route.name], None, stage.device)
+        with following(stage), _current(stage.device), using_table(skips):
+            known |= visit(j, partial(_made, part), own)
+    return [_moved(known[number], None, stages[-1].device) for number in program.outputs]
+
+
+def _made(part: Part, values: Mapping[int, Any]) -> dict[int, Any]:
+    """What the steps of a part make of these values."""
+    known = dict(values)
+    for step in part.steps:
+        known[step.value] = step(known)
+    return {step.value: known[step.value] for step in part.steps}
 
 
 def following(stage: Stage) -> Manager:

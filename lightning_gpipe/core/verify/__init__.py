@@ -4,12 +4,14 @@ Output, gradients and buffers are compared, the first layer that differs is name
 the pipeline is restored.
 """
 
-from lightning_gpipe.core.verify.first_batch import VerifiedOnce
+from lightning_gpipe.core.verify.first_batch import ProgramVerifiedOnce, VerifiedOnce
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.verification import verify
+from lightning_gpipe.core.verify.verification import verify, verify_program
 
 __all__ = [
     "Parity",
+    "ProgramVerifiedOnce",
     "VerifiedOnce",
     "verify",
+    "verify_program",
 ]

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes
-from lightning_gpipe.core.verify.runs import Run
+from lightning_gpipe.core.verify.programmed import Programmed
+from lightning_gpipe.core.verify.runs import Run, Subject
 from lightning_gpipe.core.verify.values import (
     BUFFERS,
     GRADIENTS,
@@ -69,7 +69,7 @@ class Difference:
 
 
 def first_difference(
-    pipeline: GPipe, plain: Run, pipelined: Run, tolerance: float, *, perturbed: Run | None = None
+    pipeline: Subject, plain: Run, pipelined: Run, tolerance: float, *, perturbed: Run | None = None
 ) -> Difference | None:
     """The first deviation that is more than rounding, if there is one.
 
@@ -84,7 +84,7 @@ def first_difference(
     return _Search(pipeline, plain, pipelined, tolerance, perturbed).first()
 
 
-def not_repeated(pipeline: GPipe, plain: Run, again: Run, tolerance: float) -> Difference | None:
+def not_repeated(pipeline: Subject, plain: Run, again: Run, tolerance: float) -> Difference | None:
     """The first deviation between two plain runs that is more than rounding, if there is one.
 
     What layers return must be equal too, so the first that is not is found even if later layers, as
@@ -99,7 +99,7 @@ class _Search:
     """Looks through the values of one kind after the other."""
 
     def __init__(
-        self, pipeline: GPipe, plain: Run, pipelined: Run, tolerance: float, perturbed: Run | None
+        self, pipeline: Subject, plain: Run, pipelined: Run, tolerance: float, perturbed: Run | None
     ) -> None:
         self._plain = plain
         self._pipelined = pipelined
@@ -200,12 +200,13 @@ class _Search:
     def _reason(self, end: int) -> str | None:
         """The layers before ``end`` whose results depend on the micro-batches, and why."""
         reasons = []
+        kind_of = "stage" if isinstance(self._pipeline, Programmed) else "layer"
         for k, layer in enumerate(self._layers[:end]):
             if norm := next(filter(_sees_the_batch, layer.modules()), None):
                 kind = type(norm).__name__
-                reasons.append(f"layer {k} has a {kind}, which normalises by micro-batch")
+                reasons.append(f"{kind_of} {k} has a {kind}, which normalises by micro-batch")
             if k in self._plain.drew:
-                reasons.append(f"layer {k} draws random numbers, others for each micro-batch")
+                reasons.append(f"{kind_of} {k} draws random numbers, others for each micro-batch")
         if not reasons:
             return None
         return f"{'; '.join(reasons)}. To find other differences, call verify() in eval mode"
@@ -222,8 +223,10 @@ class _Search:
         return min((other for other in owners if other > k), default=len(self._layers) - 1)
 
 
-def layer_name(pipeline: GPipe, k: int) -> str:
+def layer_name(pipeline: Subject, k: int) -> str:
     """A layer with its name, class, stage and device, for a message."""
+    if isinstance(pipeline, Programmed):
+        return pipeline.title(k)
     name, layer = list(pipeline.named_children())[k]
     stage = next(stage for stage in pipeline.stages if k <= stage.partition.last)
     what = f"{name!r}, {type(layer).__name__}"

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.faithful import is_traced
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.pipeline import GPipe, Pipeline
+from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.verification import verify
+from lightning_gpipe.core.verify.verification import verify, verify_program
+
+
+class ProgramVerifiedOnce:
+    """Verifies the first program that a pipeline runs in training mode with gradients.
+
+    Args:
+        module: The module whose training mode is read.
+        on_result: Called with the result of the verification.
+    """
+
+    def __init__(self, module: nn.Module, on_result: Callable[[Parity], None]) -> None:
+        self._module = module
+        self._on_result = on_result
+        self._pending = True
+
+    def __call__(self, pipeline: Pipeline, program: Program, values: Sequence[Any]) -> None:
+        if self._pending and self._module.training and torch.is_grad_enabled():
+            self._pending = False
+            self._on_result(verify_program(pipeline, program, values))
 
 
 class VerifiedOnce:

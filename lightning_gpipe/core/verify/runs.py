@@ -22,6 +22,7 @@ from lightning_gpipe.core.faithful import LibraryGenerators, add_note, default_g
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
 from lightning_gpipe.core.verify.asides import Aside, kept_aside
+from lightning_gpipe.core.verify.programmed import Programmed
 from lightning_gpipe.core.verify.values import (
     BUFFERS,
     GRADIENTS,
@@ -38,6 +39,8 @@ from lightning_gpipe.core.verify.values import (
     tensors,
     values,
 )
+
+Subject = GPipe | Programmed  # what is verified
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,14 @@ class Run:
         return {tensor.dtype for tensor in found if tensor is not None}
 
 
-def run_pipelined(pipeline: GPipe, input: Any) -> Run:
+def run_pipelined(pipeline: Subject, input: Any) -> Run:
     """Run the pipeline."""
     x, entering = _copied(input)
     seen: list[list[Any]] = [[] for _ in pipeline]
     with ExitStack() as hooks:
         for layer, outputs in zip(pipeline, seen, strict=True):
+            if isinstance(pipeline, Programmed):
+                continue  # a stage has no one output
             hooks.callback(layer.register_forward_hook(partial(_record_output, outputs)).remove)
         with collect_loss_terms() as terms:
             output = pipeline.run(x)
@@ -85,13 +90,13 @@ def run_pipelined(pipeline: GPipe, input: Any) -> Run:
     seen = [outputs[-m:] for outputs in seen]  # if forward ran twice, those of the second run
     by_rows = type(pipeline.microbatching) is Rows
     mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
-    layers = [merged(outputs) if by_rows else None for outputs in seen]
+    layers = [merged(outputs) if by_rows and outputs else None for outputs in seen]
     promised = _promised(pipeline, output, terms, entering, mask)
     return Run(promised, layers, microbatches=m, mask=mask)
 
 
 def run_plain(
-    pipeline: GPipe,
+    pipeline: Subject,
     input: Any,
     mask: Mask,
     *,
@@ -110,11 +115,13 @@ def run_plain(
     drew = set()
     terms: dict[str, Tensor] = {}
     term_layers: dict[str, list[int]] = {}
-    device_of = {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
+    kind, device_of = "layer", _devices_of_layers(pipeline)
+    if isinstance(pipeline, Programmed):
+        kind, device_of = "stage", pipeline.device_of()
 
-    def visit(k: int, layer: nn.Module, x: Any) -> Any:
+    def visit(k: int, layer: Callable[[Any], Any], x: Any) -> Any:
         before, library = _random_states(device_of[k]), LibraryGenerators().get_state()
-        with _annotated(k), collect_loss_terms() as found:
+        with _annotated(kind, k), collect_loss_terms() as found:
             y = layer(x)
         for name, value in found.items():
             terms[name] = terms[name] + value if name in terms else value
@@ -127,7 +134,10 @@ def run_plain(
         seen.append(inexact(on_cpu(y)))
         return y
 
-    output = walk(pipeline.stages, x, visit)
+    if isinstance(pipeline, Programmed):
+        output: Any = pipeline.walk(x, visit)
+    else:
+        output = walk(pipeline.stages, x, visit)
     asides = tuple(kept_aside(list(pipeline), output))  # backward may free their graphs
     promised = _promised(pipeline, output, terms, entering, mask)
     return Run(promised, seen, frozenset(drew), asides=asides, term_layers=term_layers)
@@ -147,13 +157,19 @@ def _copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 @contextmanager
-def _annotated(k: int) -> Iterator[None]:
-    """Add a note with the layer to an error in a ``with`` block."""
+def _annotated(kind: str, k: int) -> Iterator[None]:
+    """Add a note with the layer or stage to an error in a ``with`` block."""
     try:
         yield
     except BaseException as error:
-        add_note(error, f"raised in layer {k}, which ran on the whole batch to verify the pipeline")
+        add_note(
+            error, f"raised in {kind} {k}, which ran on the whole batch to verify the pipeline"
+        )
         raise
+
+
+def _devices_of_layers(pipeline: Subject) -> Mapping[int, torch.device]:
+    return {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
@@ -171,7 +187,7 @@ def _record_output(
 
 
 def _promised(
-    pipeline: GPipe,
+    pipeline: Subject,
     output: Any,
     terms: dict[str, Tensor],
     entering: dict[str, Tensor],
@@ -190,7 +206,7 @@ def _promised(
 
 
 def _gradients(
-    pipeline: GPipe, output: Any, sources: list[Tensor], mask: Mask
+    pipeline: Subject, output: Any, sources: list[Tensor], mask: Mask
 ) -> list[Tensor | None]:
     roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
     if not roots or not sources:

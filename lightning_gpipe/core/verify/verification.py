@@ -21,7 +21,7 @@ reported instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,19 +30,21 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.faithful import Context
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.pipeline import GPipe, Pipeline
+from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
 from lightning_gpipe.core.verify.difference import first_difference, layer_name, not_repeated
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.preserved import state_preserved, without_dropout
+from lightning_gpipe.core.verify.programmed import Programmed
 from lightning_gpipe.core.verify.rounding import AMPLIFIED, perturbing
-from lightning_gpipe.core.verify.runs import Run, run_pipelined, run_plain
+from lightning_gpipe.core.verify.runs import Run, Subject, run_pipelined, run_plain
 from lightning_gpipe.core.verify.values import KINDS
 
-__all__ = ["Parity", "verify"]
+__all__ = ["Parity", "verify", "verify_program"]
 
 
-def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Parity:
+def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Parity:
     """Run a batch through a pipeline and through its plain layers, and compare.
 
     Example::
@@ -63,7 +65,8 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
 
     Args:
         pipeline: The pipeline.
-        input: A batch, as the pipeline is called with. Layers get copies of it.
+        args, kwargs: A batch, as the pipeline is called with. Layers get copies of it. If the
+            pipeline runs programs of a model, the first one of this call is verified.
         tolerance: The largest difference that counts as rounding, as a share of the largest value.
             None takes 1e-9 for float64, 1e-4 for float32 (1e-2 on CUDA, where it may be TF32) and
             5e-2 for 16 bits, by the lowest precision in use, autocast included.
@@ -71,13 +74,47 @@ def verify(pipeline: GPipe, input: Any, *, tolerance: float | None = None) -> Pa
     Returns:
         What was compared, and the first difference if there is one.
     """
+    if pipeline.layered:
+        (input,) = args
+        return _verified(pipeline, input, tolerance)
+    found: list[Parity] = []
+
+    def check(ran: Pipeline, program: Program, values: Sequence[Any]) -> None:
+        if not found:
+            found.append(verify_program(ran, program, values, tolerance=tolerance))
+
+    with state_preserved(pipeline), pipeline.checked(check):
+        pipeline.run(*args, **kwargs)
+    if not found:
+        raise RuntimeError(
+            "a call that is verified must run the pipeline: it did not. Call it with what makes "
+            f"the forward reach {', '.join(repr(each) for each in pipeline.paths)}."
+        )
+    return found[0]
+
+
+def verify_program(
+    pipeline: Pipeline, program: Program, values: Sequence[Any], *, tolerance: float | None = None
+) -> Parity:
+    """Run a program in micro-batches and on the whole values, and compare, as :func:`verify`.
+
+    Args:
+        pipeline: The pipeline.
+        program: The program.
+        values: The values of its inputs.
+        tolerance: As for :func:`verify`.
+    """
+    return _verified(Programmed(pipeline, program), list(values), tolerance)
+
+
+def _verified(pipeline: Subject, input: Any, tolerance: float | None) -> Parity:
     context = Context.capture(pipeline.devices)
     with pipeline.engine.exclusive():
         pipeline.patches.reset()  # those that an interrupted verification left
         return _verify(pipeline, input, tolerance, context)
 
 
-def _verify(pipeline: GPipe, input: Any, tolerance: float | None, context: Context) -> Parity:
+def _verify(pipeline: Subject, input: Any, tolerance: float | None, context: Context) -> Parity:
     with _saving(context), without_dropout(pipeline.modules(), pipeline.patches):
         with state_preserved(pipeline):
             pipelined = run_pipelined(pipeline, input)
@@ -107,7 +144,7 @@ def _verify(pipeline: GPipe, input: Any, tolerance: float | None, context: Conte
     )
 
 
-def _tolerance(pipeline: GPipe, plain: Run, context: Context) -> float:
+def _tolerance(pipeline: Subject, plain: Run, context: Context) -> float:
     casts = {autocast.dtype for autocast in context.autocast if autocast.enabled}
     parameters = {parameter.dtype for parameter in pipeline.parameters()}
     on_cuda = any(device.type == "cuda" for device in pipeline.devices)
