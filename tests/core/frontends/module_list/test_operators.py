@@ -1,0 +1,199 @@
+"""What a forward does with placeholders between two blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.support.loops import LENGTH, WIDTH, Around, looped, states
+from tests.support.models import assert_same_step
+
+ROWS = 7
+
+
+def at(k: int, function: Callable[[Tensor], Any]) -> Callable[[int, Any], Any]:
+    """Does this before block k."""
+    return lambda j, x: function(x) if j == k else x
+
+
+def added(x: Tensor) -> Tensor:
+    x += 1
+    return x
+
+
+def written(x: Tensor) -> Tensor:
+    x = x * 2
+    x[:, 0] = 0.5
+    return x
+
+
+def halves(x: Tensor) -> Tensor:
+    one, other = x.chunk(2, -1)
+    return torch.cat([other, one.relu()], -1)
+
+
+def by_shape(x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    assert (rows, length, width) == (ROWS, LENGTH, WIDTH) == tuple(x.size())
+    assert len(x) == x.size(0) == ROWS
+    assert x.numel() == ROWS * LENGTH * WIDTH
+    return x.view(-1, length, 2, width // 2).flatten(2)
+
+
+def by_kind(x: Tensor) -> Tensor:
+    assert (x.dim(), x.ndim, x.dtype, x.device.type) == (3, 3, torch.float64, "cpu")
+    assert x.is_floating_point() and not x.is_complex() and not x.is_cuda
+    assert x.requires_grad == torch.is_grad_enabled()
+    return x.to(x.dtype).type_as(x)
+
+
+def with_dropout(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.0) + torch.zeros_like(x) + x.new_zeros(1, 1, WIDTH)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "function",
+    [added, written, halves, by_shape, by_kind, with_dropout, lambda x: x[..., :] + 0],
+)
+def test_operators_run_in_the_stage_before(function: Callable[[Tensor], Any], k: int):
+    plain = Around(at(k, function))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(ROWS))
+
+
+def test_module_between_blocks():
+    class Normed(Around):
+        def __init__(self) -> None:
+            super().__init__(lambda k, x: self.norm(x))
+            self.norm = nn.LayerNorm(WIDTH).double()
+
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            for block in self.blocks:
+                x = block(self.norm(x))
+            return x
+
+    plain = Normed()
+    plain.between = at(9, added)
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
+
+
+def test_states_kept_for_later_are_added_to_those_of_later_stages():
+    class Residual(Around):
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            kept = []
+            for block in self.blocks:
+                x = block(x)
+                kept.append(x)
+                x = x + kept[0]
+            return x, torch.stack(kept)
+
+    plain = Residual()
+    model = copy.deepcopy(plain)
+    with looped(model, stages=4):
+        found, wanted = model(states()), plain(states())
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "function, name",
+    [
+        (lambda x: x * x.mean().item(), "item"),
+        (lambda x: x if x.sum() > 0 else -x, "__bool__"),
+        (lambda x: x * float(x.mean()), "__float__"),
+        (lambda x: x * x.tolist()[0][0][0], "tolist"),
+        (lambda x: torch.as_tensor(x.detach().numpy()), "numpy"),
+        (lambda x: x.register_hook(print) or x, "register_hook"),
+        (lambda x: print(f"{x.mean():.2f}"), "__format__"),
+        (lambda x: x.sum().backward(), "backward"),
+    ],
+)
+def test_values_that_are_not_known_yet(function: Callable[[Tensor], Any], name: str):
+    model = Around(at(2, function))
+    expected = rf"{name}\(\) at .*test_operators.py:\d+, which needs one"
+    with looped(model):
+        with pytest.raises(RuntimeError, match=expected):
+            model(states())
+        model.between = at(2, added)
+        model(states())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.view(ROWS, -1, WIDTH), lambda x: x.expand(ROWS, LENGTH, WIDTH)],
+)
+def test_number_of_rows_that_a_forward_uses_for_a_number(function: Callable[[Tensor], Any]):
+    model = Around(at(2, function))
+    with looped(model), pytest.raises(RuntimeError, match=r"at .*test_operators.py:\d+"):
+        model(states(ROWS))
+
+
+def test_edit_of_a_tensor_from_outside():
+    total = torch.zeros(ROWS, LENGTH, WIDTH, dtype=torch.float64)
+    model = Around(at(2, lambda x: total.add_(x)))
+    with looped(model), pytest.raises(RuntimeError, match="made outside of the blocks"):
+        model(states(ROWS))
+    assert not total.any()
+
+
+def test_edit_of_what_an_earlier_stage_has():
+    class Editing(Around):
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            first = x = self.blocks[0](x)
+            for block in list(self.blocks)[1:]:
+                x = block(x)
+                first += 1
+            return x
+
+    model = Editing()
+    with looped(model, stages=4), pytest.raises(RuntimeError, match="an earlier stage has"):
+        model(states())
+
+
+def test_operator_without_gradients_between_blocks():
+    def detached(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2
+
+    model = Around(at(2, detached))
+    with looped(model), pytest.raises(RuntimeError, match="grad mode from True to False"):
+        model(states())
+
+
+def test_result_that_is_used_after_a_loop_that_failed():
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        raise KeyError
+
+    model = Around(at(2, keep))
+    with looped(model):
+        with pytest.raises(KeyError):
+            model(states())
+        with pytest.raises(RuntimeError, match="has ended without all.*uses what they return"):
+            kept[0].sum()
+
+
+def test_autograd_function_between_blocks_is_refused_if_there_are_gradients():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * 5
+
+    model = Around(at(2, Doubled.apply))
+    with looped(model), pytest.raises(RuntimeError, match="grad mode from True to False"):
+        model(states())
