@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 
@@ -70,4 +71,5 @@ def _result(trial: Trial) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """The text in one line, with the names of files from where packages are installed."""
+    return re.sub(r"/\S*/site-packages/", "", " ".join(text.split())).replace("|", "\\|")

@@ -63,8 +63,9 @@ def _refused(comparison: Comparison, case: Case, pattern: str, setting: Setting)
     try:
         comparison.difference(setting)
     except (TypeError, ValueError, RuntimeError) as error:
-        if re.search(pattern, str(error)):
-            return Trial(case, 1, [], str(error))
+        message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        if re.search(pattern, message):
+            return Trial(case, 1, [], message)
         return Trial(case, 1, [Failure(setting, _shown(error))])
     return Trial(case, 1, [Failure(setting, f"is not refused with {pattern!r}")])
 
