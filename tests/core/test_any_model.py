@@ -217,3 +217,26 @@ def test_model_that_is_verified(kind: str) -> None:
     assert parity.compared["gradients"]
     assert all(parameter.grad is None for parameter in model.parameters())
     pipeline.close()
+
+
+@pytest.mark.parametrize("kind", ["traced", "list"])
+def test_copy_is_a_pipeline_of_its_own(kind: str) -> None:
+    torch.manual_seed(0)
+    bodies = {"traced": residual().eval(), "list": Looped()}
+    path, balance = {"traced": ("body", [1, 3]), "list": ("body.blocks", [3, 2])}[kind]
+    model = Classifier(bodies[kind]).double()
+    pipeline = GPipe(model, balance, module=path, chunks=3)
+    pipeline(rows())
+
+    copied = deepcopy(pipeline)
+    seen: list[Any] = []
+    copied.observe(seen.append)
+    found = copied(rows())["logits"]
+    found.sum().backward()
+
+    assert_same(found, pipeline(rows())["logits"])
+    assert len(seen) == 1
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for each in (copied, pipeline):
+        each.close()

@@ -20,7 +20,7 @@ from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compil
 from lightning_gpipe.core.frontends import StandIn
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.taken import Check, Layers, Taken, checked
+from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
 from lightning_gpipe.core.pipeline.taking import (
     Balance,
     balance_for,
@@ -123,7 +123,7 @@ class GPipe(StandIn):
         if deferred_batch_norm:
             for layout in layouts:
                 check_batch_norms(*layers_in(layout))
-        self.balance = [*sizes[0]] if len(sizes) == 1 else [list(each) for each in sizes]
+        self.balance: list[Any] = list(map(list, sizes)) if len(sizes) > 1 else list(sizes[0])
         self.devices = list(layouts[0].devices)
         self._taken = found
         place_all(model, layouts)
@@ -245,6 +245,11 @@ class GPipe(StandIn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        sizes = [self.balance] if len(self._taken) == 1 else self.balance
+        for k, taken in enumerate(self._taken):
+            if isinstance(taken, Programs):  # its programs call the modules of the first model
+                layout = laid_out(taken, sizes[k], self.devices)
+                self._pipelines[k] = self._pipelines[k].again(layout)
         self._attach()  # what is installed in a model is not copied with it
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:

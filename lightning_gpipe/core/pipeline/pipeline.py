@@ -76,6 +76,7 @@ class Pipeline:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
         self.microbatching = microbatching
+        self._fixed = {"deferred_batch_norm": deferred_batch_norm, "threads": threads}
         transport = _connect(layout, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
@@ -89,6 +90,16 @@ class Pipeline:
     def stages(self) -> Sequence[Stage]:
         """The stages, in order."""
         return self.engine.stages
+
+    def again(self, layout: Layout) -> Pipeline:
+        """A new pipeline with the same settings, for another layout."""
+        return Pipeline(
+            layout,
+            chunks=self.chunks,
+            activation_checkpointing=self.activation_checkpointing,
+            microbatching=self.microbatching,
+            **self._fixed,
+        )
 
     def run(self, input: Any) -> Any:
         """Run the layers one after another on ``input`` in micro-batches, and merge the output."""

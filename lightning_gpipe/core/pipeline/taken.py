@@ -204,6 +204,14 @@ class Programs(Taken):
         self._frontend = frontend_of(root, path, module)
         self.check: Check | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A front-end knows one model; a copy of the model has one of its own.
+        return {**self.__dict__, "_frontend": None, "check": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._frontend = frontend_of(self.root, self.path, self.module)
+
     def _run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
