@@ -35,7 +35,7 @@ from lightning_gpipe.core.frontends.module_list.samples import Samples
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
 from lightning_gpipe.core.plan import Step, Value
 
-Knowledge = dict[Hashable, Learned]
+Knowledge = dict[ThreadState, dict[Hashable, Learned]]
 Check = Callable[[Learned, Try], None]
 
 _SHAPES = 1000  # that are remembered of a kind
@@ -46,7 +46,7 @@ class Recording:
 
     Args:
         first: The tensor whose dim 0 is the rows of the mini-batch.
-        knowledge: What is known of kinds of calls; it grows.
+        knowledge: What is known of kinds of calls, by the state of the thread; it grows.
         device: Where the values of placeholders will be.
         caches: What to do about objects that blocks fill.
         state: The state of the thread in which the forward began.
@@ -76,7 +76,7 @@ class Recording:
         self.grad = state.grad
         self.ended = ""
         self._first, self._state = first, state
-        self._knowledge, self._caches = knowledge, caches
+        self._knowledge, self._caches = knowledge.setdefault(state, {}), caches
         self._calls: dict[int, tuple[Call, Learned]] = {}
         self._picked: dict[int, tuple[int, int]] = {}  # the call and the leaf of a value
         self._numbers: dict[Hashable, int] = {}
@@ -271,7 +271,7 @@ class Recording:
 
     def _key(self, call: Call, given: Arguments) -> Hashable:
         kinds = tuple([(path, kind_of(leaf)) for path, leaf in given.leaves])
-        return call.kind, self._state, kinds
+        return call.kind, kinds
 
     def _readings(
         self, given: Arguments, learned: Learned | None

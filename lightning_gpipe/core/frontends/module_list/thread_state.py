@@ -7,15 +7,13 @@ computes some blocks without gradients, or in another precision, would silently 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """What decides how blocks compute, as it is on the calling thread.
 
     Attributes:
@@ -34,13 +32,10 @@ class ThreadState:
     @classmethod
     def now(cls, device: torch.device) -> ThreadState:
         """The state of the calling thread."""
-        types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        return cls(
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            tuple((torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in types),
-            _hooks(),
-        )
+        autocast: tuple[Any, ...] = _autocast("cpu")
+        if device.type != "cpu":
+            autocast += _autocast(device.type)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _hooks())
 
     def changed_to(self, other: ThreadState) -> str:
         """What differs: ``grad mode from True to False``."""
@@ -68,9 +63,13 @@ def unchecked() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
+def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+
+
 def _hooks() -> Any:
     hooks = _innermost()
-    return None if _is_checkpoint(hooks) else hooks
+    return None if hooks is None or _is_checkpoint(hooks) else hooks
 
 
 def _innermost() -> Any:
