@@ -17,6 +17,7 @@ from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.modes import Under
 from lightning_gpipe.core.frontends.traced.numbers import check_numbers, rows_in
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.frontends.traced.reductions import check_reductions
 from lightning_gpipe.core.plan import Program, Step, Value
 
 
@@ -55,6 +56,7 @@ def lower(graph: Graph, own: Ownership, held: Held) -> Lowered:
     stages = own.stages(graph)
     check_edits(graph, stages)
     check_numbers(graph)
+    check_reductions(graph)
     lowering = _Lowering(graph, own, held, stages)
     for node in graph.nodes:
         if node.op != "get_attr":

@@ -101,6 +101,10 @@ def adds_numbers_of_rows(model: Model, x: Tensor) -> Tensor:
     return x + torch.arange(x.size(0)).unsqueeze(1)
 
 
+def divides_by_the_sum(model: Model, x: Tensor) -> Tensor:
+    return x / (x.sum() + 1)
+
+
 def own_module(model: Model, x: Tensor) -> Tensor:
     return nn.Linear(WIDTH, WIDTH)(x)
 
@@ -120,6 +124,7 @@ REFUSED = {
     multiplies_by_half_of_the_rows: "number of rows .* computes with it",
     first_half: "number of rows .* takes rows by it",
     adds_numbers_of_rows: "number of rows .* counts up to it",
+    divides_by_the_sum: "must not compute over all rows",
     own_module: "draws random numbers|is no module of the model",
 }
 
