@@ -26,7 +26,7 @@ endif
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
-	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (half an hour);"
+	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
 	@echo "             ARGS='transformers --only Llama' for some of them"
 	@echo "make soak    5,000 drawn models, always others, 1,000 on simulated GPUs (a few minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"

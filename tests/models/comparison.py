@@ -80,6 +80,8 @@ class Comparison:
         pipeline = make(model, self._case, setting)
         try:
             actual = step(model, pipeline, self._inputs)
+            if pipeline.timeline is None:
+                return "nothing ran as a pipeline"
             if model.state_dict().keys() != self._model.state_dict().keys():
                 return "the keys of the state dict differ"
         finally:

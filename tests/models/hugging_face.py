@@ -478,6 +478,7 @@ CASES = [
         "transformer.encoder.layers",
         tokens,
         ENCODER | {"embedding_size": 32},
+        refused=r"calls block\.forward",
     ),
     _case(
         "FNetForMaskedLM", "fnet.encoder.layer", unpadded, ENCODER | {"tpu_short_seq_length": 11}

@@ -21,8 +21,8 @@ other.
 
 *Runs* counts the settings in which a model was compared. 18 are 2, 3 and 4 stages, each with
 `activation_checkpointing` `"never"`, `"except_last"` and `"always"`, each in training and
-evaluation, with and without threads by turns; fewer have each of these at least once, but not with
-one another, or, if they are 2, only some of them.
+evaluation, with and without threads by turns. 6 have each of these at least once, but not with one
+another; 3 and fewer are some of these 6, as for models of which each step takes seconds.
 
 `make models` writes this page{{versions}}.
 """
