@@ -24,7 +24,7 @@ other.
 evaluation, with and without threads by turns. 6 have each of these at least once, but not with one
 another; 3 and fewer are some of these 6, as for models of which each step takes seconds.
 
-`make models` writes this page{{versions}}.
+`make models` writes this page. This one is of {{versions}}.
 """
 
 
@@ -33,7 +33,7 @@ def page(trials: Mapping[Library, Sequence[Trial]]) -> str:
     names = ["torch", *(each.name for each in trials if each.name != "guide")]
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     sections = [_section(library, found) for library, found in trials.items()]
-    return "\n".join([_TOP.format(versions=f", with {versions}"), *sections])
+    return "\n".join([_TOP.format(versions=versions), *sections])
 
 
 def _section(library: Library, trials: Sequence[Trial]) -> str:
