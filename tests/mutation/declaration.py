@@ -51,7 +51,7 @@ PROMISES = {
     "run/gradients.py": "captured_tensors tied_weights",
     "run/library_draws.py": "library_draws",
     "run/minibatch.py": "interrupts leaks loss_terms concurrency library_draws captured_tensors "
-    "draws_in_backward thread_local_state batch_dimension faults_elsewhere",
+    "draws_in_backward thread_local_state batch_dimension faults_elsewhere faults batch_edits",
     "run/side_channels.py": "side_channels",
     "run/stage.py": "state_of_layers interrupts partial_training",
     "run/stage_pass.py": "batch_edits tools loss_terms state_of_layers side_channels skips leaks "

@@ -45,6 +45,13 @@ EXPLAINED = (
         "ended at _Attach.",
     ),
     Explained(
+        "run/minibatch.py",
+        "MiniBatch.backward",
+        "each.check_shadows()",
+        "For a backward that autograd runs on the thread of a GPU while this one runs on the caller's: "
+        "on the CPU nothing comes between taking the gradients and this.",
+    ),
+    Explained(
         "faithful/journal.py",
         "Attributes.__delitem__",
         "delattr(",

@@ -187,6 +187,40 @@ def test_backward_while_another_thread_begins_a_forward(
     assert begun.is_set()
 
 
+@every_mode
+@with_and_without_threads
+def test_backward_while_another_thread_runs_a_forward(pipe: Pipe) -> None:
+    """It begins by undoing what an interrupt may have left, as if no layer was running."""
+    begun, leave = threading.Event(), threading.Event()
+    leave.set()
+    unchanged: list[bool] = []
+
+    def wait(x: Tensor) -> Tensor:
+        weight = linear.weight
+        begun.set()
+        assert leave.wait(PATIENCE)
+        unchanged.append(linear.weight is weight)
+        return x
+
+    linear = nn.Linear(3, 3).double()
+    pipeline = pipe(nn.Sequential(Call(wait), linear, *perceptron(2)), [2, 2], copy=False)
+    loss = pipeline(rows(7)).sum()
+    leave.clear()
+    begun.clear()
+
+    forward = threading.Thread(target=pipeline, args=(rows(7),), daemon=True)
+    backward = threading.Thread(target=loss.backward, daemon=True)
+    forward.start()
+    assert begun.wait(PATIENCE)
+    backward.start()
+    backward.join(0.1)  # as it must wait for the forward, it is not over by then
+    leave.set()
+    for thread in (forward, backward):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert all(unchanged)
+
+
 def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:
     """Once the thread that waited for its turn took the other's error, and both hung."""
     started, asked = threading.Event(), threading.Event()

@@ -95,7 +95,6 @@ class MiniBatch:
         self._participation = Participation(())
         self._flags: TrainingFlags = ()
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
-        self._watches: list[RowWatch | None] = []
         self._workers: list[Worker] = []
         self._input_devices: list[list[torch.device | None]] = []
         self.timeline = Timeline(schedule, [])
@@ -122,7 +121,7 @@ class MiniBatch:
             generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
             signature = bytes(self._flags), microbatches[0].spec
-            self._watches = [stage.watch(signature, division) for stage in self._stages]
+            watches = [stage.watch(signature, division) for stage in self._stages]
             alone = self._transport_in(self._context) is self._transport.inline()
             library = self._library_draws.begin(
                 self._flags, alone=alone, recomputed=self._recomputes
@@ -130,7 +129,7 @@ class MiniBatch:
             self._library = library.saved
             outputs = self._draws.run(
                 self._flags,
-                partial(self._forward, microbatches),
+                partial(self._forward, microbatches, watches),
                 generators=generators,
                 snapshots=self._snapshots if self._context.grad else None,
                 modes=bool(self._context.modes),
@@ -139,7 +138,6 @@ class MiniBatch:
             for each in self._passes:
                 each.finish_forward()
             library.end()
-            self._watches = []
         self.asides = [each.asides for each in self._passes]
         self.leaves = self._participation.leaves()
         return outputs
@@ -173,17 +171,20 @@ class MiniBatch:
         return input_gradients, gradients
 
     def _forward(
-        self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
+        self,
+        microbatches: Sequence[FlatTree],
+        watches: Sequence[RowWatch | None],
+        shared: SharedGenerators | None,
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
-        self._begin(shared)
+        self._begin(watches, shared)
         last, m = len(self._stages), len(microbatches)
         sent = [(Action(Kind.FORWARD, i, 0), x.aliased(), None) for i, x in enumerate(microbatches)]
         exchange = self._run(_FORWARD, sent, self._context)
         outputs = [exchange.receive(Action(Kind.FORWARD, i, last)) for i in range(m)]
         return outputs if self.terms is None else self.terms.received(exchange, outputs)
 
-    def _begin(self, shared: SharedGenerators | None) -> None:
+    def _begin(self, watches: Sequence[RowWatch | None], shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
         context, schedule = self._context, self._schedule
         recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
@@ -200,7 +201,7 @@ class MiniBatch:
                 self._randomness(stage, shared),
                 shadows[j],
                 self._participation,
-                self._watches[j],
+                watches[j],
                 terms=self.terms is not None,
             )
             for j, stage in enumerate(self._stages)
