@@ -48,8 +48,8 @@ EXPLAINED = (
         "run/minibatch.py",
         "MiniBatch.backward",
         "each.check_shadows()",
-        "For a backward that autograd runs on the thread of a GPU while this one runs on the caller's: "
-        "on the CPU nothing comes between taking the gradients and this.",
+        "For a backward that autograd runs on the thread of a GPU while this one runs on that of "
+        "the caller: on the CPU nothing comes between taking the gradients and this.",
     ),
     Explained(
         "faithful/journal.py",
