@@ -52,6 +52,18 @@ EXPLAINED = (
         "the caller: on the CPU nothing comes between taking the gradients and this.",
     ),
     Explained(
+        "run/minibatch.py",
+        "MiniBatch._release",
+        "self._participation = Participation(())",
+        _COST + "hooks would be registered on shadows that nothing else holds.",
+    ),
+    Explained(
+        "run/minibatch.py",
+        "MiniBatch._release",
+        "self._passes, self._workers, self.leaves =",
+        _COST + "as above.",
+    ),
+    Explained(
         "faithful/journal.py",
         "Attributes.__delitem__",
         "delattr(",

@@ -304,7 +304,10 @@ class MiniBatch:
         ]
 
     def _release(self) -> list[Asides]:
-        """Release everything after backward: the user may keep the output for long."""
+        """Release everything after backward: an error that the user keeps may hold this.
+
+        Leaves that are alive then belong to a graph that somebody else holds.
+        """
         asides = [each.release() for each in self._passes]
         self._participation = Participation(())
         self._passes, self._workers, self.leaves = [], [], []
