@@ -54,8 +54,8 @@ PROMISES = {
     "draws_in_backward thread_local_state batch_dimension faults_elsewhere faults batch_edits",
     "run/side_channels.py": "side_channels",
     "run/stage.py": "state_of_layers interrupts partial_training",
-    "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms state_of_layers side_channels skips leaks "
-    "batch_dimension running_statistics hooks",
+    "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms skips leaks "
+    "state_of_layers side_channels batch_dimension running_statistics hooks",
     "run/worker.py": "skips faults thread_local_state",
     "faithful/attributes.py": "state_of_layers",
     "faithful/batchnorm.py": "running_statistics interrupts",

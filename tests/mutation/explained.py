@@ -88,6 +88,12 @@ EXPLAINED = (
         _NEVER + "an array always has its numbers. It completes the interface.",
     ),
     Explained(
+        "faithful/redirect.py",
+        "_RedirectedDraws.__init__",
+        "super().__init__()",
+        "A subclass must call it; the modes of PyTorch 2.13 do without.",
+    ),
+    Explained(
         "run/captures.py",
         "Captures.record",
         "behavior.captures = bool(found)",
