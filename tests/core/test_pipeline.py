@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.frontends.devices import choose_devices
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing, Kind
 from tests.support.models import Call, assert_same, perceptron, rows, step
@@ -146,24 +145,6 @@ def test_devices_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
     assert GPipe(perceptron(4), [1, 1, 2]).devices == [CPU] * 3
-
-
-@pytest.mark.parametrize(
-    "found, stages, chosen",
-    [(2, 4, 2), (4, 4, 4), (8, 4, 4), (3, 4, 2), (4, 6, 3), (8, 7, 7)],
-)
-def test_gpus_by_default(
-    found: int, stages: int, chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Once 6 stages on a machine with 4 GPUs were an error, although no device was asked for.
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-
-    assert choose_devices(None, stages) == [torch.device("cuda", k) for k in range(chosen)]
-
-
-def test_devices_that_do_not_divide_the_stages() -> None:
-    with pytest.raises(ValueError, match=r"3 devices. The devices are \['cuda:0', 'cuda:1',"):
-        choose_devices(["cuda:0", "cuda:1", "cuda:2"], 4)
 
 
 def test_fewer_devices_than_stages(pipe: Pipe) -> None:

@@ -51,11 +51,11 @@ PROMISES = {
     "run/gradients.py": "captured_tensors tied_weights",
     "run/library_draws.py": "library_draws",
     "run/minibatch.py": "interrupts leaks loss_terms concurrency library_draws captured_tensors "
-    "draws_in_backward thread_local_state batch_dimension faults_elsewhere",
+    "draws_in_backward thread_local_state batch_dimension faults_elsewhere faults batch_edits",
     "run/side_channels.py": "side_channels",
     "run/stage.py": "state_of_layers interrupts partial_training",
-    "run/stage_pass.py": "batch_edits tools loss_terms state_of_layers side_channels skips leaks "
-    "batch_dimension running_statistics hooks",
+    "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms skips leaks "
+    "state_of_layers side_channels batch_dimension running_statistics hooks",
     "run/worker.py": "skips faults thread_local_state",
     "faithful/attributes.py": "state_of_layers",
     "faithful/batchnorm.py": "running_statistics interrupts",

@@ -45,6 +45,25 @@ EXPLAINED = (
         "ended at _Attach.",
     ),
     Explained(
+        "run/minibatch.py",
+        "MiniBatch.backward",
+        "each.check_shadows()",
+        "For a backward that autograd runs on the thread of a GPU while this one runs on that of "
+        "the caller: on the CPU nothing comes between taking the gradients and this.",
+    ),
+    Explained(
+        "run/minibatch.py",
+        "MiniBatch._release",
+        "self._participation = Participation(())",
+        _COST + "hooks would be registered on shadows that nothing else holds.",
+    ),
+    Explained(
+        "run/minibatch.py",
+        "MiniBatch._release",
+        "self._passes, self._workers, self.leaves =",
+        _COST + "as above.",
+    ),
+    Explained(
         "faithful/journal.py",
         "Attributes.__delitem__",
         "delattr(",
@@ -67,6 +86,12 @@ EXPLAINED = (
         "_Numbers.__delitem__",
         "raise AssertionError",
         _NEVER + "an array always has its numbers. It completes the interface.",
+    ),
+    Explained(
+        "faithful/redirect.py",
+        "_RedirectedDraws.__init__",
+        "super().__init__()",
+        "A subclass must call it; the modes of PyTorch 2.13 do without.",
     ),
     Explained(
         "run/captures.py",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_gpipe import MicroBatching, Rows
-from tests.support.models import assert_same_steps
+from tests.support.models import Call, assert_same_steps
 from tests.support.pipes import Pipe, with_and_without_threads
 
 W = 4
@@ -82,6 +82,14 @@ def model(kind: str, **options: Any) -> nn.Sequential:
 def test_time_that_was_cut(kind: str, time: int, rows: int, pipe: Pipe) -> None:
     with pytest.raises(ValueError, match=rf"layer 1 \(Apply\).*{MIXES}.*Rows\(dim=1\)"):
         pipe(model(kind))(sequence(time, rows, W))
+
+
+@pytest.mark.parametrize("time, rows", [(7, 5), (12, 5), (12, 8), (7, 3)])
+def test_time_that_was_cut_for_a_layer_itself(time: int, rows: int, pipe: Pipe) -> None:
+    layer = nn.TransformerEncoderLayer(W, 2, 8, dropout=0.0)
+
+    with pytest.raises(ValueError, match=rf"layer 1 \(TransformerEncoderLayer\).*{MIXES}"):
+        pipe(layers(layer))(sequence(time, rows, W))
 
 
 @every_kind
@@ -344,6 +352,20 @@ def test_modules_are_watched_in_the_first_mini_batch_only(pipe: Pipe) -> None:
     assert listens.seen == [True] * 3 + [False] * 3 + [True] * 3
     assert "forward" not in vars(listens.rnn)
     assert "forward" not in vars(listens)
+
+
+def test_modules_are_watched_only_while_they_run(pipe: Pipe) -> None:
+    rnn = nn.GRU(W, W, batch_first=True)
+    watched: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        watched.append("forward" in vars(rnn))
+        return x
+
+    plain = layers(Apply(rnn), Call(look))
+    pipe(plain, [2, 2], copy=False, threads=False)(sequence(7, 5, W))
+
+    assert watched == [False] * 3
 
 
 def test_modules_are_left_alone_after_an_error(pipe: Pipe) -> None:

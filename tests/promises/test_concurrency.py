@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.run.asides import Asides
 from tests.support.models import (
     Call,
     Step,
@@ -153,6 +154,71 @@ def test_forward_while_another_thread_runs_a_backward(pipe: Pipe) -> None:
     assert_same(output.detach(), plain(rows(7)).detach())
     plain(rows(7)).sum().backward()
     assert_same(gradients(pipeline), gradients(plain))
+
+
+@with_and_without_threads
+def test_backward_while_another_thread_begins_a_forward(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward looks for gradients that no backward takes, so none may run meanwhile."""
+    looking, begun, seen = threading.Event(), threading.Event(), threading.Event()
+    seen.set()
+    layers = [nn.Linear(3, 3), Call(lambda x: Waits.apply(x, begun, seen)), nn.Linear(3, 3)]
+    pipeline = pipe(nn.Sequential(*layers).double(), [2, 1], copy=False)
+    loss = pipeline(rows(7)).sum()
+    ran_meanwhile: list[bool] = []
+    look = Asides.check
+
+    def check(self: Asides) -> None:
+        if not looking.is_set():
+            looking.set()
+            ran_meanwhile.append(begun.wait(0.2))
+        look(self)
+
+    monkeypatch.setattr(Asides, "check", check)
+    other = threading.Thread(target=pipeline, args=(rows(7),), daemon=True)
+    other.start()
+    assert looking.wait(PATIENCE)
+    loss.backward()
+    other.join(PATIENCE)
+
+    assert not other.is_alive()
+    assert ran_meanwhile == [False]
+    assert begun.is_set()
+
+
+@every_mode
+@with_and_without_threads
+def test_backward_while_another_thread_runs_a_forward(pipe: Pipe) -> None:
+    """It begins by undoing what an interrupt may have left, as if no layer was running."""
+    begun, leave = threading.Event(), threading.Event()
+    leave.set()
+    unchanged: list[bool] = []
+
+    def wait(x: Tensor) -> Tensor:
+        weight = linear.weight
+        begun.set()
+        assert leave.wait(PATIENCE)
+        unchanged.append(linear.weight is weight)
+        return x
+
+    linear = nn.Linear(3, 3).double()
+    pipeline = pipe(nn.Sequential(Call(wait), linear, *perceptron(2)), [2, 2], copy=False)
+    loss = pipeline(rows(7)).sum()
+    leave.clear()
+    begun.clear()
+
+    forward = threading.Thread(target=pipeline, args=(rows(7),), daemon=True)
+    backward = threading.Thread(target=loss.backward, daemon=True)
+    forward.start()
+    assert begun.wait(PATIENCE)
+    backward.start()
+    backward.join(0.1)  # as it must wait for the forward, it is not over by then
+    leave.set()
+    for thread in (forward, backward):
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+    assert all(unchanged)
 
 
 def test_error_of_one_thread_is_not_the_others(pipe: Pipe) -> None:

@@ -365,9 +365,10 @@ def test_term_in_an_attribute(
 
 
 @every_mode
+@pytest.mark.parametrize("then", ["the backward of the output", "another forward"])
 @pytest.mark.parametrize("term, where", TERMS, ids=["parameter", "input"])
 def test_term_in_an_attribute_that_is_the_only_loss(
-    pipe: Pipe, term: Callable[[nn.Linear, Tensor], Tensor], where: str
+    pipe: Pipe, term: Callable[[nn.Linear, Tensor], Tensor], where: str, then: str
 ) -> None:
     layers = [nn.Linear(3, 3), nn.Tanh(), Aside(term), nn.Tanh()]
     pipeline = pipe(nn.Sequential(*layers).double(), chunks=1)
@@ -377,7 +378,7 @@ def test_term_in_an_attribute_that_is_the_only_loss(
         kept.backward()
 
         with pytest.raises(RuntimeError, match=f"must be handed out of its layer: .* for {where}"):
-            pipeline(rows(7))
+            a_loss(y if "backward" in then else pipeline(rows(7))).backward()
     del y
     a_loss(pipeline(rows(7))).backward()
 

@@ -81,6 +81,22 @@ def test_skip_over_so_many_stages(over: int, pipe: Pipe) -> None:
         assert_same_step(pipeline, module, rows(7))
 
 
+@with_and_without_threads
+@every_mode
+def test_pipeline_under_a_skip_of_the_model_around_it(pipe: Pipe) -> None:
+    """What is in flight where the pipeline is called is none of its stages' skip tensors."""
+    (stash, pop), first, tanh = pair(), linear(), nn.Tanh()
+    inner = nn.Sequential(linear(), nn.Tanh(), linear())
+    plain = nn.Sequential(first, stash, inner, tanh, pop)
+    pipelined = nn.Sequential(first, stash, pipe(inner), tanh, pop)
+
+    found = step(pipelined, rows(7))
+    plain.zero_grad()
+    expected = step(plain, rows(7))
+    assert_same(found.output, expected.output)
+    assert_same(found.input_gradients, expected.input_gradients)
+
+
 @every_mode
 def test_skips_in_eval_mode_and_statistics_of_batch_norms(pipe: Pipe) -> None:
     stash, pop = pair()

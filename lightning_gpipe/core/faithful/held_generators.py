@@ -52,7 +52,6 @@ class HeldGenerators:
         present = self._owners.values()
         if present is None or any(not isinstance(new, _PLAIN) for new in self._new(present)):
             self._states = None
-        self._values = present
 
     def _new(self, present: Values) -> Iterator[Any]:
         before = chain.from_iterable(self._values or ())

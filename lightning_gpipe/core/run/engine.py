@@ -91,10 +91,7 @@ class Engine:
             For each micro-batch its output, and the loss terms of its layers in their order; both
             in the caller's graph.
         """
-        with (
-            self._transport.exclusive()
-        ):  # in a backward of another thread gradients are on the way
-            self._check_asides()
+        self._check_asides()
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -116,9 +113,10 @@ class Engine:
 
     def _check_asides(self) -> None:
         """Raise if gradients arrived in the latest mini-batch that no backward will take."""
-        asides, self._asides = self._asides, []
-        for each in asides:
-            each.check()
+        with self._transport.exclusive():  # in another thread's backward gradients are on the way
+            asides, self._asides = self._asides, []
+            for each in asides:
+                each.check()
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.

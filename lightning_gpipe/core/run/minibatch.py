@@ -97,7 +97,6 @@ class MiniBatch:
         self._participation = Participation(())
         self._flags: TrainingFlags = ()
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
-        self._watches: list[RowWatch | None] = []
         self._workers: list[Worker] = []
         self._input_devices: list[FlatTree] = []
         self.timeline = Timeline(schedule, [])
@@ -127,7 +126,7 @@ class MiniBatch:
             generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
             signature = bytes(self._flags), microbatches[0].spec
-            self._watches = [
+            watches = [
                 stage.watch((*signature, work.signature), division)
                 for stage, work in zip(self._stages, self._works, strict=True)
             ]
@@ -138,7 +137,7 @@ class MiniBatch:
             self._library = library.saved
             outputs = self._draws.run(
                 self._flags,
-                partial(self._forward, microbatches),
+                partial(self._forward, microbatches, watches),
                 generators=generators,
                 snapshots=self._snapshots if self._context.grad else None,
                 modes=bool(self._context.modes),
@@ -147,7 +146,6 @@ class MiniBatch:
             for each in self._passes:
                 each.finish_forward()
             library.end()
-            self._watches = []
         self.asides = [each.asides for each in self._passes]
         self.leaves = self._participation.leaves()
         return outputs
@@ -183,14 +181,17 @@ class MiniBatch:
         return input_gradients, gradients
 
     def _forward(
-        self, microbatches: Sequence[FlatTree], shared: SharedGenerators | None
+        self,
+        microbatches: Sequence[FlatTree],
+        watches: Sequence[RowWatch | None],
+        shared: SharedGenerators | None,
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
-        self._begin(shared)
+        self._begin(watches, shared)
         exchange = self._run(_FORWARD, self.caller.inputs(microbatches), self._context)
         return self.caller.outputs(exchange, len(microbatches))
 
-    def _begin(self, shared: SharedGenerators | None) -> None:
+    def _begin(self, watches: Sequence[RowWatch | None], shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
         context, schedule = self._context, self._schedule
         recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
@@ -208,7 +209,7 @@ class MiniBatch:
                 self._randomness(stage, shared),
                 shadows[j],
                 self._participation,
-                self._watches[j],
+                watches[j],
                 terms=self._terms,
             )
             for j, stage in enumerate(self._stages)
@@ -296,7 +297,10 @@ class MiniBatch:
         return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
 
     def _release(self) -> list[Asides]:
-        """Release everything after backward: the user may keep the output for long."""
+        """Release everything after backward: an error that the user keeps may hold this.
+
+        Leaves that are alive then belong to a graph that somebody else holds.
+        """
         asides = [each.release() for each in self._passes]
         self._participation = Participation(())
         self._passes, self._workers, self.leaves = [], [], []

@@ -131,10 +131,9 @@ class WorkerTask(Task):
             self._exchange.check()
             try:
                 _VERBS[action.kind](self, action)
-            except Cancelled:
-                raise
             except BaseException as error:
-                add_note(error, f"raised in {self._describe(action)}")
+                if not isinstance(error, Cancelled):
+                    add_note(error, f"raised in {self._describe(action)}")
                 raise
 
     def _pass_on(self, action: Action) -> None:

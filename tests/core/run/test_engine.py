@@ -9,8 +9,9 @@ from lightning_gpipe.core.data.pytree import tree_flatten
 from lightning_gpipe.core.plan import cut, fill_drain, lay_out
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.timeline import Timeline
-from lightning_gpipe.core.transport import InlineTransport
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport
 from tests.support.faults import OwnError, throw
+from tests.support.process import workers
 from tests.support.transports import CPU, MockTransport
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
@@ -102,6 +103,20 @@ def test_layout_that_is_changed(engine: Engine) -> None:
 
     assert engine.layout is changed
     assert [engine.stages[0].followed] == [{(engine.stages[0].modules[0], "weight")}]
+
+
+def test_threads_of_a_closed_engine_end_until_it_runs_again() -> None:
+    layout = lay_out(cut(layers(), [2, 1]), [CPU, CPU])
+    engine, others = Engine(layout, LocalTransport(layout)), workers()
+    step(engine)
+    own = [thread for thread in workers() if thread not in others]
+    assert len(own) == 2
+
+    engine.close()
+    assert not any(thread.is_alive() for thread in own)
+
+    step(engine)
+    engine.close()
 
 
 def test_copy_has_no_observers(engine: Engine) -> None:
