@@ -94,10 +94,10 @@ EXPLAINED = (
         "A subclass must call it; the modes of PyTorch 2.13 do without.",
     ),
     Explained(
-        "run/captures.py",
-        "Captures.record",
-        "behavior.captures = bool(found)",
-        _COST + "later runs would search the graphs again.",
+        "faithful/shadow.py",
+        "SwappedIn.__enter__",
+        "self._shadows.in_place = True",
+        _COST + "each micro-batch would put them in place once more.",
     ),
     Explained(
         "run/captures.py",

@@ -383,6 +383,24 @@ def test_without_gradients_nothing_else_has_a_shadow() -> None:
         assert layer.weight is weight
 
 
+class Untouched(nn.Parameter):
+    """A parameter whose class refuses to be copied to where it lives elsewhere."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in (Tensor.detach, Tensor.to), "the class's own operators are the layer's"
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_copy_is_not_made_by_operators_of_the_parameters_class() -> None:
+    layer = linear()
+    layer.weight = Untouched(layer.weight.detach())
+
+    with following(layer).swapped_in(Journal()):
+        assert type(layer.weight) is Untouched
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_edit_of_a_copy_is_seen(grad: bool) -> None:
     layer = linear().requires_grad_(False)
