@@ -257,7 +257,9 @@ def test_output_that_is_stashed_and_edited_by_a_later_layer(balance: list[int], 
     module = around(nn.ReLU(inplace=True))
     pipeline = pipe(module, balance)
     if len(balance) == 3:  # the two names of the tensor are on two stages
-        with pytest.raises(RuntimeError, match="must not edit a tensor that another stage gets too"):
+        with pytest.raises(
+            RuntimeError, match="must not edit a tensor that another stage gets too"
+        ):
             pipeline(rows(7))
         return
 
@@ -270,7 +272,9 @@ def test_popped_tensor_that_is_edited_and_is_the_input_too(balance: list[int], p
     module = around(nn.Identity(), join=edited)
     pipeline = pipe(module, balance)
     if len(balance) == 3:
-        with pytest.raises(RuntimeError, match="must not edit a tensor that another stage gets too"):
+        with pytest.raises(
+            RuntimeError, match="must not edit a tensor that another stage gets too"
+        ):
             pipeline(rows(7))
         return
 
