@@ -1,8 +1,8 @@
 """Promise: Ctrl-C at any line of the calling thread leaves the layers as they were.
 
 An interrupt can come at any line of the calling thread. Here it comes at each line in turn of the
-modules that change something in the layers, and a step afterwards must be equal to one of the plain
-module.
+modules that change something in the layers, when that runs for the first time and when it runs for
+the last, and a step afterwards must be equal to one without an interrupt before.
 """
 
 import copy
@@ -10,16 +10,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import lightning_gpipe
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.verification import verify
-from tests.support.interrupts import interrupted
+from tests.support.interrupts import first_and_last, interrupted_at
 from tests.support.models import gradients
-from tests.support.pipes import Pipe
+from tests.support.pipes import Pipe, with_and_without_threads
 
 CORE = Path(lightning_gpipe.__file__).parent / "core"
 ROOMS = ("faithful", "run")
@@ -70,15 +69,8 @@ class Look:
         assert [set(vars(each)) for each in module.modules()] == self._attributes
 
 
-@pytest.fixture(
-    params=[
-        pytest.param({"devices": 1}, id="one device"),
-        pytest.param({"threads": False}, id="no threads"),
-        pytest.param({}, id="threads"),
-    ]
-)
-def pipeline(request: pytest.FixtureRequest, pipe: Pipe) -> GPipe:
-    return pipe(layers(), [3, 2], chunks=2, mode="always", **request.param)
+def piped(pipe: Pipe, *, devices: int = 2) -> GPipe:
+    return pipe(layers(), [3, 2], devices=devices, chunks=2, mode="always")
 
 
 def step(pipeline: GPipe) -> dict[str, Tensor]:
@@ -87,7 +79,7 @@ def step(pipeline: GPipe) -> dict[str, Tensor]:
     pipeline.zero_grad()
     torch.manual_seed(3)
     backward(pipeline, pipeline(X))
-    return {**gradients(pipeline), **copy.deepcopy(dict(pipeline.named_buffers()))}
+    return copy.deepcopy({**gradients(pipeline), **dict(pipeline.named_buffers())})
 
 
 def backward(pipeline: GPipe, y: Tensor) -> None:
@@ -98,27 +90,34 @@ def backward(pipeline: GPipe, y: Tensor) -> None:
 
 
 def strike(pipeline: GPipe, files: set[str], run: Callable[[], Callable[[], object]]) -> int:
-    """Interrupt ``run()`` at each line in turn; the number of lines."""
+    """Interrupt ``run()`` at each line, one after another; how often that was."""
+    run()()  # some lines run only once
     expected, look = step(pipeline), Look(pipeline)
     struck = 0
-    while interrupted(run(), files, struck + 1):
-        struck += 1
+    for line, time in first_and_last(run(), files):
+        struck += interrupted_at(run(), line, time)
+        where = f"after {line}, time {time}"
         assert torch.is_grad_enabled()
-        assert torch._C._len_torch_dispatch_stack() == 0, f"after line {struck}"
+        assert torch._C._len_torch_dispatch_stack() == 0, where
         pipeline.train()
         found = step(pipeline)
         look.check(pipeline)
-        torch.testing.assert_close(found, expected, msg=partial("after line {}: {}".format, struck))
+        torch.testing.assert_close(found, expected, msg=partial("{}: {}".format, where))
     return struck
 
 
-def test_interrupt_of_forward(pipeline: GPipe) -> None:
+@with_and_without_threads
+def test_interrupt_of_forward(pipe: Pipe) -> None:
     """Struck as a batch norm was patched, its statistics never moved again."""
+    pipeline = piped(pipe)
+
     assert strike(pipeline, ENGINE, lambda: lambda: pipeline(X)) > 100
 
 
-def test_interrupt_of_backward(pipeline: GPipe) -> None:
+@with_and_without_threads
+def test_interrupt_of_backward(pipe: Pipe) -> None:
     """Struck as buffers were lent, they were lost from the module and its state dict."""
+    pipeline = piped(pipe)
 
     def run() -> Callable[[], object]:
         y = pipeline(X)
@@ -127,9 +126,8 @@ def test_interrupt_of_backward(pipeline: GPipe) -> None:
     assert strike(pipeline, ENGINE, run) > 50
 
 
-def test_interrupt_of_verification(pipeline: GPipe) -> None:
+def test_interrupt_of_verification(pipe: Pipe) -> None:
     """Struck as dropouts were switched off, they stayed so."""
-    if len(pipeline.devices) > 1:
-        pytest.skip("the plain run and what surrounds both are the same on any number of devices")
+    pipeline = piped(pipe, devices=1)
 
     assert strike(pipeline, VERIFICATION, lambda: lambda: verify(pipeline, X)) > 100

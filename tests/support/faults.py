@@ -1,5 +1,6 @@
 """Layers that fail on request, and ways to fail."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -72,11 +73,17 @@ def throw(error: BaseException) -> Callable[[], None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes Ctrl-C raise KeyboardInterrupt, which it does not in a shell's background process."""
+    """Makes Ctrl-C raise KeyboardInterrupt, which it does not in a shell's background process.
+
+    Nor would it in the middle of garbage: Python drops what is raised while it ends an object.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()
+    gc.disable()
     try:
         yield
     finally:
+        gc.enable()
         signal.signal(signal.SIGINT, before)
 
 

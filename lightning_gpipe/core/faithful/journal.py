@@ -20,8 +20,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
+from itertools import count
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 
 class Slots(Protocol):
@@ -154,13 +155,39 @@ class Journal:
         return Journal, ()  # a copied module has no changes in force
 
 
+class _Journals:
+    """All that there are.
+
+    Not a WeakSet, which acts when one of its members ends. That can be in the middle of a step, and
+    Python drops an interrupt that comes while it ends an object.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        # By numbers, each used once, so that threads need no lock, which a fork would copy.
+        self._references: dict[int, ref[Journal]] = {}
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def add(self, journal: Journal) -> None:
+        for number, reference in list(self._references.items()):
+            if reference() is None:
+                self._references.pop(number, None)
+        self._references[next(self._numbers)] = ref(journal)
+
+    def living(self) -> list[Journal]:
+        references = list(self._references.values())
+        return [journal for reference in references if (journal := reference()) is not None]
+
+
 # State of the process, because a fork copies all of it: see below.
-_JOURNALS: WeakSet[Journal] = WeakSet()
+_JOURNALS = _Journals()
 
 
 def _abandon_all() -> None:
     """In a forked process, undo the changes of runs that go on in the parent's threads only."""
-    journals = list(_JOURNALS)
+    journals = _JOURNALS.living()
     for journal in journals:
         journal.unlock()
     for _ in journals:  # as often as pipelines can be nested, the innermost first

@@ -1,5 +1,7 @@
 import copy
+import gc
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 
@@ -7,7 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful.journal import Abandoned, Attributes, Journal, _abandon_all
+from lightning_gpipe.core.faithful.journal import (
+    _JOURNALS,
+    Abandoned,
+    Attributes,
+    Journal,
+    _abandon_all,
+)
 from tests.support.waiting import PATIENCE
 
 
@@ -264,3 +272,26 @@ def test_journal_is_abandoned_while_a_thread_undoes_a_change() -> None:
 
     assert errors == []
     assert (slots, slow, len(journal)) == ({"a": 1}, {"a": 1}, 0)
+
+
+def test_end_of_a_journal_runs_no_code_in_which_python_would_drop_an_interrupt() -> None:
+    journals = [Journal()]
+    called: list[tuple[str, str]] = []
+
+    sys.setprofile(lambda frame, event, _: called.append((event, frame.f_code.co_name)))
+    journals.clear()
+    sys.setprofile(None)
+
+    assert [call for call in called if call[0] == "call"] == []
+
+
+def test_journals_that_ended_are_not_remembered() -> None:
+    gc.collect()
+    journal = Journal()
+    before = len(_JOURNALS)
+
+    for _ in range(100):
+        journal = Journal()
+
+    assert len(_JOURNALS) <= before + 1
+    assert journal in _JOURNALS.living()
