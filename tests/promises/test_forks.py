@@ -112,8 +112,7 @@ def test_child_uses_the_pipeline_while_another_thread_of_its_parent_does(threads
     )
 
 
-@every_way
-def test_child_ends_without_using_it(threads: bool) -> None:
+def test_child_ends_without_using_it() -> None:
     run(
         """
         import gc
@@ -131,7 +130,7 @@ def test_child_ends_without_using_it(threads: bool) -> None:
         thread.join()
         step()
         """,
-        threads=threads,
+        threads=True,
     )
 
 
