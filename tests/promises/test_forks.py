@@ -74,14 +74,14 @@ def run_in_another_thread():
 
 def run(script: str, *, threads: bool) -> None:
     """Run a script in a process of its own, after the set-up above."""
-    values = f"THREADS, TIMEOUT = {threads}, {PATIENCE / 2}\n"
+    values = f"THREADS, TIMEOUT = {threads}, {PATIENCE}\n"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-c", values + SETUP + dedent(script)],
         check=True,
         cwd=ROOT,
         env=environment,
-        timeout=PATIENCE,
+        timeout=4 * PATIENCE,  # of several waits
     )
 
 
