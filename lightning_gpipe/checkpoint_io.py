@@ -39,14 +39,31 @@ def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """Load a state dict into ``module``, which may be on the meta device.
 
-    Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype.
+    Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype. What
+    was one parameter under several names stays one.
     """
     if not on_meta(module):
         module.load_state_dict(state, strict=strict)
         return
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     cast = {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()}
+    tied = [slots for slots in _slots(module).values() if len(slots) > 1]
     module.load_state_dict(cast, strict=strict, assign=True)
+    for slots in tied:
+        values = [parameters[name] for parameters, name in slots]
+        loaded = next((value for value in values if not value.is_meta), values[0])
+        for parameters, name in slots:
+            parameters[name] = loaded
+
+
+def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:
+    """Where each parameter is: the dict of a module's parameters, and the name in it."""
+    found: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((each._parameters, name))
+    return found
 
 
 def follow_parameters(optimizer: Optimizer) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from lightning_gpipe.core.frontends import Installed, candidates, check_free, install, place_around
+from lightning_gpipe.core.frontends import (
+    Installed,
+    candidates,
+    check_awaited,
+    check_free,
+    install,
+    place_around,
+)
 from lightning_gpipe.core.pipeline import GPipe, Layers, Programs, Taken
 from lightning_gpipe.core.plan import check_outside, shared_with_outside
 from lightning_gpipe.core.verify import Parity, ProgramVerifiedOnce, VerifiedOnce
@@ -49,6 +56,7 @@ class Piped:
                 taken.check = ProgramVerifiedOnce(taken.module, on_result)
             return
         root, module = taken.root, taken.module
+        check_awaited(root)
         check_free(module, taken.name)
         self.pipeline = GPipe(module, balance, devices=devices, **options)
         check_outside(root, module, self.pipeline.layout, self._device)

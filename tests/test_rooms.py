@@ -25,7 +25,7 @@ __init__
 cli
 strategy
 one_process
-averages  checkpoint_io  finetuning  guarded_log  refusals  piped  watch  skip  flatten
+averages  checkpoint_io  finetuning  guarded_log  refusals  piped  watch  skip  flatten  pretrained
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

@@ -204,6 +204,28 @@ def masked() -> Metricless:
     return Metricless(layers=nn.Sequential(nn.Linear(6, WIDTH), Masked(), nn.Tanh()))
 
 
+def test_resume_of_tied_weights(tmp_path: Path) -> None:
+    """Once each name got a parameter of its own, so that the weights were tied no longer."""
+
+    def tied() -> Metricless:
+        model = Metricless(
+            layers=nn.Sequential(nn.Linear(6, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        )
+        model.layers[3].weight = model.layers[1].weight
+        return model.double()
+
+    whole = fitted(tmp_path, build=tied, max_epochs=4)
+    fitted(tmp_path, build=tied, max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
+    made = trainer(tmp_path, GPipeStrategy([2, 2], 4), devices=2, max_epochs=4)
+    with made.init_module(empty_init=True):
+        model = tied()
+
+    made.fit(model, datamodule=Data(), ckpt_path=tmp_path / "half.ckpt")
+
+    assert model.layers[3].weight is model.layers[1].weight
+    assert_same_weights(made, whole)
+
+
 def test_resume_of_a_module_with_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
     """Once the whole module was initialised again to make the buffer: loaded weights were lost."""
     whole = fitted(tmp_path, build=masked, max_epochs=4)

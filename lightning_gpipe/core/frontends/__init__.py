@@ -17,7 +17,9 @@ from lightning_gpipe.core.frontends.kinds import frontend_of
 from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
 from lightning_gpipe.core.frontends.module_list import Loop
 from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
+from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
+from lightning_gpipe.core.frontends.stored import check_awaited
 from lightning_gpipe.core.frontends.traced import Traced
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "StandIn",
     "Traced",
     "candidates",
+    "check_awaited",
     "check_free",
     "choose_devices",
     "flatten",
@@ -35,9 +38,11 @@ __all__ = [
     "heaviest",
     "install",
     "is_installed",
+    "load_pretrained",
     "locate",
     "move",
     "on_meta",
+    "parameters_on_meta",
     "place",
     "place_around",
     "place_own",

@@ -2,7 +2,8 @@
 
 Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
 tied. A module that was built on the ``meta`` device gets its memory here, directly on its own
-device; tensors that already have values, from a checkpoint, keep them.
+device; tensors that already have values, from a checkpoint, keep them, and those whose values are
+in a file get them from there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+
+from lightning_gpipe.core.frontends.stored import stored_value
 
 
 def place(module: nn.Module, device: torch.device) -> None:
@@ -60,9 +63,11 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     own = [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
     if not any(tensor.is_meta for tensor in own):
         return
-    initialise = _initialiser(module)
+    in_files = [(t, stored) for t in own if t.is_meta and (stored := stored_value(t)) is not None]
+    missing = len(in_files) < sum(tensor.is_meta for tensor in own)
+    initialise = initialiser(module) if missing else lambda: None
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)
-    kept = [(tensor, tensor.detach().clone()) for tensor in own if not tensor.is_meta]
+    kept = [(t, t.detach().clone()) for t in own if missing and not t.is_meta]
     for tensor in own:
         if tensor.is_meta:
             torch.utils.swap_tensors(tensor, _created(tensor, device))
@@ -70,16 +75,24 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     with torch.no_grad():
         for tensor, value in kept:
             tensor.copy_(value)
+    for tensor, stored in in_files:
+        stored.read_into(tensor)
 
 
-def _initialiser(module: nn.Module) -> Callable[[], None]:
+def initialiser(module: nn.Module) -> Callable[[], None]:
+    """What initialises the tensors of a module.
+
+    Raises:
+        TypeError: If nothing does.
+    """
     for name in ("reset_parameters", "_reset_parameters"):  # PyTorch has both spellings
         initialise = getattr(module, name, None)
         if callable(initialise):
             return initialise
     raise TypeError(
         "a module with parameters or buffers on the meta device must have reset_parameters() to "
-        f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU."
+        f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU; "
+        "under lightning_gpipe.pretrained.parameters_on_meta() buffers have their values."
     )
 
 

@@ -10,7 +10,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from lightning_gpipe.core.frontends import choose_devices, move, place, place_around
+from lightning_gpipe.core.frontends import (
+    check_awaited,
+    choose_devices,
+    move,
+    place,
+    place_around,
+)
 from lightning_gpipe.core.plan import (
     Layout,
     Partition,
@@ -38,7 +44,12 @@ def layout_of(
 
 
 def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
-    """Move the layers to their devices, and what is around them in ``root`` to the last one."""
+    """Move the layers to their devices, and what is around them in ``root`` to the last one.
+
+    Raises:
+        TypeError, ValueError: If tensors on the meta device cannot get their values.
+    """
+    check_awaited(root)
     layers = {
         layer for layout in layouts for partition in layout.partitions for layer in partition.layers
     }
