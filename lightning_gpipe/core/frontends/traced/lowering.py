@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,13 @@ from lightning_gpipe.core.data import map_instances, whole
 from lightning_gpipe.core.frontends.traced.edits import check_edits
 from lightning_gpipe.core.frontends.traced.graph import Graph, Output
 from lightning_gpipe.core.frontends.traced.holding import Held
+from lightning_gpipe.core.frontends.traced.indexing import Item, needs_look
 from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.modes import Under
-from lightning_gpipe.core.frontends.traced.numbers import check_numbers, rows_in
+from lightning_gpipe.core.frontends.traced.numbers import check_numbers
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.frontends.traced.reductions import check_reductions
+from lightning_gpipe.core.frontends.traced.row_dims import row_dims
 from lightning_gpipe.core.plan import Program, Step, Value
 
 
@@ -57,7 +60,8 @@ def lower(graph: Graph, own: Ownership, held: Held) -> Lowered:
     check_edits(graph, stages)
     check_numbers(graph)
     check_reductions(graph)
-    lowering = _Lowering(graph, own, held, stages)
+    dims = row_dims(graph)
+    lowering = _Lowering(graph, own, held, stages, dims)
     for node in graph.nodes:
         if node.op != "get_attr":
             lowering.add(node, stages[node])
@@ -73,12 +77,17 @@ class _Lowering:
     """The steps of a graph, as they are added."""
 
     def __init__(
-        self, graph: Graph, own: Ownership, held: Held, stages: dict[fx.Node, int]
+        self,
+        graph: Graph,
+        own: Ownership,
+        held: Held,
+        stages: dict[fx.Node, int],
+        dims: dict[fx.Node, int | None],
     ) -> None:
         self.steps: list[Step] = []
         self.numbers: dict[fx.Node, int] = {node: k for k, node in enumerate(graph.inputs)}
         self._graph, self._own, self._held, self._stages = graph, own, held, stages
-        self._rows = rows_in(graph).values
+        self._dims = dims
         self._count = len(graph.inputs)
         self._reads: dict[tuple[str, int], int] = {}
 
@@ -103,7 +112,7 @@ class _Lowering:
             j, number = self._own.n - 1, self._value(node, self._own.n - 1).number
         else:
             j, number = self._stages[node], self.numbers[node]
-        if node in self._rows:
+        if node in self._dims:
             return number
         once = self._next()
         self.steps.append(Step(_marked, (Value(number),), once, j, name=_name(node)))
@@ -135,6 +144,9 @@ class _Lowering:
             return Method(str(node.target))
         if node.op == "call_function":
             assert callable(node.target)
+            base = node.args[0] if node.target is operator.getitem else None
+            if isinstance(base, fx.Node) and self._dims.get(base) == 0 and needs_look(node):
+                return Item(node.meta["line"])
             return node.target
         layer = self._graph.layer(node)
         return layer if layer in self._own.owners else Shared(layer)

@@ -1,8 +1,8 @@
 """Reductions over all rows in a traced forward.
 
 ``x / x.sum()`` would divide each micro-batch by its own sum. A reduction without a dim is over the
-rows as well, so what is computed from it must not meet values with rows again. As an output of the
-model, a loss, it is left to who merges the micro-batches.
+rows as well, so what is computed from it must not meet values with rows again, nor a layer. As an
+output of the model, a loss, it is left to who merges the micro-batches.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ def check_reductions(graph: Graph) -> None:
     for node in graph.nodes:
         found = [each for each in node.all_input_nodes if each in reduced]
         others = [each for each in node.all_input_nodes if each in rows and each not in reduced]
-        if found and others and getattr(node.target, "__name__", "") not in _CHECKS:
+        beside = bool(others) or node.op == "call_module"
+        if found and beside and getattr(node.target, "__name__", "") not in _CHECKS:
             raise Refused(
                 "a forward must not compute over all rows of a mini-batch, since a stage has those "
                 f"of a micro-batch: {reduced[found[0]].meta['line']} reduces over them, and "
-                f"{node.meta['line']} uses it beside values per row. Give the dims, as in "
-                "x.mean(dim=1), or compute it outside of the model."
+                f"{node.meta['line']} uses it beside values per row, or in a layer. "
+                "Give the dims, as in x.mean(dim=1), or compute it outside of the model."
             )
         if found:
             reduced[node] = reduced[found[0]]

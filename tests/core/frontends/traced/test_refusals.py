@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe.core.frontends.traced import Traced
@@ -26,6 +27,7 @@ class Model(nn.Module):
     """Two layers, and a function between them that a test gives."""
 
     scale: Tensor
+    pair: nn.Module
 
     def __init__(self, between: Callable[[Model, Tensor], Any]) -> None:
         super().__init__()
@@ -109,6 +111,80 @@ def own_module(model: Model, x: Tensor) -> Tensor:
     return nn.Linear(WIDTH, WIDTH)(x)
 
 
+def subtracts_the_mean(model: Model, x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def softmax_over_rows(model: Model, x: Tensor) -> Tensor:
+    return torch.softmax(x, dim=0)
+
+
+def flips(model: Model, x: Tensor) -> Tensor:
+    return x + x.flip([0])
+
+
+def rolls(model: Model, x: Tensor) -> Tensor:
+    return x.roll(1, 0)
+
+
+def rolls_all(model: Model, x: Tensor) -> Tensor:
+    return torch.roll(x, 1)
+
+
+def sorts(model: Model, x: Tensor) -> Tensor:
+    return x.sort(0).values
+
+
+def first_row(model: Model, x: Tensor) -> Tensor:
+    return x + x[0]
+
+
+def later_rows(model: Model, x: Tensor) -> Tensor:
+    return x.tanh()[1:]
+
+
+def listed_rows(model: Model, x: Tensor) -> Tensor:
+    return x.tanh()[[0, 2]]
+
+
+def edits_a_row(model: Model, x: Tensor) -> Tensor:
+    x[0] = 0
+    return x
+
+
+def similarities(model: Model, x: Tensor) -> Tensor:
+    return (x @ x.t()).mean(1, keepdim=True) * x
+
+
+def similarities_by_einsum(model: Model, x: Tensor) -> Tensor:
+    return torch.einsum("ac,bc,bd->ad", x, x, x)
+
+
+def similarities_by_linear(model: Model, x: Tensor) -> Tensor:
+    return F.linear(x, x).mean(1, keepdim=True) * x
+
+
+def variance_after_moves(model: Model, x: Tensor) -> Tensor:
+    return x / x.unsqueeze(1).transpose(0, 1).permute(1, 0, 2).var((0, 1))
+
+
+def joins_rows(model: Model, x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+def splits_rows(model: Model, x: Tensor) -> Tensor:
+    one, other = x.chunk(2)
+    return one + other
+
+
+def normalizes(model: Model, x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def layer_of_the_sum(model: Model, x: Tensor) -> Tensor:
+    return model.first(x.sum().view(1, 1).expand(1, WIDTH))
+
+
 REFUSED = {
     branches: "control flow",
     loops: "iterated",
@@ -125,6 +201,24 @@ REFUSED = {
     first_half: "number of rows .* takes rows by it",
     adds_numbers_of_rows: "number of rows .* counts up to it",
     divides_by_the_sum: "must not compute over all rows",
+    subtracts_the_mean: "computes mean along dim 0",
+    softmax_over_rows: "computes softmax along dim 0",
+    flips: "computes flip along dim 0",
+    rolls: "computes roll along dim 0",
+    rolls_all: "rolls all rows",
+    sorts: "computes sort along dim 0",
+    first_row: "takes some of the rows",
+    later_rows: "takes some of the rows",
+    listed_rows: "takes some of the rows",
+    edits_a_row: "takes some of the rows",
+    similarities: "multiplies rows with rows",
+    similarities_by_einsum: "multiplies rows with rows",
+    similarities_by_linear: "multiplies rows with rows",
+    variance_after_moves: "computes var along dim 0",
+    joins_rows: "computes cat along dim 0",
+    splits_rows: "computes chunk along dim 0",
+    normalizes: "normalizes over all rows",
+    layer_of_the_sum: "must not compute over all rows",
     own_module: "draws random numbers|is no module of the model",
 }
 
@@ -143,6 +237,69 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     assert {name: value for name, value in vars(model).items() if name != "_modules"} == before
     assert (model.steps, model.seen) == (0, [])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Pair(nn.Module):
+    """A layer that returns a tuple, or a tensor."""
+
+    def __init__(self, several: bool) -> None:
+        super().__init__()
+        self.several = several
+
+    def forward(self, x: Tensor) -> Any:
+        return (x + 1, x) if self.several else x + 1
+
+
+def of_a_layer(model: Model, x: Tensor) -> Tensor:
+    return model.pair(x)[0] + x
+
+
+def by_number(model: Model, x: Tensor) -> Tensor:
+    return x[x.argmax(1)]
+
+
+@pytest.mark.parametrize("between", [of_a_layer, by_number], ids=lambda each: each.__name__)
+def test_rows_that_are_taken_by_number(tracing: Tracing, between: Callable[..., Any]) -> None:
+    model = Model(between)
+    model.pair = Pair(several=False)
+
+    with pytest.raises(TypeError, match=r"test_refusals.py:\d+ takes rows by their number"):
+        tracing(model, 2)(rows())
+
+
+def within_rows(model: Model, x: Tensor) -> Tensor:
+    y = torch.stack([x, x.flip(1)]).unbind(0)[1].unsqueeze(1).transpose(1, 2).softmax(-1)
+    z = x.view(x.size(0), 2, -1).permute(1, 0, 2)
+    y = y + torch.einsum("hnc,hnc->nhc", z, z).flatten(1).unsqueeze(-1)
+    y = y[..., 0] + x[:, None][:, 0] + x[torch.arange(x.size(0)), :1].mean(-1, keepdim=True)
+    return y + torch.where(x > 0, x, -x).sum(1, keepdim=True) + x.roll(1, 1) + model.pair(x)[0]
+
+
+def test_computations_within_rows(tracing: Tracing) -> None:
+    plain = Model(within_rows)
+    plain.pair = Pair(several=True)
+
+    assert_same_run(tracing(plain, 2), plain, rows())
+
+
+class SequenceFirst(nn.Module):
+    """Moves the rows to dim 1 and takes the mean over the sequence, in dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.view(x.size(0), 1, -1).transpose(0, 1))
+        return self.second(x.mean(0) + x[0])
+
+
+def test_rows_in_another_dim_between_layers(tracing: Tracing) -> None:
+    plain = SequenceFirst()
+
+    assert_same_run(tracing(plain, 2), plain, rows())
 
 
 class Inner(nn.Module):
