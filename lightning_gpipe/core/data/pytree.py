@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -103,11 +102,11 @@ def join(trees: Sequence[FlatTree]) -> FlatTree:
 def parted(flat: FlatTree) -> list[FlatTree]:
     """The trees that were joined."""
     assert isinstance(flat.spec, Joined), "only joined trees can be parted"
-    ends = list(accumulate(flat.spec.sizes))
-    return [
-        FlatTree(flat.leaves[end - size : end], spec)
-        for spec, size, end in zip(flat.spec.specs, flat.spec.sizes, ends, strict=True)
-    ]
+    leaves, found, start = flat.leaves, [], 0
+    for spec, size in zip(flat.spec.specs, flat.spec.sizes, strict=True):
+        found.append(FlatTree(leaves[start : start + size], spec))
+        start += size
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -29,7 +29,7 @@ from lightning_gpipe.core.plan.partition import (
     has_own_forward,
     is_plain,
 )
-from lightning_gpipe.core.plan.program import CALLER, Part, Program, Step
+from lightning_gpipe.core.plan.program import CALLER, Part, Program
 from lightning_gpipe.core.plan.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
@@ -44,6 +44,7 @@ from lightning_gpipe.core.plan.sharing import (
     followed_slots,
     shared_with_outside,
 )
+from lightning_gpipe.core.plan.step import Step
 
 __all__ = [
     "CALLER",

@@ -20,60 +20,15 @@ The program of one mini-batch may differ from that of the next, so it is given w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch import nn
-
 from lightning_gpipe.core.plan.route import Route, Value
+from lightning_gpipe.core.plan.step import Step
 
 CALLER = -1  # in the place of a stage: where inputs come from
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One call.
-
-    Attributes:
-        run: What is called.
-        args, kwargs: Its arguments: constants, values, and tuples, lists, dicts and slices of both.
-        value: The number of its result.
-        stage: The stage that it belongs to.
-        name: What it is to the user, such as ``blocks.3``.
-        line: The line of the user's code that made the call, such as ``model.py:7``, if known.
-    """
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    value: int
-    stage: int
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    line: str = ""
-
-    @cached_property
-    def title(self) -> str:
-        """What errors call it, such as ``blocks.3 (Block)``."""
-        kind = f" ({type(self.run).__name__})" if isinstance(self.run, nn.Module) else ""
-        return f"{self.name}{kind}"
-
-    @cached_property
-    def needs(self) -> frozenset[int]:
-        """The numbers of the values among its arguments."""
-        return frozenset(each.number for each in values_in((self.args, self.kwargs)))
-
-    def __call__(self, values: Mapping[int, Any]) -> Any:
-        """Call it with the values of these numbers."""
-        args = [filled(each, values) for each in self.args]
-        kwargs = {key: filled(each, values) for key, each in self.kwargs.items()}
-        return self.run(*args, **kwargs)
-
-    def __str__(self) -> str:
-        given = [_shown(each) for each in self.args]
-        given += [f"{key}={_shown(each)}" for key, each in self.kwargs.items()]
-        return f"%{self.value} <- stage {self.stage}: {self.name}({', '.join(given)})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,40 +164,6 @@ class Program:
         return tuple(dict.fromkeys(made_there))
 
 
-def values_in(tree: Any) -> Iterator[Value]:
-    """The values in arguments of a step."""
-    if isinstance(tree, Value):
-        yield tree
-    for each in _children(tree):
-        yield from values_in(each)
-
-
-def filled(tree: Any, values: Mapping[int, Any]) -> Any:
-    """The tree with what ``values`` has for its values."""
-    kind = type(tree)
-    if kind is Value:
-        return values[tree.number]
-    if kind is tuple or kind is list:
-        return kind([filled(each, values) for each in tree])
-    if kind is dict:
-        return {key: filled(each, values) for key, each in tree.items()}
-    if kind is slice:
-        return slice(*(filled(each, values) for each in _children(tree)))
-    if isinstance(tree, tuple) and any(True for _ in values_in(tree)):
-        return kind(*(filled(each, values) for each in tree))  # a named one
-    return tree
-
-
-def _children(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, Value):
-        return ()
-    if isinstance(tree, tuple | list):
-        return tree
-    if type(tree) is dict:
-        return tree.values()
-    return (tree.start, tree.stop, tree.step) if isinstance(tree, slice) else ()
-
-
 def _drops(
     steps: Sequence[Step], held: Iterable[int], kept: Iterable[int]
 ) -> Iterator[tuple[int, ...]]:
@@ -254,13 +175,3 @@ def _drops(
         last.pop(number, None)
     for k in range(len(steps)):
         yield tuple(number for number, at in last.items() if at == k)
-
-
-def _shown(tree: Any) -> str:
-    if isinstance(tree, Value):
-        return str(tree)
-    children = list(_children(tree))
-    if children and isinstance(tree, tuple | list):
-        inner = ", ".join(map(_shown, children))
-        return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"
-    return repr(tree) if isinstance(tree, int | float | str | bool | None) else type(tree).__name__

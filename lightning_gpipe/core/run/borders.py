@@ -32,14 +32,23 @@ def mark_shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatT
         trees: What is sent.
         targets: The stage to which each of them is sent.
     """
+    memories = [[memory(leaf) for leaf in tree.leaves] for tree in trees]
     targets_of: dict[int | None, set[int]] = {}
-    for tree, target in zip(trees, targets, strict=True):
-        for leaf in tree.leaves:
-            targets_of.setdefault(memory(leaf), set()).add(target)
-    shared = {key for key, found in targets_of.items() if key is not None and len(found) > 1}
+    for found, target in zip(memories, targets, strict=True):
+        for each in found:
+            targets_of.setdefault(each, set()).add(target)
+    shared = {key for key, to in targets_of.items() if key is not None and len(to) > 1}
+    if not shared:
+        return list(trees)
     return [
-        FlatTree([_marked(leaf) if memory(leaf) in shared else leaf for leaf in leaves], spec)
-        for leaves, spec in trees
+        FlatTree(
+            [
+                _marked(leaf) if each in shared else leaf
+                for leaf, each in zip(leaves, found, strict=True)
+            ],
+            spec,
+        )
+        for (leaves, spec), found in zip(trees, memories, strict=True)
     ]
 
 

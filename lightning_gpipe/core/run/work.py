@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, tree_flatten
 from lightning_gpipe.core.faithful import add_note
-from lightning_gpipe.core.plan import Part, Route, Step, Value
+from lightning_gpipe.core.plan import Part, Route, Value
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import Table
 
@@ -84,7 +84,7 @@ class Steps(Work):
         self.arriving = (*stage.arriving, *part.arriving)
         self.leaving = (*stage.leaving, *part.leaving)
         self.signature = part.signature
-        self.tabled = True
+        self.tabled = bool(stage.skips or self.arriving or self.leaving)
         self._part = part
         self._arriving = [each.number for each in part.arriving]
         self._leaving = [each.number for each in part.leaving]
@@ -94,21 +94,24 @@ class Steps(Work):
         part = self._part
         values = dict(zip(part.takes, x, strict=True))
         del x  # the values that are dropped would live on in it
-        values |= {number: table.pop(Value(number)) for number in self._arriving}
-        for step, dropped in zip(part.steps, part.drops, strict=True):
-            values[step.value] = _called(step, values)
-            after(step.title)
-            for number in dropped:
-                del values[number]
-        table |= {Value(number): values[number] for number in self._leaving}
+        for number in self._arriving:
+            values[number] = table.pop(Value(number))
+        self._call_all(values, after)
+        for number in self._leaving:
+            table[Value(number)] = values[number]
         return join([tree_flatten(values[number]) for number in part.gives])
 
-
-def _called(step: Step, values: dict[int, Any]) -> Any:
-    try:
-        return step(values)
-    except BaseException as error:
-        add_note(
-            error, f"raised in {step.title}" + (f", called in {step.line}" if step.line else "")
-        )
-        raise
+    def _call_all(self, values: dict[int, Any], after: After) -> None:
+        """Call the steps, which take their values of these and add their own."""
+        step = None
+        try:
+            for step, dropped in zip(self._part.steps, self._part.drops, strict=True):
+                values[step.value] = step(values)
+                after(step.title)
+                for number in dropped:
+                    del values[number]
+        except BaseException as error:
+            if step is not None:
+                called = f", called in {step.line}" if step.line else ""
+                add_note(error, f"raised in {step.title}{called}")
+            raise

@@ -7,8 +7,9 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_gpipe.core.plan.program import CALLER, Program, Step
+from lightning_gpipe.core.plan.program import CALLER, Program
 from lightning_gpipe.core.plan.route import Route, Value
+from lightning_gpipe.core.plan.step import Step
 
 
 def step(value: int, stage: int, *needs: int) -> Step:
@@ -85,18 +86,6 @@ def test_output_that_no_step_makes():
         Program([step(1, 0, 0)], inputs=[0], outputs=[7], n=1)
     with pytest.raises(ValueError, match="outputs must be made by steps: got %0, an input"):
         Program([step(1, 0, 0)], inputs=[0], outputs=[1, 0], n=1)
-
-
-def test_step_is_called_with_values_wherever_they_are_in_its_arguments():
-    got = []
-
-    def run(*args: object, **kwargs: object) -> None:
-        got.append((args, kwargs))
-
-    tree = (Value(0), [Value(1), "a"], {"k": Value(0)}, slice(Value(1), None), 7)
-    Step(run, tree, 2, 0, {"key": (Value(1),)})({0: "zero", 1: 1})
-
-    assert got == [(("zero", [1, "a"], {"k": "zero"}, slice(1, None), 7), {"key": (1,)})]
 
 
 def test_parts_with_the_same_calls_have_the_same_signature():
