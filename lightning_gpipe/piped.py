@@ -1,15 +1,19 @@
 """What of a LightningModule runs as a pipeline, from setup to teardown.
 
-An nn.Sequential becomes a pipeline of its own that is installed in its place. Anything else is
-piped within the whole LightningModule, whose forward and steps call it as before.
+An nn.Sequential becomes a pipeline of its own that is installed in its place. Anything else, and
+several modules, are piped within the whole LightningModule, whose forward and steps call them as
+before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_gpipe.core.frontends import (
     Installed,
@@ -17,64 +21,150 @@ from lightning_gpipe.core.frontends import (
     check_awaited,
     check_free,
     install,
+    is_installed,
+    locate,
+    on_meta,
     place_around,
 )
-from lightning_gpipe.core.pipeline import GPipe, Layers, Programs, Taken
-from lightning_gpipe.core.plan import check_outside, shared_with_outside
-from lightning_gpipe.core.verify import Parity, ProgramVerifiedOnce, VerifiedOnce
+from lightning_gpipe.core.pipeline import (
+    GPipe,
+    Layers,
+    Taken,
+    balance_of_each,
+    balances_for,
+    parameters_around,
+    take_all,
+    taken_at,
+)
+from lightning_gpipe.core.plan import (
+    Around,
+    check_balance,
+    check_even,
+    check_outside,
+    shared_with_outside,
+)
+from lightning_gpipe.core.verify import Parity, RunVerifiedOnce, VerifiedOnce
+from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
+
+_CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
+
+
+def taken_of(root: nn.Module, paths: str | Sequence[str] | None, balances: Any) -> list[Taken]:
+    """What runs as a pipeline of a LightningModule.
+
+    Args:
+        root: The LightningModule.
+        paths: As the user gave them: one, several, or None to search.
+        balances: The balance of each.
+
+    Raises:
+        TypeError, ValueError: If nothing is there, if there is a choice, or if it cannot be cut.
+    """
+    if isinstance(paths, list | tuple):
+        return take_all(root, [taken_at(root, *locate(root, path)) for path in paths], balances)
+    assert paths is None or isinstance(paths, str), "checked by the strategy"
+    return [taken_at(root, *locate(root, paths))]
+
+
+def cut_evenly(
+    found: Sequence[Taken], balances: Sequence[Any], devices: int, around: Around
+) -> list[Sequence[int]]:
+    """The number of units in each stage, of each of what was taken, checked.
+
+    Args:
+        found: What is cut.
+        balances: As the user gave them.
+        devices: The number of devices.
+        around: Which stage what is around is with.
+
+    Raises:
+        TypeError, ValueError: If a balance does not fit the module or the number of devices.
+    """
+    sizes = balances_for(found, balances, devices, around)
+    for taken, balance in zip(found, sizes, strict=True):
+        check_balance(balance, len(taken.units), taken.name)
+        check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
+    warn_of_one_device(max(map(len, sizes)), devices)
+    return sizes
 
 
 class Piped:
-    """The pipeline in a LightningModule.
+    """The pipelines in a LightningModule.
 
     Args:
-        taken: What runs as a pipeline.
-        balance: The number of its units in each stage.
-        devices: One per worker; what is around the pipeline is on the last.
-        on_result: Called with the result of a verification on the first batch; None for none.
+        root: The LightningModule.
+        paths: What of it runs as a pipeline, as the user gave it.
+        balance: The balance, as the user gave it.
+        devices: One per worker.
+        chunks: The number of micro-batches; None takes 4 per stage.
+        around: Which stage's device has what is around the pipelines.
+        verify: Whether to verify each pipeline on its first mini-batch.
         options: Other arguments of :class:`~lightning_gpipe.GPipe`.
 
     Attributes:
-        taken: As given.
-        pipeline: The pipeline.
+        found: What runs as a pipeline.
+        pipeline: The pipeline; of several modules, all of them.
     """
 
     def __init__(
         self,
-        taken: Taken,
-        balance: Sequence[int],
+        root: nn.Module,
+        paths: str | Sequence[str] | None,
+        balance: Any,
         devices: Sequence[torch.device],
-        on_result: Callable[[Parity], None] | None = None,
+        *,
+        chunks: int | None,
+        around: Around,
+        verify: bool,
         **options: Any,
     ) -> None:
-        self.taken = taken
-        self._device = devices[-1]
+        balances = balance_of_each(paths, balance)
+        self.found = taken_of(root, paths, balances)
+        sizes = cut_evenly(self.found, balances, len(devices), around)
+        self._root = root
         self._installed: Installed | None = None
-        if not isinstance(taken, Layers):
-            self.pipeline = GPipe(taken.root, balance, module=taken, devices=devices, **options)
-            if on_result is not None and isinstance(taken, Programs):
-                taken.check = ProgramVerifiedOnce(taken.module, on_result)
+        options |= {
+            "devices": devices,
+            "chunks": chunks or _CHUNKS_PER_STAGE * max(map(len, sizes)),
+            "around": around,
+        }
+        if len(self.found) == 1 and isinstance(self.found[0], Layers):
+            self._replace(self.found[0], sizes[0], verify=verify, **options)
             return
-        root, module = taken.root, taken.module
-        check_awaited(root)
+        if len(self.found) == 1:
+            self.pipeline = GPipe(root, sizes[0], module=self.found[0], **options)
+        else:
+            self.pipeline = GPipe(root, sizes, module=self.found, **options)
+        if verify:
+            once = RunVerifiedOnce(_report)
+            for taken in self.found:
+                taken.check = once
+
+    def _replace(
+        self, taken: Layers, balance: Sequence[int], *, verify: bool, **options: Any
+    ) -> None:
+        """Install a pipeline of an nn.Sequential in its place."""
+        module = taken.module
+        check_awaited(self._root)
         check_free(module, taken.name)
-        self.pipeline = GPipe(module, balance, devices=devices, **options)
-        check_outside(root, module, self.pipeline.layout, self._device)
-        self.pipeline.share(shared_with_outside(root, module), self._device)
-        run = self.pipeline.forward
-        if on_result is not None:
-            run = VerifiedOnce(self.pipeline, module, on_result=on_result)
+        self.pipeline = GPipe(module, balance, **options)
+        outside = self.pipeline.layout.outside
+        check_outside(self._root, module, self.pipeline.layout, outside)
+        self.pipeline.share(shared_with_outside(self._root, module), outside)
+        run: Callable[[Any], Any] = self.pipeline.forward
+        if verify:
+            run = VerifiedOnce(self.pipeline, module, on_result=_report)
         self._installed = install(module, run, taken.name)
 
-    @property
-    def runs(self) -> int:
-        """How often the pipeline ran."""
-        return self.taken.runs if self._installed is None else self._installed.runs
+    def runs_of(self, taken: Taken) -> int:
+        """How often one of the pipelines ran."""
+        return taken.runs if self._installed is None else self._installed.runs
 
     def place_around(self) -> None:
-        """Move what is around the pipeline to the last device."""
+        """Move what is around the pipelines to its device."""
         if self._installed is not None:  # in any other case GPipe has done so
-            place_around(self.taken.root, {self.taken.module}, self._device)
+            inner = {taken.module for taken in self.found}
+            place_around(self._root, inner, self.pipeline.layout.outside)
 
     def remove(self) -> None:
         """Let the LightningModule run as without a pipeline, and end the worker threads."""
@@ -85,9 +175,44 @@ class Piped:
         self.pipeline.close()
 
     def __str__(self) -> str:
-        """What was taken, how it was cut, over what, and what else could have been."""
-        others = [path for path in candidates(self.taken.root) if path != self.taken.path]
-        beside = f"; not piped: {', '.join(map(repr, others))}" if others else ""
-        kind = type(self.taken.module).__name__
-        stages = ", ".join(f"{stage.partition} on {stage.device}" for stage in self.pipeline.stages)
-        return f"GPipe runs {self.taken.name} ({kind}) as a pipeline: {stages}{beside}."
+        """A line for each module: how it was cut, over what; and what else could have been."""
+        stages = iter(self.pipeline.stages)
+        sizes = map(len, self.pipeline.balance if len(self.found) > 1 else [self.pipeline.balance])
+        lines = []
+        for taken, n in zip(self.found, sizes, strict=True):
+            cut = ", ".join(f"{each.partition} on {each.device}" for each in islice(stages, n))
+            kind = type(taken.module).__name__
+            lines.append(f"GPipe runs {taken.name} ({kind}) as a pipeline: {cut}")
+        beside = parameters_around(self.found)
+        if beside:
+            lines[-1] += f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters"
+        if plain := self._plain():
+            lines[-1] += f"; not piped: {', '.join(map(repr, plain))}"
+        return ".\n".join([*lines, ""]).rstrip("\n")
+
+    def _plain(self) -> list[str]:
+        """The paths of what else could be piped."""
+        inside = {module for taken in self.found for module in taken.module.modules()}
+        return [path for path, each in candidates(self._root).items() if each not in inside]
+
+
+def must_stay(root: nn.Module) -> bool:
+    """Whether a LightningModule cannot be moved, or must not be.
+
+    Setup has failed: tensors are on the meta device, or another Trainer's pipeline is in use.
+    """
+    pipelined = any(map(is_installed, root.modules()))
+    return pipelined or on_meta(root) or bool(metrics_on_meta(root))
+
+
+def _report(parity: Parity) -> None:
+    """Report the result of a verification to the user.
+
+    Raises:
+        RuntimeError: If there is a difference without a known reason.
+    """
+    parity.check()
+    if parity.difference is None and not parity.asides:
+        rank_zero_info(str(parity))
+    else:
+        rank_zero_warn(str(parity))

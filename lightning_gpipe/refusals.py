@@ -7,6 +7,7 @@ that a pipeline in one process would have to ignore silently.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -18,10 +19,31 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_gpipe.core.plan import check_balance
+
 # For messages.
 AUTO_DEVICES = (
     "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
 )
+
+
+def check_module(module: Any) -> None:
+    """Refuse what is no path of a module, and no list of such paths."""
+    paths = module if isinstance(module, list | tuple) else [module]
+    if module is not None and not (paths and all(isinstance(path, str) for path in paths)):
+        raise TypeError(
+            "module must be the path of a module in the LightningModule, such as 'net.layers', a "
+            f"list of paths, or None: got {module!r}."
+        )
+
+
+def check_any_balance(balance: Any) -> None:
+    """Refuse a balance that fits no module."""
+    if isinstance(balance, str):
+        if balance != "parameters":
+            raise ValueError(f"balance must be 'parameters' or a list: got {balance!r}.")
+    elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
+        check_balance(balance)
 
 
 def refuse_devices(devices: Sequence[torch.device]) -> None:

@@ -3,45 +3,43 @@
 Lightning's strategies assume one device per process. Here one process drives several, and nearly
 every override below removes that assumption: where tensors are created, where modules and optimizer
 states are put, what is saved. The *root device*, which has the batch, the loss, the metrics and all
-modules outside of the pipeline, is the last stage's, so that an unchanged ``training_step`` gets
-the output on the device of its targets; the pipeline moves its own input to the first stage.
+modules outside of the pipeline, is the last stage's unless the user says the first's, so that an
+unchanged ``training_step`` gets the output on the device of its targets; the pipeline moves its own
+input to the first stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.averages import Averages
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
-from lightning_gpipe.core.frontends import is_installed, locate, on_meta
-from lightning_gpipe.core.pipeline import GPipe, Taken, balance_for, taken_at
+from lightning_gpipe.core.pipeline import GPipe, balance_of_each
 from lightning_gpipe.core.plan import (
     check_activation_checkpointing,
-    check_balance,
-    check_even,
+    check_around,
     count_recomputed,
 )
 from lightning_gpipe.core.run import explain_second_backward
-from lightning_gpipe.core.verify import Parity
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.one_process import OneProcess
-from lightning_gpipe.piped import Piped
+from lightning_gpipe.piped import Piped, must_stay
 from lightning_gpipe.refusals import (
-    AUTO_DEVICES,
-    metrics_on_meta,
+    check_any_balance,
+    check_module,
     refuse_devices,
     refuse_global_pruning,
     refuse_joined_gradients,
@@ -49,14 +47,11 @@ from lightning_gpipe.refusals import (
     refuse_metrics_on_meta,
     refuse_metrics_with_lists,
     refuse_several_processes,
-    warn_of_one_device,
 )
-from lightning_gpipe.watch import Watch
+from lightning_gpipe.watch import Watches
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
 class GPipeStrategy(OneProcess):
@@ -69,12 +64,15 @@ class GPipeStrategy(OneProcess):
     Args:
         balance: The number of layers in each stage, or the names of modules where stages begin, or
             ``"parameters"`` to give each device one stage so that the largest has as few parameters
-            as possible. There may be several stages per device: stage j is on device j mod d.
+            as possible, what is around the pipeline included. There may be several stages per
+            device: stage j is on device j mod d. For several modules, a balance for each, or
+            ``"parameters"`` for all.
         chunks: The number of micro-batches that a batch is split into; None takes 4 per stage,
             which makes the bubble small. A batch with fewer rows makes fewer.
         module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
             the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
-            nn.Sequential.
+            nn.Sequential. Several paths, such as ``["generator", "discriminator"]``, are a pipeline
+            each, over the same devices and threads.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k.
@@ -84,6 +82,8 @@ class GPipeStrategy(OneProcess):
             :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger.
+        around: Which stage's device has what is around the pipeline, and the batch, the loss and
+            the metrics: ``"last"`` or ``"first"``, see :class:`~lightning_gpipe.GPipe`.
         verify: Whether to compare the pipeline with a plain run on the first training batch; this
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
@@ -98,26 +98,30 @@ class GPipeStrategy(OneProcess):
 
     def __init__(
         self,
-        balance: list[int] | list[str] | Literal["parameters"] = "parameters",
+        balance: list[int]
+        | list[str]
+        | list[list[int]]
+        | list[list[str]]
+        | Literal["parameters"] = "parameters",
         chunks: int | None = None,
         *,
-        module: str | None = None,
+        module: str | list[str] | None = None,
         activation_checkpointing: Literal["always", "except_last", "never"] | int = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
         verify: bool = False,
+        around: Literal["last", "first"] = "last",
     ) -> None:
         super().__init__()
-        if isinstance(balance, str):
-            if balance != "parameters":
-                raise ValueError(f"balance must be 'parameters' or a list: got {balance!r}.")
-        elif not _are_names(balance):
-            check_balance(cast("list[int]", balance))  # or whatever else was given
+        check_module(module)
+        for each in balance_of_each(module, balance):
+            check_any_balance(each)
         if chunks is not None:
             check_chunks(chunks)
         check_activation_checkpointing(activation_checkpointing)
         check_microbatching(microbatching)
+        check_around(around)
         self._balance = balance
         self._chunks = chunks
         self._module = module
@@ -126,10 +130,11 @@ class GPipeStrategy(OneProcess):
         self._microbatching = microbatching
         self._threads = threads
         self._verify = verify
+        self._around: Literal["last", "first"] = around
         self._piped: Piped | None = None
         self._averages = Averages()
         self._finetuning = Finetuning()
-        self._watch: Watch | None = None
+        self._watch: Watches | None = None
         self._logs = GuardedLogs()
 
     @property
@@ -142,8 +147,8 @@ class GPipeStrategy(OneProcess):
     @property
     @override
     def root_device(self) -> torch.device:
-        """The last stage's device."""
-        return self._devices[-1]
+        """The device of what is around the pipeline: that of the last stage, or of the first."""
+        return self._devices[-1 if self._around == "last" else 0]
 
     @override
     def setup_environment(self) -> None:
@@ -200,7 +205,7 @@ class GPipeStrategy(OneProcess):
         self._finetuning.release()
         self._piped = self._watch = None
         module = self._lightning_module
-        if module is not None and _must_stay(module):
+        if module is not None and must_stay(module):
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
@@ -214,35 +219,29 @@ class GPipeStrategy(OneProcess):
         module = self.lightning_module
         assert module is not None
         refuse_metrics_on_meta(module)
-        taken = taken_at(module, *locate(module, self._module))
-        balance = self._balance_for(taken)
-        self._piped = Piped(
-            taken,
-            balance,
+        self._piped = piped = Piped(
+            module,
+            self._module,
+            self._balance,
             self._devices,
-            _report if self._verify else None,
-            chunks=self._chunks or _CHUNKS_PER_STAGE * len(balance),
+            chunks=self._chunks,
+            around=self._around,
+            verify=self._verify,
             activation_checkpointing=self._activation_checkpointing,
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
         )
-        rank_zero_info(str(self._piped))
-        self._watch = Watch(module, taken.path, self._piped)
+        rank_zero_info(str(piped))
+        runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
+        self._watch = Watches(module, runs)
         self._logs.guard(module)
 
     def _refuse_recomputed_metrics(self) -> None:
         assert self._piped is not None and self.lightning_module is not None
         if count_recomputed(self._activation_checkpointing, self._piped.pipeline.chunks):
-            refuse_metrics_with_lists(self.lightning_module, self._piped.taken.module)
-
-    def _balance_for(self, taken: Taken) -> Sequence[int]:
-        devices = len(self._devices)
-        balance = balance_for(taken, self._balance, devices)
-        check_balance(balance, len(taken.units), taken.name)
-        check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
-        warn_of_one_device(len(balance), devices)
-        return balance
+            for taken in self._piped.found:
+                refuse_metrics_with_lists(self.lightning_module, taken.module)
 
     # The pipeline ran, or the user is told.
 
@@ -297,29 +296,3 @@ class GPipeStrategy(OneProcess):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
-
-
-def _are_names(balance: Any) -> bool:
-    return isinstance(balance, list) and bool(balance) and all(isinstance(b, str) for b in balance)
-
-
-def _must_stay(module: nn.Module) -> bool:
-    """Whether the module cannot be moved, or must not be.
-
-    Setup has failed: tensors are on the meta device, or another Trainer's pipeline is in use.
-    """
-    pipelined = any(map(is_installed, module.modules()))
-    return pipelined or on_meta(module) or bool(metrics_on_meta(module))
-
-
-def _report(parity: Parity) -> None:
-    """Report the result of ``verify`` to the user.
-
-    Raises:
-        RuntimeError: If there is a difference without a known reason.
-    """
-    parity.check()
-    if parity.difference is None and not parity.asides:
-        rank_zero_info(str(parity))
-    else:
-        rank_zero_warn(str(parity))

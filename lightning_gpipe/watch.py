@@ -12,9 +12,10 @@ the first run, and after a step without one, hooks on the layers record which of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,13 +23,34 @@ from torch import nn
 
 from lightning_gpipe.core.faithful import add_note
 
+Count = Callable[[], int]  # how often a pipeline ran
 
-class Runs(Protocol):
-    """What counts the runs of a pipeline."""
 
-    @property
-    def runs(self) -> int:
-        """How often it ran."""
+class Watches:
+    """Watches the steps of a LightningModule that has one or several pipelines.
+
+    Args:
+        root: The LightningModule.
+        runs: For the path of each pipelined module, what counts its runs.
+    """
+
+    def __init__(self, root: nn.Module, runs: Mapping[str, Count]) -> None:
+        def total() -> int:
+            return sum(count() for count in runs.values())
+
+        self._watches = [Watch(root, path, count, total) for path, count in runs.items()]
+
+    def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
+        """Run ``training_step``, see :meth:`Watch.training`."""
+        for watch in self._watches:
+            step = partial(watch.training, step, automatic=automatic)
+        return step()
+
+    def evaluation(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run a step of an evaluation, see :meth:`Watch.evaluation`."""
+        for watch in self._watches:
+            step = partial(watch.evaluation, name, step)
+        return step()
 
 
 class Watch:
@@ -37,14 +59,17 @@ class Watch:
     Args:
         root: The LightningModule.
         path: The path of the pipelined module in it.
-        runs: What counts its runs.
+        runs: Counts its runs.
+        total: Counts the runs of all pipelines. A step may leave out some of them, as a GAN that
+            trains its networks in turns, but is warned of if it runs none.
     """
 
-    def __init__(self, root: nn.Module, path: str, runs: Runs) -> None:
+    def __init__(self, root: nn.Module, path: str, runs: Count, total: Count) -> None:
         self._root = root
         self._path = path
         self._module = root.get_submodule(path)
         self._runs = runs
+        self._total = total
         self._record = True  # which layers run in the next training step
         self._told: set[str] = set()  # the steps that ran the pipeline, or were warned of
 
@@ -61,7 +86,7 @@ class Watch:
         Raises:
             RuntimeError: If it went around the pipeline.
         """
-        name, runs = "training_step", self._runs.runs
+        name, runs, total = "training_step", self._runs(), self._total()
         if not self._record:
             result, around = step(), None
         else:
@@ -69,16 +94,16 @@ class Watch:
                 try:
                     result = step()
                 except Exception as error:
-                    if ran and self._runs.runs == runs:
+                    if ran and self._runs() == runs:
                         add_note(error, self._bypassed(name, ran))  # on other devices it may fail
                     raise
             around = self._bypassed(name, ran) if ran else None
-        self._record = self._runs.runs == runs
+        self._record = self._runs() == runs
         if not self._record:
             self._told.add(name)
         elif around is not None or self._replaced:
             raise RuntimeError(self._replacement(name) if self._replaced else around)
-        elif not (automatic and result is None):
+        elif not (automatic and result is None) and self._total() == total:
             self._warn_once(name)
         return result
 
@@ -91,9 +116,9 @@ class Watch:
         """
         if name in self._told:
             return step()
-        runs = self._runs.runs
+        total = self._total()
         result = step()
-        if self._runs.runs == runs:
+        if self._total() == total:
             self._warn_once(name)
         self._told.add(name)
         return result

@@ -193,7 +193,7 @@ def test_several_modules_of_a_model(mode: Any) -> None:
 
 
 def test_several_modules_without_a_balance_for_each() -> None:
-    with pytest.raises(ValueError, match="a list for each path in module: got 1 for"):
+    with pytest.raises(ValueError, match="a list for each path in module: got a list of 1, "):
         GPipe(Both(), [[1, 2]], module=["encoder", "decoder"])
 
 

@@ -125,6 +125,22 @@ def test_way_to_split(
     assert seen["microbatching"] == name
 
 
+def test_several_modules(tmp_path: Path) -> None:
+    init_args = {
+        "module": ["layers.encoder", "layers.decoder"],
+        "balance": [[1, 2], [2, 2]],
+        "around": "first",
+    }
+    strategy = {"class_path": STRATEGY["class_path"], "init_args": init_args}
+    path = Path(config(tmp_path, strategy, fast_dev_run=True))
+    text = path.read_text("utf-8").replace("lightning_modules.Classifier", "two_stacks.Translator")
+    path.write_text(text, encoding="utf-8")
+
+    cli = main(["fit", "--config", str(path)])
+
+    assert repr(strategy_of(cli)._balance) == "[[1, 2], [2, 2]]"
+
+
 def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:
     main(
         [
@@ -183,6 +199,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "microbatching": None,
         "threads": True,
         "verify": False,
+        "around": "last",
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")

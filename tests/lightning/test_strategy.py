@@ -47,13 +47,13 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, verify=False)",
+            "microbatching=None, threads=True, verify=False, around='last')",
         ),
         (
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True)",
+            "microbatching=None, threads=True, around='last')",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.frontends import Installed, install
-from lightning_gpipe.watch import Watch
+from lightning_gpipe.watch import Watches
 from tests.support.lightning_modules import (
     Classifier,
     Data,
@@ -284,7 +284,7 @@ def test_what_runs_the_pipeline_warns_of_nothing(tmp_path: Path) -> None:
 def test_module_that_is_itself_the_pipeline() -> None:
     module = perceptron(4)
     installed: Installed = install(module, lambda x: x)
-    watch = Watch(module, "", installed)
+    watch = Watches(module, {"": lambda: installed.runs})
 
     watch.training(lambda: module(rows(4)), automatic=True)
     watch.training(lambda: None, automatic=True)

@@ -6,15 +6,26 @@ everything, and calls the model as it is; :class:`Pipeline` is what runs micro-b
 
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
-from lightning_gpipe.core.pipeline.taking import balance_for, taken_at
+from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
+from lightning_gpipe.core.pipeline.taking import (
+    balance_of_each,
+    balances_for,
+    parameters_around,
+    take_all,
+    taken_at,
+)
 
 __all__ = [
+    "Check",
     "GPipe",
     "Layers",
     "Pipeline",
     "Programs",
     "Taken",
-    "balance_for",
+    "balance_of_each",
+    "balances_for",
+    "checked",
+    "parameters_around",
+    "take_all",
     "taken_at",
 ]

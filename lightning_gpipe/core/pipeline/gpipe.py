@@ -8,7 +8,6 @@ pipeline's engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,21 +16,24 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import MicroBatching, Rows
 from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compiled, rows_needed
-from lightning_gpipe.core.frontends import StandIn
+from lightning_gpipe.core.frontends import StandIn, choose_devices
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
+from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
+from lightning_gpipe.core.pipeline.taken import Taken
 from lightning_gpipe.core.pipeline.taking import (
     Balance,
-    balance_for,
+    balance_of_each,
+    balances_for,
     laid_out,
     layers_in,
     take_all,
 )
-from lightning_gpipe.core.plan import ActivationCheckpointing, Layout, RouteName
+from lightning_gpipe.core.plan import ActivationCheckpointing, Around, Layout, RouteName
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
+from lightning_gpipe.core.transport import Workers
 
 
 class GPipe(StandIn):
@@ -50,7 +52,7 @@ class GPipe(StandIn):
     What runs as a pipeline is the model itself, or a module in it. An nn.Sequential runs its layers
     one after another; of an nn.ModuleList that the model's forward loops over, and of any other
     module, whose forward is traced, the layers run as that forward calls them. Everything else in
-    the model is around the pipeline, on the last device, and runs as it is.
+    the model is around the pipeline, on the last device by default, and runs as it is.
 
     The layers stay the same objects under the same names, so the state dict is that of the model.
     Its hooks, and parameters and buffers of its own, are the pipeline's too: the hooks are called
@@ -65,15 +67,22 @@ class GPipe(StandIn):
         balance: The number of layers in each stage: of an nn.Sequential or nn.ModuleList its
             children, of any other module the calls of layers in its forward. Or the names of
             modules where stages begin, such as ``["down3", "up2"]``. Or ``"parameters"``, so that
-            the largest stage has as few parameters as possible, with one stage per device.
+            the largest stage has as few parameters as possible, what is around the pipeline
+            included, with one stage per device.
         module: The path of what runs as a pipeline, such as ``"model.layers"``. None takes the
             model itself, unless the balance counts or names the layers of the nn.Sequential or
             nn.ModuleList with more than half of its parameters. Several paths, such as
-            ``["encoder.block", "decoder.block"]``, are a pipeline each, over the same devices, with
-            a balance for each.
+            ``["encoder.block", "decoder.block"]``, are a pipeline each, over the same devices and
+            threads, with a balance for each.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
+        around: Which stage's device has what is around the pipeline, such as embeddings, norms and
+            heads, and gets its outputs: ``"last"`` or ``"first"``. The last needs no copy of the
+            outputs, and is where a loss is computed; the first may have the room. The
+            values are ends of the pipeline and no devices, so that they hold for any ``devices``.
+            None gives embeddings to the first stage and heads to the last, because the model's own
+            code around the pipeline runs on one device.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
@@ -105,44 +114,42 @@ class GPipe(StandIn):
         /,
         balance: Balance | Sequence[Balance],
         *,
-        module: str | Sequence[str] | Taken | None = None,
+        module: str | Taken | Sequence[str | Taken] | None = None,
         devices: Sequence[str | torch.device] | None = None,
         chunks: int = 1,
         activation_checkpointing: ActivationCheckpointing = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
+        around: Around = "last",
     ) -> None:
-        check_settings(chunks, activation_checkpointing, microbatching)
-        balances: Any = balance if isinstance(module, list | tuple) else [balance]
+        check_settings(chunks, activation_checkpointing, microbatching, around)
+        balances = balance_of_each(module, balance)
         found = take_all(model, module, balances)
-        workers = None if devices is None else len(devices)
-        sizes = [balance_for(taken, b, workers) for taken, b in zip(found, balances, strict=True)]
-        layouts = [laid_out(taken, each, devices) for taken, each in zip(found, sizes, strict=True)]
+        sizes = balances_for(found, balances, None if devices is None else len(devices), around)
+        parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
+        chosen = choose_devices(devices, *map(len, parts))
+        layouts = [laid_out(*each, chosen, around) for each in zip(found, parts, strict=True)]
         super().__init__(model)
         if deferred_batch_norm:
             for layout in layouts:
                 check_batch_norms(*layers_in(layout))
         self.balance: list[Any] = list(map(list, sizes)) if len(sizes) > 1 else list(sizes[0])
         self.devices = list(layouts[0].devices)
-        self._taken = found
         place_all(model, layouts)
-        self._pipelines = [
-            Pipeline(
+
+        def pipeline(taken: Taken, layout: Layout, workers: Workers) -> Pipeline:
+            return Pipeline(
                 layout,
                 chunks=chunks,
                 activation_checkpointing=activation_checkpointing,
                 microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
+                workers=workers,
             )
-            for taken, layout in zip(found, layouts, strict=True)
-        ]
-        self._attach()
 
-    def _attach(self) -> None:
-        for taken, pipeline in zip(self._taken, self._pipelines, strict=True):
-            taken.attach(pipeline)
+        self._pipelines = Pipelines(found, layouts, pipeline)
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -179,8 +186,7 @@ class GPipe(StandIn):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        for pipeline in self._pipelines:
-            pipeline.chunks = chunks
+        self._pipelines.set("chunks", chunks)
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
@@ -189,8 +195,7 @@ class GPipe(StandIn):
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
-        for pipeline in self._pipelines:
-            pipeline.activation_checkpointing = chosen
+        self._pipelines.set("activation_checkpointing", chosen)
 
     @property
     def microbatching(self) -> MicroBatching:
@@ -218,39 +223,24 @@ class GPipe(StandIn):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
-        return self._taken[0].call(*args, **kwargs)
+        return self.taken[0].call(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run as :meth:`forward` does, with :attr:`patches` in force."""
-        return self._taken[0].run(*args, **kwargs)
+        return self.taken[0].run(*args, **kwargs)
 
     @property
-    def paths(self) -> list[str]:
-        """Where in the model the pipelines are; an empty path is the model itself."""
-        return [taken.path for taken in self._taken]
-
-    @property
-    def layered(self) -> bool:
-        """Whether the model is an nn.Sequential, whose layers run one after another."""
-        return isinstance(self._taken[0], Layers) and not self._taken[0].path
-
-    def checked(self, check: Check) -> AbstractContextManager[None]:
-        """A ``with`` block in which ``check`` is called with each program before it runs."""
-        return checked(self._taken, check)
+    def taken(self) -> Sequence[Taken]:
+        """What runs as a pipeline, of the model."""
+        return self._pipelines.found
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""
-        for taken in self._taken:
-            taken.release()
+        self._pipelines.release()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        sizes = [self.balance] if len(self._taken) == 1 else self.balance
-        for k, taken in enumerate(self._taken):
-            if isinstance(taken, Programs):  # its programs call the modules of the first model
-                layout = laid_out(taken, sizes[k], self.devices)
-                self._pipelines[k] = self._pipelines[k].again(layout)
-        self._attach()  # what is installed in a model is not copied with it
+        self._pipelines.copied([self.balance] if len(self.taken) == 1 else self.balance)
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -261,8 +251,7 @@ class GPipe(StandIn):
         Returns:
             A handle whose ``remove()`` ends the calls.
         """
-        handles = [pipeline.engine.observe(observer) for pipeline in self._pipelines]
-        return handles[0] if len(handles) == 1 else Handles(handles)
+        return self._pipelines.observe(observer)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
@@ -285,16 +274,16 @@ class GPipe(StandIn):
 
     def extra_repr(self) -> str:
         devices = [str(device) for device in self.devices]
+        around = "" if self.layout.around == "last" else f", around={self.layout.around!r}"
         return (
             f"balance={self.balance}, devices={devices}, chunks={self.chunks}, "
             f"activation_checkpointing={self.activation_checkpointing!r}, "
-            f"microbatching={self.microbatching!r}"
+            f"microbatching={self.microbatching!r}{around}"
         )
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
-        for pipeline in self._pipelines:
-            pipeline.close()
+        self._pipelines.close()
 
     def __len__(self) -> int:
         return len(self._modules)

@@ -20,6 +20,7 @@ from lightning_gpipe.core.data import (
     check_chunks,
     check_microbatching,
     join,
+    map_tensors,
     reduced,
     term_receiver,
     tree_flatten,
@@ -39,11 +40,12 @@ from lightning_gpipe.core.plan import (
     Program,
     Schedule,
     check_activation_checkpointing,
+    check_around,
     count_recomputed,
     fill_drain,
 )
 from lightning_gpipe.core.run import Engine, Stage
-from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport
+from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport, Workers
 
 
 class Pipeline:
@@ -56,6 +58,7 @@ class Pipeline:
         microbatching: How a mini-batch is split into micro-batches.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
         threads: Whether workers run on threads of their own.
+        workers: The threads, if pipelines of other modules over the same devices use them too.
 
     Attributes:
         chunks, activation_checkpointing, microbatching: As given.
@@ -72,12 +75,13 @@ class Pipeline:
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
         threads: bool,
+        workers: Workers | None = None,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
         self.microbatching = microbatching
         self._fixed = {"deferred_batch_norm": deferred_batch_norm, "threads": threads}
-        transport = _connect(layout, threads=threads)
+        transport = _connect(layout, workers, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
 
@@ -91,13 +95,14 @@ class Pipeline:
         """The stages, in order."""
         return self.engine.stages
 
-    def again(self, layout: Layout) -> Pipeline:
+    def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
         """A new pipeline with the same settings, for another layout."""
         return Pipeline(
             layout,
             chunks=self.chunks,
             activation_checkpointing=self.activation_checkpointing,
             microbatching=self.microbatching,
+            workers=workers,
             **self._fixed,
         )
 
@@ -160,11 +165,18 @@ class Pipeline:
         )
         if receiver is not None:
             for term in reduced(terms, division):
-                receiver(term)
+                receiver(term._replace(value=self._sent_back(term.value)))
         outputs = list(map(tree_unflatten, flat))
         if program is not None and m > 1:
             outputs = once_or_per_row(program, outputs, division())
-        return self.microbatching.merge(outputs, batch)
+        return self._sent_back(self.microbatching.merge(outputs, batch))
+
+    def _sent_back(self, output: Any) -> Any:
+        """The output, on the device of what is around the stages."""
+        last, outside = self.layout.device_of(self.layout.n - 1), self.layout.outside
+        if last == outside:
+            return output
+        return map_tensors(lambda x: x.to(outside) if x.device == last else x, output)
 
     def _schedule(self, m: int) -> Schedule:
         """The schedule of a mini-batch of ``m`` micro-batches."""
@@ -190,8 +202,10 @@ def check_settings(
     chunks: int,
     activation_checkpointing: ActivationCheckpointing,
     microbatching: MicroBatching | None,
+    around: str = "last",
 ) -> None:
     """Refuse settings of the wrong type or an impossible value."""
+    check_around(around)
     check_chunks(chunks)
     check_activation_checkpointing(activation_checkpointing)
     check_microbatching(microbatching)
@@ -201,8 +215,8 @@ def _joined(values: Iterable[Any]) -> FlatTree:
     return join(list(map(tree_flatten, values)))
 
 
-def _connect(layout: Layout, *, threads: bool) -> Transport:
+def _connect(layout: Layout, workers: Workers | None, *, threads: bool) -> Transport:
     """A transport between the workers."""
     if threads and len(layout.devices) > 1:
-        return LocalTransport(layout)
+        return LocalTransport(layout, workers)
     return InlineTransport(layout)

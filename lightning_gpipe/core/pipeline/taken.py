@@ -21,7 +21,8 @@ from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
 from lightning_gpipe.core.profile import change_tensors, walk
 
-Check = Callable[[Pipeline, Program, Sequence[Any]], None]
+# Called with what was taken, its program (None if layers run one after another) and the input.
+Check = Callable[["Taken", Program | None, Any], None]
 
 
 class Taken(ABC):
@@ -35,7 +36,8 @@ class Taken(ABC):
     Attributes:
         root, path, module: As given.
         own: Parameters of the module that no layer has.
-        runs: How often the pipeline ran programs.
+        runs: How often the pipeline ran.
+        check: Called before each run, if given.
     """
 
     own: tuple[nn.Parameter, ...] = ()
@@ -45,7 +47,11 @@ class Taken(ABC):
         self.path = path
         self.module = module
         self.runs = 0
+        self.check: Check | None = None
         self._pipeline: Pipeline | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "check": None}
 
     @property
     def pipeline(self) -> Pipeline:
@@ -93,16 +99,15 @@ class Taken(ABC):
         """A ``with`` block in which calls of the model run as without a pipeline."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, with its inputs on the device of what is around the pipeline."""
+        """Call the model, with its inputs on the device of what is around the pipelines."""
         self.pipeline.reset_patches()
         return self.run(*args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the patches of a verification in force."""
         if self.path:
-            layout = self.pipeline.layout
-            last = layout.device_of(layout.n - 1)
-            args, kwargs = change_tensors((args, kwargs), lambda x: x.to(last))
+            outside = self.pipeline.layout.outside
+            args, kwargs = change_tensors((args, kwargs), lambda x: x.to(outside))
         return self.root.forward(*args, **kwargs)
 
 
@@ -157,19 +162,22 @@ class Layers(Taken):
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return super().run(*args, **kwargs) if self.path else self._run(*args, **kwargs)
+        return super().run(*args, **kwargs) if self.path else self.run_layers(*args, **kwargs)
 
     def forward(self, input: Any) -> Any:
         """Run the layers on ``input``; one after another on all of it while it is recorded."""
         pipeline = self.pipeline
         pipeline.reset_patches()
         if not is_traced(input, self.module.parameters()):
-            return self._run(input)
+            self.runs += 1
+            if self.check is not None:
+                self.check(self, None, input)
+            return self.run_layers(input)
         self._check_layers()
         with pipeline.engine.exclusive():
             return walk(pipeline.stages, input, lambda _, layer, x: layer(x))
 
-    def _run(self, input: Any) -> Any:
+    def run_layers(self, input: Any) -> Any:
         """Run the layers on ``input`` in micro-batches."""
         self._check_layers()
         return self.pipeline.run(input)
@@ -193,20 +201,15 @@ class Layers(Taken):
 
 
 class Programs(Taken):
-    """What a front-end makes programs of.
-
-    Attributes:
-        check: Called with each program and its values before it runs, if given.
-    """
+    """What a front-end makes programs of."""
 
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         super().__init__(root, path, module)
         self._frontend = frontend_of(root, path, module)
-        self.check: Check | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A front-end knows one model; a copy of the model has one of its own.
-        return {**self.__dict__, "_frontend": None, "check": None}
+        return {**super().__getstate__(), "_frontend": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -217,7 +220,7 @@ class Programs(Taken):
     ) -> list[Any]:
         self.runs += 1
         if self.check is not None:
-            self.check(self.pipeline, program, values)
+            self.check(self, program, values)
         return self.pipeline.run_program(program, values, chunks=chunks)
 
     @property
@@ -254,13 +257,12 @@ class Programs(Taken):
 
 @contextmanager
 def checked(found: Sequence[Taken], check: Check) -> Iterator[None]:
-    """A ``with`` block in which ``check`` is called with each program before it runs."""
-    programs = [taken for taken in found if isinstance(taken, Programs)]
-    before = [taken.check for taken in programs]
+    """A ``with`` block in which ``check`` is called before each run of a pipeline."""
+    before = [taken.check for taken in found]
     try:
-        for taken in programs:
+        for taken in found:
             taken.check = check
         yield
     finally:
-        for taken, each in zip(programs, before, strict=True):
+        for taken, each in zip(found, before, strict=True):
             taken.check = each

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import islice, permutations
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.frontends import heaviest, locate
-from lightning_gpipe.core.pipeline.placing import layout_of, with_around
 from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
-from lightning_gpipe.core.plan import Layout, check_enough_layers, counts_between, solve
+from lightning_gpipe.core.plan import (
+    Around,
+    Layout,
+    Partition,
+    check_enough_layers,
+    check_outside,
+    check_sharing,
+    counts_between,
+    lay_out,
+    shared_with_outside,
+    solve,
+)
+from lightning_gpipe.core.skip import routes_of, skips_of
 
 # Numbers of units, the names of where stages begin, or "parameters".
 Balance = Sequence[int] | Sequence[str] | str
@@ -59,19 +70,47 @@ def _is_of(balance: Any, path: str, module: nn.Module) -> bool:
     return sum(each for each in balance if isinstance(each, int)) == len(list(module.children()))
 
 
+def balance_of_each(paths: Any, balance: Any) -> list[Any]:
+    """The balance of each path of a list, or that of a single path; ``"parameters"`` is for all.
+
+    Raises:
+        ValueError: If there is not a balance for each.
+    """
+    if not isinstance(paths, list | tuple):
+        return [balance]
+    if balance == "parameters" and paths:
+        return [balance] * len(paths)
+    given = list(balance) if isinstance(balance, list | tuple) else [balance]
+    if len(given) != len(paths) or not all(map(_is_balance, given)):
+        what = "list" if isinstance(balance, list | tuple) else type(balance).__name__
+        raise ValueError(
+            f"balance must have a list for each path in module: got a {what} of {len(given)}, "
+            f"balance={balance!r}, for the {len(paths)} paths {list(map(_path_of, paths))}. Write "
+            "balance=[[2, 2], [3, 1]], or balance='parameters' for all."
+        )
+    return given
+
+
+def _is_balance(balance: Any) -> bool:
+    return isinstance(balance, list | tuple) or balance == "parameters"
+
+
+def _path_of(path: str | Taken) -> str:
+    return path.path if isinstance(path, Taken) else path
+
+
 def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken]:
     """What runs as a pipeline: one for each path of a list, or the one of a single path.
 
+    Args:
+        root: The user's model.
+        paths: As the user gave them.
+        balances: The balance of each.
+
     Raises:
-        ValueError: If there is not a balance for each, or one is within another.
+        ValueError: If one is within another, or there twice.
     """
-    several = isinstance(paths, list | tuple)
-    chosen = list(paths) if several else [paths]
-    if len(balances) != len(chosen) or not chosen:
-        raise ValueError(
-            f"balance must have a list for each path in module: got {len(balances)} for {chosen}, "
-            f"balance={balances!r}."
-        )
+    chosen = list(paths) if isinstance(paths, list | tuple) else [paths]
     found = [take(root, path, each) for path, each in zip(chosen, balances, strict=True)]
     for one, other in permutations(found, 2):
         if other.module in one.module.modules():
@@ -83,11 +122,23 @@ def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken
 
 
 def laid_out(
-    taken: Taken, balance: Sequence[int], devices: Sequence[str | torch.device] | None
+    taken: Taken, partitions: Sequence[Partition], devices: Sequence[torch.device], around: Around
 ) -> Layout:
-    """The layout of what was taken, checked; nothing is moved."""
-    layout = layout_of(taken.partitions(balance), devices)
-    return with_around(layout, taken.root, taken.module, taken.own)
+    """The layout of what was taken, in these partitions, on these devices; nothing is moved.
+
+    The parameters that are used around the layers too have their home there.
+
+    Raises:
+        TypeError, ValueError: If stages share what they must not with others or with what is
+            around them.
+    """
+    layers = [layer for partition in partitions for layer in partition.layers]
+    routes = routes_of(skips_of(layers, partitions), partitions)
+    layout = lay_out(partitions, devices, routes, around)
+    check_sharing(layout)
+    check_outside(taken.root, taken.module, layout, layout.outside)
+    shared = [*taken.own, *shared_with_outside(taken.root, taken.module)]
+    return layout.with_homes(dict.fromkeys(shared, layout.outside))
 
 
 def layers_in(layout: Layout) -> tuple[list[nn.Module], list[str]]:
@@ -103,14 +154,51 @@ def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:
     return Programs(root, path, module)
 
 
-def balance_for(taken: Taken, balance: Any, stages: int | None) -> Sequence[int]:
+def balances_for(
+    found: Sequence[Taken], balances: Sequence[Any], devices: int | None, around: Around
+) -> list[Sequence[int]]:
+    """The number of units in each stage, of each of what was taken.
+
+    Args:
+        found: What is cut.
+        balances: As the user gave them: numbers, names of units where stages begin, or
+            ``"parameters"``, which counts what is on the devices already: what is around, and the
+            stages of those that were cut by it before.
+        devices: The number of devices, if it is known.
+        around: Which stage what is around is with.
+
+    Raises:
+        TypeError, ValueError: If a balance is none of these, or does not fit.
+    """
+    if devices is None:
+        return [balance_for(taken, b, None) for taken, b in zip(found, balances, strict=True)]
+    held = [0] * devices
+    held[-1 if around == "last" else 0] = parameters_around(found)
+    sizes = []
+    for taken, balance in zip(found, balances, strict=True):
+        sizes.append(balance_for(taken, balance, devices, held))
+        if balance == "parameters":
+            costs = iter(taken.costs())
+            held = [h + sum(islice(costs, k)) for h, k in zip(held, sizes[-1], strict=True)]
+    return sizes
+
+
+def parameters_around(found: Sequence[Taken]) -> int:
+    """The number of parameters of a model that are in no unit of what was taken of it."""
+    total = sum(parameter.numel() for parameter in found[0].root.parameters())
+    return max(0, total - sum(sum(taken.costs()) for taken in found))
+
+
+def balance_for(
+    taken: Taken, balance: Any, stages: int | None, held: Sequence[int] = ()
+) -> Sequence[int]:
     """The number of units in each stage.
 
     Args:
         taken: What is cut.
-        balance: As the user gave it: numbers, names of units where stages begin, or
-            ``"parameters"``.
+        balance: As the user gave it, see :func:`balances_for`.
         stages: The number of stages if the balance does not tell; None if nothing does.
+        held: The number of parameters that each stage's device has already.
 
     Raises:
         TypeError, ValueError: If the balance is none of these, or does not fit.
@@ -122,7 +210,7 @@ def balance_for(taken: Taken, balance: Any, stages: int | None) -> Sequence[int]
                 "devices=None. Write devices=['cuda:0', 'cuda:1'], or a list of numbers."
             )
         check_enough_layers(len(taken.units), stages, taken.name)
-        return solve(taken.costs(), stages)
+        return solve(taken.costs(), stages, held)
     if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
         return counts_between(balance, taken.units, taken.name, taken.path)
     chosen: Sequence[int] = balance

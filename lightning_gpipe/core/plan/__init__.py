@@ -19,7 +19,14 @@ from lightning_gpipe.core.plan.held import (
     is_own,
     within,
 )
-from lightning_gpipe.core.plan.layout import Layout, check_even, lay_out, one_each
+from lightning_gpipe.core.plan.layout import (
+    Around,
+    Layout,
+    check_around,
+    check_even,
+    lay_out,
+    one_each,
+)
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -51,6 +58,7 @@ __all__ = [
     "CONTAINERS",
     "Action",
     "ActivationCheckpointing",
+    "Around",
     "Holder",
     "Kind",
     "Layout",
@@ -67,6 +75,7 @@ __all__ = [
     "Value",
     "balance_by_parameters",
     "check_activation_checkpointing",
+    "check_around",
     "check_balance",
     "check_enough_layers",
     "check_even",

@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.plan.partition import Partition
 from lightning_gpipe.core.plan.route import Route
+
+Around = Literal["first", "last"]
+
+
+def check_around(around: str) -> None:
+    """Refuse a stage that what is around a pipeline cannot be with."""
+    if around not in get_args(Around):
+        raise ValueError(
+            "around must be 'last' or 'first', the stage that what is around a pipeline is with: "
+            f"got {around!r}."
+        )
 
 
 def one_each(n: int) -> tuple[int, ...]:
@@ -53,6 +65,7 @@ class Layout:
         routes: The skip connections that leave their stage.
         homes: The home of each parameter: the device that it is on. A stage that has the parameter
             on another device follows it: it makes a new copy for each mini-batch.
+        around: Whether what is around the stages is with the last or the first of them.
     """
 
     partitions: tuple[Partition, ...]
@@ -60,6 +73,12 @@ class Layout:
     placement: tuple[int, ...]
     routes: tuple[Route, ...] = ()
     homes: Mapping[nn.Parameter, torch.device] = field(default_factory=dict)
+    around: Around = "last"
+
+    @property
+    def outside(self) -> torch.device:
+        """The device of what is around the stages, and of what they return to it."""
+        return self.device_of(self.n - 1 if self.around == "last" else 0)
 
     @property
     def n(self) -> int:
@@ -109,6 +128,7 @@ def lay_out(
     partitions: Sequence[Partition],
     devices: Sequence[torch.device],
     routes: Sequence[Route] = (),
+    around: Around = "last",
 ) -> Layout:
     """The layout in which stage j runs on worker j mod the number of devices."""
     placement = looped(len(partitions), len(devices))
@@ -116,4 +136,4 @@ def lay_out(
     for partition, worker in zip(partitions, placement, strict=True):
         for parameter in partition.parameters:
             homes.setdefault(parameter, devices[worker])  # the first stage that has it is its home
-    return Layout(tuple(partitions), tuple(devices), placement, tuple(routes), homes)
+    return Layout(tuple(partitions), tuple(devices), placement, tuple(routes), homes, around)

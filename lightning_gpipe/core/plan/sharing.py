@@ -88,8 +88,8 @@ def check_outside(
     if faults:
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "
-            f"{'; '.join(faults)}. What is outside of the pipeline is on the last stage's device: "
-            "choose a balance that puts these layers into the last stage, or do not share them."
+            f"{'; '.join(faults)}. What is outside of the pipeline is on {root_device}: choose a "
+            "balance that puts these layers into a stage there, or do not share them."
         )
 
 

@@ -6,7 +6,7 @@ same thread, on another one or in another process.
 
 from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
-from lightning_gpipe.core.transport.local import LocalTransport
+from lightning_gpipe.core.transport.local import LocalTransport, Workers
 
 __all__ = [
     "Cancelled",
@@ -15,4 +15,5 @@ __all__ = [
     "LocalTransport",
     "Task",
     "Transport",
+    "Workers",
 ]

@@ -53,9 +53,10 @@ class _Registry:
         self._lock = threading.Lock()
         self._turn_of: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
 
-    def turns_of(self, layout: Layout) -> list[_Turn]:
+    def turns_of(self, *layouts: Layout) -> list[_Turn]:
         """Those of all modules in the layers, in the order in which any pipeline takes them."""
-        layers = (layer for partition in layout.partitions for layer in partition.layers)
+        partitions = (partition for layout in layouts for partition in layout.partitions)
+        layers = (layer for partition in partitions for layer in partition.layers)
         modules = {module for layer in layers for module in layer.modules()}
         with self._lock:
             found = {turn for module in modules if (turn := self._turn_of.get(module))}
@@ -71,15 +72,15 @@ _REGISTRY = _Registry()
 
 
 class Exclusion:
-    """Lets one thread at a time run mini-batches with the layers of a layout; reentrant.
+    """Lets one thread at a time run mini-batches with the layers of some layouts; reentrant.
 
     Args:
-        layout: What runs where.
+        layouts: What runs where.
         before: Called when a thread gets its turn.
     """
 
-    def __init__(self, layout: Layout, before: Callable[[], None] = lambda: None) -> None:
-        self._layout = layout
+    def __init__(self, *layouts: Layout, before: Callable[[], None] = lambda: None) -> None:
+        self._layouts = layouts
         self._turns: tuple[_Turn, ...] = ()
         self._own = _Turn()  # for two workers of another pipeline that run this one
         self._before = before
@@ -88,7 +89,7 @@ class Exclusion:
         """A ``with`` block that one thread at a time can be in."""
         if not self._turns:
             # Not by the constructor: a copy is made while its layers are being copied.
-            self._turns = (*_REGISTRY.turns_of(self._layout), self._own)
+            self._turns = (*_REGISTRY.turns_of(*self._layouts), self._own)
         turns = self._turns
         thread, *callers = lineage()
         if callers:

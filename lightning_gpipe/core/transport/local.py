@@ -32,7 +32,6 @@ _POLL = 0.2
 _GRACE = 0.5
 _JOIN = 5.0
 
-
 _Address = tuple[Action, Route | None]
 
 
@@ -94,22 +93,23 @@ class LocalTransport(Transport):
 
     Args:
         layout: What runs where.
+        workers: The threads, if other transports over the same devices use them too; None makes
+            new ones.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, workers: Workers | None = None) -> None:
         self._layout = layout
         self._devices = layout.devices
-        self._pool = _Pool()
-        self._exclusion = Exclusion(layout, before=self._pool.finish)
-        self._inline = InlineTransport(layout, self._exclusion)
-        weakref.finalize(self, self._pool.join)  # in case close() is not called
+        self._workers = workers or Workers(layout)
+        self._pool = self._workers.pool
+        self._inline = InlineTransport(layout, self._workers.exclusion)
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
         self._inline.refuse_nested()
         if any(thread.current for thread in self._pool.threads):
             raise RuntimeError(NESTED)
-        return self._exclusion.entered()
+        return self._workers.exclusion.entered()
 
     @override
     def open(self, phase: Schedule) -> LocalExchange:
@@ -146,8 +146,8 @@ class LocalTransport(Transport):
     def inline(self) -> InlineTransport:
         return self._inline
 
-    def __reduce__(self) -> tuple[type[LocalTransport], tuple[Layout]]:
-        return LocalTransport, (self._layout,)  # a copy starts threads of its own
+    def __reduce__(self) -> tuple[type[LocalTransport], tuple[Layout, Workers]]:
+        return LocalTransport, (self._layout, self._workers)  # with copies of the same threads
 
     @override
     def close(self) -> None:
@@ -173,11 +173,36 @@ class LocalTransport(Transport):
         return threads
 
 
-class _Pool:
-    """The threads of a transport, and whether they are idle.
+class Workers:
+    """The threads of transports over the same devices, and who may use them.
+
+    Two pipelines of one model, such as an encoder and a decoder, run one after another, so a device
+    needs one thread for both. They take turns: if two of the user's threads ran one each, the
+    workers could wait for one another in different pipelines.
+
+    Args:
+        layouts: What the transports run, where.
 
     Attributes:
-        threads: One for each worker.
+        pool: The threads.
+        exclusion: Lets one of the user's threads at a time use them.
+    """
+
+    def __init__(self, *layouts: Layout) -> None:
+        self.pool = _Pool()
+        self.exclusion = Exclusion(*layouts, before=self.pool.finish)
+        self._layouts = layouts
+        weakref.finalize(self, self.pool.join)  # in case close() is not called
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[Layout, ...]]:
+        return Workers, self._layouts  # a copy starts threads of its own
+
+
+class _Pool:
+    """Threads, and whether they are idle.
+
+    Attributes:
+        threads: One for each worker; none before they are needed.
         idle: Whether all jobs of the last run have ended.
     """
 

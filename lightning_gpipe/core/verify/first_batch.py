@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.faithful import is_traced
-from lightning_gpipe.core.pipeline import GPipe, Pipeline
+from lightning_gpipe.core.pipeline import GPipe, Taken
 from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.verification import verify, verify_program
+from lightning_gpipe.core.verify.verification import verify, verify_run
 
 
-class ProgramVerifiedOnce:
-    """Verifies the first program that a pipeline runs in training mode with gradients.
+class RunVerifiedOnce:
+    """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
     Args:
-        module: The module whose training mode is read.
-        on_result: Called with the result of the verification.
+        on_result: Called with the result of each verification.
     """
 
-    def __init__(self, module: nn.Module, on_result: Callable[[Parity], None]) -> None:
-        self._module = module
+    def __init__(self, on_result: Callable[[Parity], None]) -> None:
         self._on_result = on_result
-        self._pending = True
+        self._done: set[Taken] = set()
 
-    def __call__(self, pipeline: Pipeline, program: Program, values: Sequence[Any]) -> None:
-        if self._pending and self._module.training and torch.is_grad_enabled():
-            self._pending = False
-            self._on_result(verify_program(pipeline, program, values))
+    def __call__(self, taken: Taken, program: Program | None, values: Any) -> None:
+        if taken not in self._done and taken.module.training and torch.is_grad_enabled():
+            self._done.add(taken)
+            self._on_result(verify_run(taken, program, values))
 
 
 class VerifiedOnce:

@@ -24,11 +24,12 @@ from lightning_gpipe.core.faithful import (
     Write,
     default_generator,
 )
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.runs import Subject
 
 
 @contextmanager
-def state_preserved(pipeline: Subject) -> Iterator[None]:
+def state_preserved(pipeline: Subject | GPipe) -> Iterator[None]:
     """Restore at the end of a ``with`` block what running the pipeline or its layers has changed.
 
     These are buffers, the generators of PyTorch, NumPy and Python, what layers keep in attributes

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Rows, collect_loss_terms
 from lightning_gpipe.core.faithful import LibraryGenerators, add_note, default_generator
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors, walk
 from lightning_gpipe.core.verify.asides import Aside, kept_aside
+from lightning_gpipe.core.verify.layered import Layered
 from lightning_gpipe.core.verify.programmed import Programmed
 from lightning_gpipe.core.verify.values import (
     BUFFERS,
@@ -40,7 +40,7 @@ from lightning_gpipe.core.verify.values import (
     values,
 )
 
-Subject = GPipe | Programmed  # what is verified
+Subject = Layered | Programmed  # what is verified
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.faithful import Context
-from lightning_gpipe.core.pipeline import GPipe, Pipeline
+from lightning_gpipe.core.pipeline import GPipe, Layers, Pipeline, Taken, checked
 from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
 from lightning_gpipe.core.verify.difference import first_difference, layer_name, not_repeated
+from lightning_gpipe.core.verify.layered import Layered
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.preserved import state_preserved, without_dropout
 from lightning_gpipe.core.verify.programmed import Programmed
@@ -41,7 +42,7 @@ from lightning_gpipe.core.verify.rounding import AMPLIFIED, perturbing
 from lightning_gpipe.core.verify.runs import Run, Subject, run_pipelined, run_plain
 from lightning_gpipe.core.verify.values import KINDS
 
-__all__ = ["Parity", "verify", "verify_program"]
+__all__ = ["Parity", "verify", "verify_program", "verify_run"]
 
 
 def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Parity:
@@ -74,23 +75,41 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
     Returns:
         What was compared, and the first difference if there is one.
     """
-    if pipeline.layered:
+    first = pipeline.taken[0]
+    if isinstance(first, Layers) and not first.path:
         (input,) = args
-        return _verified(pipeline, input, tolerance)
+        return verify_run(first, None, input, tolerance=tolerance)
     found: list[Parity] = []
 
-    def check(ran: Pipeline, program: Program, values: Sequence[Any]) -> None:
+    def check(ran: Taken, program: Program | None, values: Any) -> None:
         if not found:
-            found.append(verify_program(ran, program, values, tolerance=tolerance))
+            found.append(verify_run(ran, program, values, tolerance=tolerance))
 
-    with state_preserved(pipeline), pipeline.checked(check):
+    with state_preserved(pipeline), checked(pipeline.taken, check):
         pipeline.run(*args, **kwargs)
     if not found:
         raise RuntimeError(
             "a call that is verified must run the pipeline: it did not. Call it with what makes "
-            f"the forward reach {', '.join(repr(each) for each in pipeline.paths)}."
+            f"the forward reach {', '.join(repr(each.path) for each in pipeline.taken)}."
         )
     return found[0]
+
+
+def verify_run(
+    taken: Taken, program: Program | None, values: Any, *, tolerance: float | None = None
+) -> Parity:
+    """Run in micro-batches and on the whole mini-batch, and compare, as :func:`verify`.
+
+    Args:
+        taken: What runs as a pipeline.
+        program: Its program; None if its layers run one after another.
+        values: The values of the program's inputs, or the input of the layers.
+        tolerance: As for :func:`verify`.
+    """
+    if program is not None:
+        return verify_program(taken.pipeline, program, values, tolerance=tolerance)
+    assert isinstance(taken, Layers), "it has no program"
+    return _verified(Layered(taken), values, tolerance)
 
 
 def verify_program(

@@ -38,17 +38,20 @@ class Cut(NamedTuple):
     sizes: tuple[int, ...]  # the last run first: among equal prices, later runs are the shorter
 
 
-def solve(costs: Sequence[float], parts: int) -> list[int]:
+def solve(costs: Sequence[float], parts: int, held: Sequence[float] = ()) -> list[int]:
     """Cut the costs into ``parts`` contiguous, non-empty runs with the least maximal cost.
 
     >>> solve([1, 1, 1, 1, 1, 5], parts=2)
     [5, 1]
     >>> solve([1] * 10, parts=4)
     [3, 3, 2, 2]
+    >>> solve([1] * 10, parts=2, held=[0, 4])  # the second has something else already
+    [7, 3]
 
     Args:
         costs: What each layer costs, in order: finite and not negative.
         parts: The number of runs.
+        held: What each run costs beside its layers; nothing if it is empty.
 
     Returns:
         The number of layers in each run, first to last; of all optima the most even one.
@@ -57,15 +60,16 @@ def solve(costs: Sequence[float], parts: int) -> list[int]:
         ValueError: If a run would be empty, or a cost is negative, infinite or NaN.
     """
     _check(costs, parts)
-    sums = list(accumulate(_integers(costs), initial=0))
+    whole = _integers([*costs, *(held or [0] * parts)])
+    sums, beside = list(accumulate(whole[: len(costs)], initial=0)), whole[len(costs) :]
 
-    def peak(b: int, e: int) -> Price:
-        return (sums[e] - sums[b],)
+    def peak(b: int, e: int, run: int) -> Price:
+        return (sums[e] - sums[b] + beside[run],)
 
     (least,) = _best(len(costs), parts, peak, join=max).price
 
-    def unevenness(b: int, e: int) -> Price:
-        cost = sums[e] - sums[b]
+    def unevenness(b: int, e: int, run: int) -> Price:
+        cost = sums[e] - sums[b] + beside[run]
         return max(cost - least, 0), cost**2, (e - b) ** 2
 
     return list(reversed(_best(len(costs), parts, unevenness, join=_plus).sizes))
@@ -74,19 +78,19 @@ def solve(costs: Sequence[float], parts: int) -> list[int]:
 def _best(
     n: int,
     parts: int,
-    price: Callable[[int, int], Price],
+    price: Callable[[int, int, int], Price],
     join: Callable[[Price, Price], Price],
 ) -> Cut:
-    """The best cut of n layers into runs, where ``price(b, e)`` is that of the run b..e-1.
+    """The best cut of n layers into runs, where ``price(b, e, k)`` is that of b..e-1 as run k.
 
     ``join`` combines the price of the first runs with that of the next. It must be monotonic, as
     the maximum of single numbers and the sum are: cheaper first runs never make a cut costlier.
     """
-    best = {e: Cut(price(0, e), (e,)) for e in range(1, n + 1)}
+    best = {e: Cut(price(0, e, 0), (e,)) for e in range(1, n + 1)}
     for runs in range(2, parts + 1):
         best = {
             e: min(
-                Cut(join(best[b].price, price(b, e)), (e - b, *best[b].sizes))
+                Cut(join(best[b].price, price(b, e, runs - 1)), (e - b, *best[b].sizes))
                 for b in range(runs - 1, e)
             )
             for e in range(runs, n + 1)
