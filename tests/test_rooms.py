@@ -24,8 +24,8 @@ __main__
 __init__
 cli
 strategy
-one_process
-averages  checkpoint_io  finetuning  guarded_log  refusals  piped  watch  skip  flatten  pretrained
+one_process  piped
+averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten  pretrained
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline
