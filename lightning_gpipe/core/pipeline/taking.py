@@ -170,7 +170,7 @@ def balances_for(
     Raises:
         TypeError, ValueError: If a balance is none of these, or does not fit.
     """
-    if devices is None:
+    if not devices:
         return [balance_for(taken, b, None) for taken, b in zip(found, balances, strict=True)]
     held = [0] * devices
     held[-1 if around == "last" else 0] = parameters_around(found)
