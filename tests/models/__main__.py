@@ -13,8 +13,10 @@ import torch
 
 import tests.models.torchvision_operators  # noqa: F401 - before Lightning
 from tests.models import libraries
+from tests.models.case import Case
 from tests.models.libraries import Library
 from tests.models.page import page
+from tests.models.results import Result, Results
 from tests.models.settings import settings_of
 from tests.models.trial import Trial, attempt
 
@@ -25,17 +27,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run as asked; the exit status is 1 if a case fails."""
     options = _options().parse_args(arguments)
     torch.set_num_threads(1)
-    trials = {}
+    trials: list[Trial] = []
     for library in libraries.chosen(options.libraries):
-        trials[library] = [*_trials(library, options.only, options.settings)]
-    failed = [each for found in trials.values() for each in found if not each.passed]
-    total = sum(map(len, trials.values()))
-    print(f"{total - len(failed)} of {total} models as expected")
+        results = Results(library.name)
+        cases = [
+            case
+            for case in library.cases
+            if (not options.only or any(part in case.name for part in options.only))
+            and not (options.missing and case.name in results)
+        ]
+        for trial in _trials(library, cases, options.settings):
+            trials.append(trial)
+            if options.write is not None:
+                results.keep(Result.of(trial, library.packages))
+    failed = [each for each in trials if not each.passed]
+    print(f"{len(trials) - len(failed)} of {len(trials)} models as expected")
     if options.write is not None:
-        options.write.write_text(page(trials), "utf-8")
+        options.write.write_text(_page(), "utf-8")
     if options.failures is not None:
         options.failures.write_text("\n".join(map(_report, failed)), "utf-8")
     return 1 if failed else 0
+
+
+def _page() -> str:
+    """The page of all results that are kept, in the order of the cases."""
+    names = {each: [case.name for case in each.cases] for each in libraries.chosen([])}
+    return page({each.name: Results(each.name).in_order(found) for each, found in names.items()})
 
 
 def _options() -> argparse.ArgumentParser:
@@ -43,15 +60,14 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("libraries", nargs="*", help=f"of {', '.join(libraries.NAMES)}; else all")
     parser.add_argument("--only", nargs="+", default=[], help="parts of the names of models")
     parser.add_argument("--settings", type=int, help="how many for each model; else all of them")
-    parser.add_argument("--write", type=Path, help="the page to write, in Markdown")
+    parser.add_argument("--missing", action="store_true", help="only those without a result")
+    parser.add_argument("--write", type=Path, help="keep the results; the page to write of all")
     parser.add_argument("--failures", type=Path, help="the file for what failed, in Markdown")
     return parser
 
 
-def _trials(library: Library, only: Sequence[str], settings: int | None) -> Iterator[Trial]:
-    for case in library.cases:
-        if only and not any(part in case.name for part in only):
-            continue
+def _trials(library: Library, cases: Sequence[Case], settings: int | None) -> Iterator[Trial]:
+    for case in cases:
         faulthandler.dump_traceback_later(_LIMIT, exit=True)
         began = time.perf_counter()
         trial = attempt(case, settings_of(case, library.settings, settings))

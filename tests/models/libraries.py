@@ -26,6 +26,11 @@ class Library:
     settings: tuple[Setting, ...]
 
     @property
+    def packages(self) -> list[str]:
+        """The packages whose versions matter."""
+        return ["torch"] if self.module == "tests.models.guide" else ["torch", self.name]
+
+    @property
     def cases(self) -> Sequence[Case]:
         """Its models; importing the library takes seconds, and is done here only."""
         found: Sequence[Case] = import_module(self.module).CASES

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 
-from tests.models.libraries import Library
+from tests.models.results import Result
 from tests.models.settings import CHUNKS
-from tests.models.trial import Trial
 
 _TOP = f"""\
 # Models that were tried
@@ -24,50 +22,45 @@ other.
 evaluation, with and without threads by turns. 6 have each of these at least once, but not with one
 another; 3 and fewer are some of these 6, as for models of which each step takes seconds.
 
-`make models` writes this page. This one is of {{versions}}.
+`make models` runs them all and writes this page; `make models ARGS="--write docs/models.md timm"`
+runs a part and keeps the other results, each with its versions.
 """
 
 
-def page(trials: Mapping[Library, Sequence[Trial]]) -> str:
-    """The page, in Markdown."""
-    names = ["torch", *(each.name for each in trials if each.name != "guide")]
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    sections = [_section(library, found) for library, found in trials.items()]
-    return "\n".join([_TOP.format(versions=versions), *sections])
+def page(results: Mapping[str, Sequence[Result]]) -> str:
+    """The page, in Markdown.
+
+    Args:
+        results: Those of each library, by its name.
+    """
+    return "\n".join([_TOP, *(_section(name, found) for name, found in results.items() if found)])
 
 
-def _section(library: Library, trials: Sequence[Trial]) -> str:
-    same = sum(trial.passed and not trial.refusal for trial in trials)
-    title = f"## {library.name}: {same} of {len(trials)}"
+def _section(library: str, found: Sequence[Result]) -> str:
     return "\n".join(
         [
-            title,
+            f"## {library}: {sum(each.same for each in found)} of {len(found)}",
             "",
-            "| model | what is piped | runs | result |",
-            "|---|---|---|---|",
-            *_rows(trials),
+            "| model | what is piped | runs | result | with |",
+            "|---|---|---|---|---|",
+            *_rows(found),
             "",
         ]
     )
 
 
-def _rows(trials: Sequence[Trial]) -> Iterator[str]:
-    for trial in trials:
-        yield f"| {trial.case.name} | {_piped(trial)} | {trial.settings} | {_result(trial)} |"
+def _rows(found: Sequence[Result]) -> Iterator[str]:
+    for each in found:
+        piped = ", ".join(f"`{path}`" for path in each.paths) or "the model"
+        versions = ", ".join(f"{name} {number}" for name, number in each.versions.items())
+        yield f"| {each.name} | {piped} | {each.settings} | {_result(each)} | {versions} |"
 
 
-def _piped(trial: Trial) -> str:
-    paths = trial.case.module
-    if not paths:
-        return "the model"
-    return ", ".join(f"`{path}`" for path in ([paths] if isinstance(paths, str) else paths))
-
-
-def _result(trial: Trial) -> str:
-    if trial.failures:
-        last = trial.failures[0].what.strip().splitlines()[-1]
-        return f"**fails** in {len(trial.failures)} of {trial.settings} settings: {_cell(last)}"
-    return f"refused: {_cell(trial.refusal)}" if trial.refusal else "same"
+def _result(result: Result) -> str:
+    if result.failed:
+        count = f"{result.failed} of {result.settings}"
+        return f"**fails** in {count} settings: {_cell(result.said)}"
+    return f"refused: {_cell(result.said)}" if result.said else "same"
 
 
 def _cell(text: str) -> str:
