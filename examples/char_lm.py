@@ -54,9 +54,9 @@ def encode(text: str) -> Tensor:
     return torch.tensor([place[character] for character in text])
 
 
-def unigram_loss(training: Tensor, validation: Tensor) -> float:
-    """Return the loss, in nats, of predicting each character by its frequency in training."""
-    counts = torch.bincount(training, minlength=len(ALPHABET)) + 1  # no character is impossible
+def unigram_loss(training: Tensor, validation: Tensor, codes: int = len(ALPHABET)) -> float:
+    """Return the loss, in nats, of predicting each of `codes` by its frequency in training."""
+    counts = torch.bincount(training, minlength=codes) + 1  # none is impossible
     return -(counts / counts.sum()).log()[validation].mean().item()
 
 

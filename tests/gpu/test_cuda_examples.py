@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import char_lm, seq_classifier, unet_segmentation
+from examples import char_lm, finetune_llama, seq_classifier, unet_segmentation
 from tests.gpu.trainers import MANY, needs
 
 pytestmark = [*needs(2), pytest.mark.usefixtures("level_of_lightnings_log")]
@@ -37,11 +37,18 @@ def losses(main: Main, output: Path, *arguments: str) -> list[float]:
     return [float(value) for row in rows for name, value in row.items() if "loss" in name and value]
 
 
-@pytest.mark.usefixtures("few_docstrings")
+@pytest.fixture
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which a tokenizer is trained in no time."""
+    monkeypatch.setattr(finetune_llama, "TEXT", char_lm.TEXT[:50_000])
+
+
+@pytest.mark.usefixtures("few_docstrings", "short_text")
 @pytest.mark.parametrize(
     "main, arguments",
     [
         pytest.param(char_lm.main, ["--size=tiny"], id="char_lm"),
+        pytest.param(finetune_llama.main, ["--size=tiny", "--devices=2"], id="finetune_llama"),
         pytest.param(seq_classifier.main, ["--width=16"], id="seq_classifier"),
     ],
 )
