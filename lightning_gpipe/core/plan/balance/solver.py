@@ -1,4 +1,4 @@
-"""The exact min-max solver: cut a row of costs so that the costliest run is as cheap as possible.
+"""The exact min-max solver: cut a row of layers so that the slowest stage is as fast as possible.
 
 This is the linear partition problem (Skiena, The Algorithm Design Manual, chapter on dynamic
 programming). The usual answer in pipeline libraries is a heuristic: cut greedily at the average, or
@@ -6,36 +6,55 @@ move the cuts while that helps. It ends in local optima: torchgpipe's solver mis
 67 % of 300 random rows of 10 layers in 4 parts, by up to 1.62 times, and a pipeline pays that
 factor in every step.
 
-Models have tens of layers, so the exact answer by dynamic programming costs nothing. The best cut
-of the first e layers into p runs extends, for some b, the best cut of the first b layers into
-p - 1 runs by the run b..e-1: for k runs of n layers that is O(k n²) candidates::
+The best cut of the first e layers into j + 1 runs extends, for some b, the best cut of the first b
+layers into j runs by the run b..e-1::
 
-    |<-- best cut into p - 1 runs -->|<- one run ->|
-    0                                b             e
+    |<--- best cut into j runs --->|<- one run ->|
+    0                              b             e
 
-The optimum is rarely unique, since only the costliest run decides it. So a second pass chooses the
-most even of the optimal cuts: least sum of squared costs, then least sum of squared numbers of
-layers, so that layers without cost are spread too, and then the shorter runs last, where a pipeline
-also computes the loss.
+What a run costs may be any table over b and e, and another one for each stage: the sums of its
+layers at the speed of the stage's device, with what enters and leaves it. A run that does not fit
+the memory of the device costs infinitely much. So the answer is exact with all of these.
+
+The optimum is rarely unique, since only the slowest stage decides it. Of the optimal cuts the
+solver takes one whose largest memory is least, and of these the most even one: least sum of squared
+times, then least sum of squared numbers of layers, so that layers without cost are spread too, and
+then the shorter runs last, where a pipeline also computes the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from fractions import Fraction
-from itertools import accumulate
-from math import isfinite, lcm
-from operator import add
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
-Price = tuple[int, ...]
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpipe.core.plan.balance.costs import LayerCosts, Place
+from lightning_gpipe.core.plan.balance.tables import NEVER, Priced, Table, priced
+
+_SQUARED = 25  # bits of a number whose square is added to others
 
 
-class Cut(NamedTuple):
-    """A cut of the first layers into runs; the lesser of two cuts is the better."""
+class NothingFits(ValueError):
+    """No cut fits the memory of the devices.
 
-    price: Price
-    sizes: tuple[int, ...]  # the last run first: among equal prices, later runs are the shorter
+    Attributes:
+        balance: The cut that lacks least on the stage that lacks most.
+        missing: What it lacks on each stage, in bytes.
+    """
+
+    def __init__(self, balance: list[int], missing: list[float]) -> None:
+        self.balance = balance
+        self.missing = missing
+        lacking = ", ".join(
+            f"{each / 2**30:.3g} GiB on stage {j}" for j, each in enumerate(missing) if each > 0
+        )
+        super().__init__(
+            "the layers of each stage must fit the memory of its device: no balance of "
+            f"{len(balance)} stages does that. The nearest one, {balance}, lacks {lacking}. Use "
+            "more devices, or devices with more memory."
+        )
 
 
 def solve(costs: Sequence[float], parts: int, held: Sequence[float] = ()) -> list[int]:
@@ -59,64 +78,115 @@ def solve(costs: Sequence[float], parts: int, held: Sequence[float] = ()) -> lis
     Raises:
         ValueError: If a run would be empty, or a cost is negative, infinite or NaN.
     """
-    _check(costs, parts)
-    whole = _integers([*costs, *(held or [0] * parts)])
-    sums, beside = list(accumulate(whole[: len(costs)], initial=0)), whole[len(costs) :]
-
-    def peak(b: int, e: int, run: int) -> Price:
-        return (sums[e] - sums[b] + beside[run],)
-
-    (least,) = _best(len(costs), parts, peak, join=max).price
-
-    def unevenness(b: int, e: int, run: int) -> Price:
-        cost = sums[e] - sums[b] + beside[run]
-        return max(cost - least, 0), cost**2, (e - b) ** 2
-
-    return list(reversed(_best(len(costs), parts, unevenness, join=_plus).sizes))
+    _check_parts(parts, len(costs))
+    return solve_on(LayerCosts(costs), [Place(busy=each) for each in held or [0] * parts])
 
 
-def _best(
-    n: int,
-    parts: int,
-    price: Callable[[int, int, int], Price],
-    join: Callable[[Price, Price], Price],
-) -> Cut:
-    """The best cut of n layers into runs, where ``price(b, e, k)`` is that of b..e-1 as run k.
+def solve_on(costs: LayerCosts, places: Sequence[Place]) -> list[int]:
+    """Cut the layers into a run for each place, so that the slowest one is as fast as possible.
 
-    ``join`` combines the price of the first runs with that of the next. It must be monotonic, as
-    the maximum of single numbers and the sum are: cheaper first runs never make a cut costlier.
+    >>> solve_on(LayerCosts([1] * 9), [Place(), Place(speed=2)])
+    [3, 6]
+    >>> solve_on(LayerCosts([1] * 4, memory=[8] * 4), [Place(), Place(memory=8)])
+    [3, 1]
+
+    Args:
+        costs: What the layers cost.
+        places: What each stage runs on, first to last.
+
+    Returns:
+        The number of layers in each run, first to last.
+
+    Raises:
+        ValueError: If a run would be empty.
+        NothingFits: If every cut needs more memory than its devices have.
     """
-    best = {e: Cut(price(0, e, 0), (e,)) for e in range(1, n + 1)}
-    for runs in range(2, parts + 1):
-        best = {
-            e: min(
-                Cut(join(best[b].price, price(b, e, runs - 1)), (e - b, *best[b].sizes))
-                for b in range(runs - 1, e)
-            )
-            for e in range(runs, n + 1)
-        }
-    return best[n]
+    _check_parts(len(places), len(costs.times))
+    tables = priced(costs, places)
+    missing = _least_peak([tables[place].lacking for place in places])
+    best = {place: _fitting(tables[place], missing) for place in tables}
+    peak = _least_peak([best[place] for place in places])
+    for time in best.values():
+        time[time > peak] = NEVER
+    if costs.memory:
+        _keep_least_memory(best, tables, places)
+    sizes = _most_even([best[place] for place in places])
+    if missing:
+        raise NothingFits(sizes, list(_missing(costs, places, sizes)))
+    return sizes
 
 
-def _plus(left: Price, right: Price) -> Price:
-    return tuple(map(add, left, right))
+def _fitting(table: Priced, missing: int) -> Table:
+    """The times of the runs that lack no more than ``missing`` units of memory."""
+    return np.where(table.lacking <= missing, table.time, NEVER)
 
 
-def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs in a unit that makes all of them whole, so that sums and ties are exact."""
-    ratios = [Fraction(cost) for cost in costs]
-    unit = lcm(*(ratio.denominator for ratio in ratios))
-    return [int(ratio * unit) for ratio in ratios]
+def _keep_least_memory(
+    times: dict[Place, Table], tables: dict[Place, Priced], places: Sequence[Place]
+) -> None:
+    """Forbid the runs that need more memory than the largest stage of the best cut."""
+    memory = {
+        place: np.where(time < NEVER, tables[place].memory, NEVER) for place, time in times.items()
+    }
+    most = _least_peak([memory[place] for place in places])
+    for place, time in times.items():
+        time[memory[place] > most] = NEVER
 
 
-def _check(costs: Sequence[float], parts: int) -> None:
-    if not 1 <= parts <= len(costs):
+def _least_peak(tables: Sequence[Table]) -> int:
+    """The least largest cost of a cut; the table of each stage."""
+    best = tables[0][:, 0]
+    for table in tables[1:]:
+        best = np.maximum(table, best).min(axis=1)
+    return int(best[-1])
+
+
+def _most_even(tables: Sequence[Table]) -> list[int]:
+    """The sizes of the runs of the most even cut, of those that are not forbidden."""
+    longest = max(map(_longest, tables))
+    shift = max(0, max(int(table[table < NEVER].max()) for table in tables).bit_length() - _SQUARED)
+    starts = np.arange(len(tables[0]))[:, None] - np.arange(1, longest + 1)[None, :]
+    squares = np.arange(1, longest + 1) ** 2
+    uneven = np.full(len(starts), NEVER)
+    uneven[0] = 0
+    spread = uneven.copy()
+    chosen: list[NDArray[np.int64]] = []
+    for table in tables:
+        runs = np.take_along_axis(table, starts.clip(0), axis=1)
+        possible = (starts >= 0) & (runs < NEVER)
+        price = np.where(possible, (runs >> shift) ** 2 + uneven[starts], NEVER)
+        uneven = price.min(axis=1).clip(max=NEVER)
+        even = np.where(price == uneven[:, None], squares + spread[starts], NEVER)
+        spread = even.min(axis=1).clip(max=NEVER)
+        chosen.append((even == spread[:, None]).argmax(axis=1))  # the shortest of the best
+    return _sizes(chosen)
+
+
+def _sizes(chosen: Sequence[NDArray[np.int64]]) -> list[int]:
+    """The sizes of the runs, given for each stage and number of layers so far the last one."""
+    end, sizes = len(chosen[0]) - 1, []
+    for last in reversed(chosen):
+        sizes.append(int(last[end]) + 1)
+        end -= sizes[-1]
+    return sizes[::-1]
+
+
+def _longest(table: Table) -> int:
+    """The number of layers in the longest run that is not forbidden."""
+    ends, begins = np.nonzero(table < NEVER)
+    return int((ends - begins).max())
+
+
+def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:
+    """The bytes that each stage of a cut lacks."""
+    memory = iter(costs.memory or [0] * len(costs.times))
+    for place, size in zip(places, sizes, strict=True):
+        yield max(0.0, place.taken + sum(islice(memory, size)) - place.memory)
+
+
+def _check_parts(parts: int, n: int) -> None:
+    if not 1 <= parts <= n:
         raise ValueError(
-            f"parts must be between 1 and the number of costs, so that no part is empty: "
-            f"got parts={parts} for {len(costs)} costs. Use fewer parts."
-        )
-    if wrong := [f"costs[{k}]={c}" for k, c in enumerate(costs) if not (isfinite(c) and c >= 0)]:
-        raise ValueError(
-            f"costs must be finite and not negative: got {', '.join(wrong)}. "
-            f"Measure these layers again, or give them the cost 0."
+            "parts must be between 1 and the number of costs, so that no part is empty: "
+            f"got parts={parts} for {n} costs. Use fewer parts."
         )

@@ -1,0 +1,102 @@
+"""What every run of layers costs on a device, as tables of whole numbers.
+
+A table has at [e, b] the cost of the run b..e-1, and ``NEVER`` where that is no run. Numbers are
+whole, in a unit of 2^-50 of the largest possible sum, so sums are exact, and so are ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import frexp, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpipe.core.plan.balance.costs import LayerCosts, Place, Transfer
+
+Table = NDArray[np.int64]  # of shape (layers + 1, layers + 1)
+
+NEVER = int(np.iinfo(np.int64).max) // 4  # more than any cost; the sum of two is a number, too
+_BITS = 50  # of the largest sum
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What runs cost on a device.
+
+    Attributes:
+        time: The time of each run, with what enters and leaves it.
+        memory: The memory that it needs.
+        lacking: What it needs beyond the memory of the device; 0 if it fits.
+    """
+
+    time: Table
+    memory: Table
+    lacking: Table
+
+
+def priced(costs: LayerCosts, places: Iterable[Place]) -> dict[Place, Priced]:
+    """The tables of each place."""
+    distinct = list(dict.fromkeys(places))
+    memory = costs.memory or [0] * len(costs.times)
+    in_time = _Unit(
+        [each / place.speed for place in distinct for each in costs.times]
+        + [place.busy for place in distinct]
+        + [each.time for each in costs.transfers]
+    )
+    in_bytes = _Unit([*memory, *(place.taken for place in distinct)])
+    crossing = _crossing(costs.transfers, len(costs.times), in_time)
+    held = _sums(in_bytes.whole(memory))
+    found = {}
+    for place in distinct:
+        time = _sums(in_time.whole([each / place.speed for each in costs.times])) + crossing
+        needed = held + in_bytes.whole([place.taken])
+        limit = NEVER if place.memory == inf else int(place.memory / in_bytes.size)
+        found[place] = Priced(
+            _runs(time + in_time.whole([place.busy])),
+            _runs(needed),
+            _runs(np.maximum(needed - limit, 0)),
+        )
+    return found
+
+
+class _Unit:
+    """A power of two in which numbers are whole: those of few bits exactly.
+
+    Args:
+        numbers: Those to be written in it; no sum of them will have more than 50 bits.
+
+    Attributes:
+        size: Of one unit.
+    """
+
+    def __init__(self, numbers: Sequence[float]) -> None:
+        _, exponent = frexp(float(sum(numbers)))
+        self.size = 2.0 ** (exponent - _BITS)
+
+    def whole(self, numbers: Sequence[float]) -> NDArray[np.int64]:
+        """The numbers, in this unit."""
+        return np.rint(np.asarray(numbers, dtype=np.float64) / self.size).astype(np.int64)
+
+
+def _sums(costs: NDArray[np.int64]) -> Table:
+    """At [e, b] the sum of the costs b..e-1."""
+    sums = np.concatenate([[0], np.cumsum(costs)])
+    return sums[:, None] - sums[None, :]
+
+
+def _crossing(transfers: Sequence[Transfer], n: int, unit: _Unit) -> Table:
+    """At [e, b] the time of the transfers that enter or leave the run b..e-1."""
+    crossing = np.zeros((n + 1, n + 1), dtype=np.int64)
+    times = unit.whole([each.time for each in transfers])
+    for (maker, user, _), time in zip(transfers, times, strict=True):
+        crossing[user + 1 :, maker + 1 : user + 1] += time  # it enters
+        crossing[maker + 1 : user + 1, : maker + 1] += time  # it leaves
+    return crossing
+
+
+def _runs(table: Table) -> Table:
+    """The table, with ``NEVER`` where there is no run: e must be greater than b."""
+    table[np.triu_indices(len(table))] = NEVER
+    return table
