@@ -43,7 +43,7 @@ from lightning_gpipe.core.plan import (
     check_outside,
     shared_with_outside,
 )
-from lightning_gpipe.core.verify import Parity, RunVerifiedOnce, VerifiedOnce
+from lightning_gpipe.core.verify import EachVerifiedOnce, Parity, VerifiedOnce
 from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
 
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
@@ -123,6 +123,7 @@ class Piped:
         sizes = cut_evenly(self.found, balances, len(devices), around)
         self._root = root
         self._installed: Installed | None = None
+        self._verified: EachVerifiedOnce | None = None
         options |= {
             "devices": devices,
             "chunks": chunks or _CHUNKS_PER_STAGE * max(map(len, sizes)),
@@ -136,9 +137,7 @@ class Piped:
         else:
             self.pipeline = GPipe(root, sizes, module=self.found, **options)
         if verify:
-            once = RunVerifiedOnce(_report)
-            for taken in self.found:
-                taken.check = once
+            self._verified = EachVerifiedOnce(self.found, _report)
 
     def _replace(
         self, taken: Layers, balance: Sequence[int], *, verify: bool, **options: Any
@@ -168,6 +167,8 @@ class Piped:
 
     def remove(self) -> None:
         """Let the LightningModule run as without a pipeline, and end the worker threads."""
+        if self._verified is not None:
+            self._verified.remove()
         if self._installed is None:
             self.pipeline.release()
         else:

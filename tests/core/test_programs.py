@@ -67,6 +67,11 @@ class Hidden(Frontend):
 
     @property
     @override
+    def owner(self) -> nn.Module:
+        return self._root
+
+    @property
+    @override
     def units(self) -> Sequence[str]:
         return [f"{self._path}.{k}" for k in range(len(self._root.blocks))]
 
@@ -151,7 +156,7 @@ def test_model_finds_what_has_most_of_its_parameters() -> None:
 def test_balance_by_names_and_by_parameters() -> None:
     assert GPipe(model(), ["blocks.3"], module="blocks").balance == [3, 1]
     by_parameters = GPipe(model(), "parameters", module="blocks", devices=["cpu", "cpu"])
-    assert by_parameters.balance == [2, 2]
+    assert by_parameters.balance == [3, 1]  # beside what is around, on the last device
 
 
 def test_balance_by_parameters_without_devices() -> None:

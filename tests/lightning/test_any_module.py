@@ -64,4 +64,7 @@ def test_first_batch_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO):
         trained(tmp_path, strategy=GPipeStrategy([1, 2], module="layers", verify=True), devices=2)
 
-    assert "verified: a plain run and one in 7 micro-batches agree" in caplog.text
+    assert (
+        "verified: a plain run and one in 7 micro-batches agree, and with the model's own"
+        in caplog.text
+    )

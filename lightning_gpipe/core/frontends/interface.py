@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from torch import nn
+
 from lightning_gpipe.core.plan import Partition, Program
 
 
@@ -46,6 +48,11 @@ class RunProgram(Protocol):
 
 class Frontend(ABC):
     """Makes programs of what the forward of a module does."""
+
+    @property
+    @abstractmethod
+    def owner(self) -> nn.Module:
+        """The module whose forward it makes programs of."""
 
     @property
     @abstractmethod

@@ -203,6 +203,11 @@ class Layers(Taken):
 class Programs(Taken):
     """What a front-end makes programs of."""
 
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose forward the programs are made of."""
+        return self._frontend.owner
+
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         super().__init__(root, path, module)
         self._frontend = frontend_of(root, path, module)

@@ -4,13 +4,13 @@ Output, gradients and buffers are compared, the first layer that differs is name
 the pipeline is restored.
 """
 
-from lightning_gpipe.core.verify.first_batch import RunVerifiedOnce, VerifiedOnce
+from lightning_gpipe.core.verify.first_batch import EachVerifiedOnce, VerifiedOnce
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.verification import verify, verify_program
 
 __all__ = [
+    "EachVerifiedOnce",
     "Parity",
-    "RunVerifiedOnce",
     "VerifiedOnce",
     "verify",
     "verify_program",

@@ -33,7 +33,7 @@ from lightning_gpipe.core.verify.values import (
 
 _FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
-_WORDS = {
+WORDS = {
     OUTPUT: "the output{}",
     GRADIENTS: "the gradient of {!r}",
     BUFFERS: "the buffer {!r}",
@@ -190,7 +190,7 @@ class _Search:
         ]
 
     def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
-        value = _WORDS[kind].format(deviation.name)
+        value = WORDS[kind].format(deviation.name)
         if k is not None:
             value += f" of {layer_name(self._pipeline, k)}"
         # A deviation within the tolerance in forward may exceed it in backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ class Layered(StandIn):
     def engine(self) -> Engine:
         """The engine."""
         return self._taken.pipeline.engine
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Keep no record of what runs in a ``with`` block."""
+        return self.engine.unchanged()
 
     @property
     def patches(self) -> Journal:

@@ -36,6 +36,8 @@ class Parity:
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then
             nothing can be said about a difference.
+        of_programs: Whether it has been compared too, with mini-batches in one piece, with what
+            the model's own forward computes; a difference is of that then.
         asides: The attributes in which layers keep loss terms, which miss in the output.
     """
 
@@ -45,6 +47,7 @@ class Parity:
     difference: Difference | None
     unrepeatable: Difference | None = None
     asides: tuple[str, ...] = ()
+    of_programs: bool = False
 
     @property
     def explained(self) -> bool:
@@ -64,7 +67,10 @@ class Parity:
     def __str__(self) -> str:
         runs = f"a plain run and one in {self.microbatches} micro-batches"
         if self.difference is None:
-            said = f"verified: {runs} agree. {self._extent()}"
+            also = ", and with the model's own forward" if self.of_programs else ""
+            said = f"verified: {runs} agree{also}. {self._extent()}"
+        elif self.of_programs:
+            said = _of_programs(self.difference, repeats=self.unrepeatable is None)
         elif self.unrepeatable is not None:
             said = _not_verifiable(self.unrepeatable)
         else:
@@ -91,6 +97,26 @@ def _not_verifiable(found: Difference) -> str:
     return (
         "the layers of a pipeline must compute the same from the same batch to be verified: "
         f"between two plain runs, {found.value} {found.deviation}. {_which(found)}{_REPEAT}"
+    )
+
+
+def _of_programs(found: Difference, *, repeats: bool) -> str:
+    if not repeats:
+        return (
+            "a forward must compute the same from the same batch to be verified: between two runs "
+            f"of it, {found.value} {found.deviation}. {_REPEAT}"
+        )
+    said = (
+        "what a pipeline runs of a forward must compute what the forward computes: between the "
+        f"model's own forward and its pipeline, both on the whole batch, {found.value} "
+        f"{found.deviation}."
+    )
+    if found.reason is not None:
+        return f"verified: {said} There is a known reason: {found.reason}."
+    return (
+        f"{said} The forward reads something between its layers, right before this one, that was "
+        "another when it was recorded, such as a global variable. Pass it as an argument, keep it "
+        "in an attribute or a buffer of the module, or compute it in a layer."
     )
 
 

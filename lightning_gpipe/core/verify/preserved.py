@@ -24,12 +24,12 @@ from lightning_gpipe.core.faithful import (
     Write,
     default_generator,
 )
-from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.verify.runs import Subject
+from lightning_gpipe.core.verify.whole import Whole
 
 
 @contextmanager
-def state_preserved(pipeline: Subject | GPipe) -> Iterator[None]:
+def state_preserved(pipeline: Subject | Whole) -> Iterator[None]:
     """Restore at the end of a ``with`` block what running the pipeline or its layers has changed.
 
     These are buffers, the generators of PyTorch, NumPy and Python, what layers keep in attributes
@@ -43,7 +43,7 @@ def state_preserved(pipeline: Subject | GPipe) -> Iterator[None]:
     buffers = Buffers(pipeline.modules(), copied=lambda slot: True)
     try:
         modules = (module for layer in pipeline for module in layer.modules())
-        with AttributesPreserved(modules), pipeline.engine.unchanged():
+        with AttributesPreserved(modules), pipeline.unchanged():
             yield
     finally:
         for generator, state in zip(generators, states, strict=True):

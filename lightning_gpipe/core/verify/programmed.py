@@ -7,6 +7,7 @@ one input and output, so differences are located by stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class Programmed(nn.Module):
     def engine(self) -> Engine:
         """The engine."""
         return self._pipeline.engine
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Keep no record of what runs in a ``with`` block."""
+        return self.engine.unchanged()
 
     @property
     def patches(self) -> Journal:

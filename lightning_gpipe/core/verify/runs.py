@@ -76,13 +76,13 @@ class Run:
 
 def run_pipelined(pipeline: Subject, input: Any) -> Run:
     """Run the pipeline."""
-    x, entering = _copied(input)
+    x, entering = copied(input)
     seen: list[list[Any]] = [[] for _ in pipeline]
     with ExitStack() as hooks:
         for layer, outputs in zip(pipeline, seen, strict=True):
             if isinstance(pipeline, Programmed):
                 continue  # a stage has no one output
-            hooks.callback(layer.register_forward_hook(partial(_record_output, outputs)).remove)
+            hooks.callback(layer.register_forward_hook(partial(record_output, outputs)).remove)
         with collect_loss_terms() as terms:
             output = pipeline.run(x)
     assert pipeline.timeline is not None, "a mini-batch has run"
@@ -91,8 +91,8 @@ def run_pipelined(pipeline: Subject, input: Any) -> Run:
     by_rows = type(pipeline.microbatching) is Rows
     mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
     layers = [merged(outputs) if by_rows and outputs else None for outputs in seen]
-    promised = _promised(pipeline, output, terms, entering, mask)
-    return Run(promised, layers, microbatches=m, mask=mask)
+    found = promised(pipeline, pipeline.devices, output, terms, entering, mask)
+    return Run(found, layers, microbatches=m, mask=mask)
 
 
 def run_plain(
@@ -110,7 +110,7 @@ def run_plain(
         mask: Which elements of the output are compared.
         between: A function to apply to each tensor that a layer returns.
     """
-    x, entering = _copied(input)
+    x, entering = copied(input)
     seen: list[Values | None] = []
     drew = set()
     terms: dict[str, Tensor] = {}
@@ -120,14 +120,14 @@ def run_plain(
         kind, device_of = "stage", pipeline.device_of()
 
     def visit(k: int, layer: Callable[[Any], Any], x: Any) -> Any:
-        before, library = _random_states(device_of[k]), LibraryGenerators().get_state()
+        before, library = random_states(device_of[k]), LibraryGenerators().get_state()
         with _annotated(kind, k), collect_loss_terms() as found:
             y = layer(x)
         for name, value in found.items():
             terms[name] = terms[name] + value if name in terms else value
             term_layers.setdefault(name, []).append(k)
         drawn = LibraryGenerators().moved(library)
-        if drawn or not all(map(torch.equal, before, _random_states(device_of[k]))):
+        if drawn or not all(map(torch.equal, before, random_states(device_of[k]))):
             drew.add(k)
         if between is not None:
             y = change_tensors(y, between)
@@ -139,14 +139,14 @@ def run_plain(
     else:
         output = walk(pipeline.stages, x, visit)
     asides = tuple(kept_aside(list(pipeline), output))  # backward may free their graphs
-    promised = _promised(pipeline, output, terms, entering, mask)
-    return Run(promised, seen, frozenset(drew), asides=asides, term_layers=term_layers)
+    found = promised(pipeline, pipeline.devices, output, terms, entering, mask)
+    return Run(found, seen, frozenset(drew), asides=asides, term_layers=term_layers)
 
 
 # What goes into the layers.
 
 
-def _copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
+def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
     """A copy of the input that layers may edit, and the leaves that will have its gradients."""
     leaves = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
     entering = {path: leaf for path, leaf in tensors(leaves).items() if leaf.requires_grad}
@@ -172,47 +172,47 @@ def _devices_of_layers(pipeline: Subject) -> Mapping[int, torch.device]:
     return {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of PyTorch's generators of the CPU and of a device."""
     return [default_generator(each).get_state() for each in {torch.device("cpu"), device}]
 
 
 # What comes out of them.
 
 
-def _record_output(
-    outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
+def record_output(outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """A forward hook that records what a layer returned."""
     outputs.append(on_cpu(output))
 
 
-def _promised(
-    pipeline: Subject,
+def promised(
+    module: nn.Module,
+    devices: Sequence[torch.device],
     output: Any,
     terms: dict[str, Tensor],
     entering: dict[str, Tensor],
     mask: Mask,
 ) -> dict[str, Values]:
     """The values of all kinds after a forward that returned ``output`` and handed out ``terms``."""
-    parameters = {name: p for name, p in pipeline.named_parameters() if p.requires_grad}
-    gradients = _gradients(pipeline, output, [*parameters.values(), *entering.values()], mask)
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    gradients = _gradients(devices, output, [*parameters.values(), *entering.values()], mask)
     return {
         OUTPUT: only(mask, values(on_cpu(output))),
         GRADIENTS: dict(zip(parameters, gradients, strict=False)),
-        BUFFERS: on_cpu(dict(pipeline.named_buffers())),
+        BUFFERS: on_cpu(dict(module.named_buffers())),
         INPUT_GRADIENTS: dict(zip(entering, gradients[len(parameters) :], strict=True)),
         LOSS_TERMS: on_cpu(terms),
     }
 
 
 def _gradients(
-    pipeline: Subject, output: Any, sources: list[Tensor], mask: Mask
+    devices: Sequence[torch.device], output: Any, sources: list[Tensor], mask: Mask
 ) -> list[Tensor | None]:
     roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
     if not roots or not sources:
         return [None] * len(sources)
     with ExitStack() as stack:  # like a user's backward, which runs after the autocast of forward
-        for device_type in {"cpu", *(device.type for device in pipeline.devices)}:
+        for device_type in {"cpu", *(device.type for device in devices)}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         gradients = torch.autograd.grad(
             list(roots.values()), sources, _cotangents(roots, mask), allow_unused=True

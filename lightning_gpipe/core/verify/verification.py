@@ -21,9 +21,10 @@ reported instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.verify.compare import deviations, tolerance_of
 from lightning_gpipe.core.verify.difference import first_difference, layer_name, not_repeated
 from lightning_gpipe.core.verify.layered import Layered
+from lightning_gpipe.core.verify.own_forward import differs_from_forward
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.preserved import state_preserved, without_dropout
 from lightning_gpipe.core.verify.programmed import Programmed
 from lightning_gpipe.core.verify.rounding import AMPLIFIED, perturbing
 from lightning_gpipe.core.verify.runs import Run, Subject, run_pipelined, run_plain
 from lightning_gpipe.core.verify.values import KINDS
+from lightning_gpipe.core.verify.whole import Calls, Whole
 
 __all__ = ["Parity", "verify", "verify_program", "verify_run"]
 
@@ -67,7 +70,8 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
     Args:
         pipeline: The pipeline.
         args, kwargs: A batch, as the pipeline is called with. Layers get copies of it. If the
-            pipeline runs programs of a model, the first one of this call is verified.
+            pipeline runs programs of a model, the first of each module in this call is verified,
+            and then the programs are compared with the model's own forward.
         tolerance: The largest difference that counts as rounding, as a share of the largest value.
             None takes 1e-9 for float64, 1e-4 for float32 (1e-2 on CUDA, where it may be TF32) and
             5e-2 for 16 bits, by the lowest precision in use, autocast included.
@@ -79,20 +83,71 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
     if isinstance(first, Layers) and not first.path:
         (input,) = args
         return verify_run(first, None, input, tolerance=tolerance)
-    found: list[Parity] = []
-
-    def check(ran: Taken, program: Program | None, values: Any) -> None:
-        if not found:
-            found.append(verify_run(ran, program, values, tolerance=tolerance))
-
-    with state_preserved(pipeline), checked(pipeline.taken, check):
-        pipeline.run(*args, **kwargs)
-    if not found:
+    whole = Whole(first.root, pipeline.taken)
+    parity = verify_call(whole, first.run, args, kwargs, tolerance=tolerance)
+    if parity is None:
         raise RuntimeError(
-            "a call that is verified must run the pipeline: it did not. Call it with what makes "
-            f"the forward reach {', '.join(repr(each.path) for each in pipeline.taken)}."
+            "a call that is verified must run the pipeline: it did not. Call it with what "
+            f"makes the forward reach {', '.join(repr(each.path) for each in whole.found)}."
         )
-    return found[0]
+    return parity
+
+
+def verify_call(
+    whole: Whole,
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    tolerance: float | None = None,
+) -> Parity | None:
+    """Verify the first run of each pipeline in a call, and then the call against the own forward.
+
+    Args:
+        whole: The module whose forward is called.
+        call: Calls it.
+        args, kwargs: What with.
+        tolerance: As for :func:`verify`.
+
+    Returns:
+        What was compared of the first pipeline that differs, or of the first; None if the call
+        runs none.
+    """
+    found: dict[Taken, Parity] = {}
+    calls = Calls()
+
+    def check(taken: Taken, program: Program | None, values: Any) -> None:
+        if program is not None:
+            calls.see(taken, program)
+        if taken not in found:
+            found[taken] = verify_run(taken, program, values, tolerance=tolerance)
+
+    with whole.exclusive():
+        with state_preserved(whole), checked(whole.found, check):
+            call(*args, **kwargs)
+        if not found:
+            return None
+        worst = max(found.values(), key=_severity)
+        if _severity(worst) > 1 or not calls:
+            return worst
+        with _saving(Context.capture(whole.devices)), _without_dropout(whole):
+            difference, repeats = differs_from_forward(
+                whole, call, args, kwargs, calls, tolerance, partial(state_preserved, whole)
+            )
+    if difference is None:
+        return worst if worst.difference is not None else replace(worst, of_programs=True)
+    unrepeatable = None if repeats else difference
+    return replace(worst, difference=difference, unrepeatable=unrepeatable, of_programs=True)
+
+
+def _severity(parity: Parity) -> int:
+    if parity.difference is None:
+        return 0
+    return 1 if parity.explained else 2
+
+
+def _without_dropout(whole: Whole) -> AbstractContextManager[None]:
+    return without_dropout(whole.modules(), whole.found[0].pipeline.patches)
 
 
 def verify_run(

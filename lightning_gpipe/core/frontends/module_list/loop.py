@@ -104,6 +104,11 @@ class Loop(Frontend):
 
     @property
     @override
+    def owner(self) -> nn.Module:
+        return self._owners[-1]
+
+    @property
+    @override
     def units(self) -> Sequence[str]:
         return self._names
 

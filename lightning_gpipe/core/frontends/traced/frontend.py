@@ -63,6 +63,11 @@ class Traced(Frontend):
 
     @property
     @override
+    def owner(self) -> nn.Module:
+        return self._module
+
+    @property
+    @override
     def units(self) -> Sequence[str]:
         return self._units
 
