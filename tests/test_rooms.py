@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 ORDER = """
 __main__
 __init__
-cli
+check  cli
 strategy
 one_process  piped
 averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten  pretrained

@@ -1,0 +1,138 @@
+"""Says how a model would run as a pipeline, or what stands in the way.
+
+People want to know before they rent GPUs. ``check`` cuts the model on the CPU, prints the stages
+and, where it gets input, compares a step with the plain model:
+
+    python -m lightning_gpipe check torchvision.models.resnet18 --stages 4 --input 3,64,64
+    python -m lightning_gpipe check --config config.yaml
+
+The first form takes a class or a function that returns a module. The second takes a configuration
+of LightningCLI, and runs one batch of its data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import import_object  # type: ignore[attr-defined, unused-ignore]
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.verify import verify
+from lightning_gpipe.strategy import GPipeStrategy
+
+_ROWS = 4  # in the input of a step
+_OF_ONE_STEP = {
+    "accelerator": "cpu",
+    "fast_dev_run": "true",
+    "enable_progress_bar": "false",
+    "enable_model_summary": "false",
+}
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check what the arguments name.
+
+    Args:
+        arguments: Those after ``check``.
+
+    Returns:
+        The exit status: 1 if the model cannot run as a pipeline, or runs as another model.
+    """
+    try:
+        if any(each.startswith("--config") for each in arguments):
+            _check_configuration(arguments)
+        else:
+            _check_model(_parser().parse_args(list(arguments)))
+    except (TypeError, ValueError, RuntimeError) as error:
+        print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
+        return 1
+    return 0
+
+
+def listing(pipeline: GPipe) -> str:
+    """The stages of a pipeline, a line for each."""
+    lines = []
+    for j, stage in enumerate(pipeline.stages):
+        count = sum(parameter.numel() for parameter in stage.partition.parameters)
+        lines.append(f"stage {j}: {stage.partition}, {count:,} parameters")
+    return "\n".join(lines)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m lightning_gpipe check",
+        description="Says how a model would run as a pipeline, or what stands in the way. Or "
+        "give --config, and any option of LightningCLI's fit.",
+    )
+    parser.add_argument("model", type=str, help="the path of a class, or of a function")
+    parser.add_argument("--init", type=dict[str, Any], default={}, help="its keyword arguments")
+    parser.add_argument("--module", type=str | None, help="the path of what is piped in the model")
+    parser.add_argument(
+        "--balance",
+        type=list[int] | list[str] | Literal["parameters"],
+        default="parameters",
+        help="as of GPipe",
+    )
+    parser.add_argument("--stages", type=int, default=2, help="how many, if the balance leaves it")
+    parser.add_argument("--input", type=str | None, help="sizes of a row of input, as 3,64,64")
+    parser.add_argument("--below", type=int | None, help="the input is integers below this one")
+    return parser
+
+
+def _check_model(options: Namespace) -> None:
+    model = import_object(options.model)(**options.init)
+    stages = options.stages
+    if isinstance(options.balance, list):
+        stages = len(options.balance) + isinstance(options.balance[0], str)
+    devices = ["cpu"] * stages
+    pipeline = GPipe(model, options.balance, module=options.module, devices=devices, chunks=2)
+    with closing(pipeline):
+        print(listing(pipeline))
+        if options.input is None:
+            print("It was not run. Give --input, the sizes of a row, to compare a step.")
+            return
+        for training in (True, False):
+            parity = verify(pipeline.train(training), _input(options.input, options.below))
+            print(f"in {'training' if training else 'evaluation'}, {parity}")
+            parity.check()
+
+
+def _input(sizes: str, below: int | None) -> Tensor:
+    shape = (_ROWS, *map(int, sizes.split(",")))
+    return torch.randn(shape) if below is None else torch.randint(below, shape)
+
+
+class _Listed(Callback):
+    """Prints the stages once there are any."""
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, GPipeStrategy) or strategy.pipeline is None:
+            raise TypeError(
+                "trainer.strategy must be a pipeline to be checked: got "
+                f"{type(strategy).__name__}. Write strategy: gpipe in the configuration."
+            )
+        print(listing(strategy.pipeline))
+
+
+def _check_configuration(arguments: Sequence[str]) -> None:
+    """Run a batch of a configuration's data."""
+    overrides = [f"--trainer.{name}={value}" for name, value in _OF_ONE_STEP.items()]
+    LightningCLI(
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=None,
+        seed_everything_default=0,
+        trainer_defaults={"callbacks": [_Listed()]},
+        args=["fit", *arguments, *overrides],
+    )
+    print("A batch was trained and one validated.")

@@ -1,0 +1,143 @@
+"""``check`` says how a model would run as a pipeline, or what stands in the way."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
+from torch import Tensor, nn
+
+from lightning_gpipe.check import check
+
+HERE = "tests.lightning.test_check"
+
+
+class Residual(nn.Module):
+    """Traced; subtracts a mean over rows if asked to."""
+
+    def __init__(self, width: int = 4, across: bool = False) -> None:
+        super().__init__()
+        self.across = across
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(width, width)
+        self.third = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        if self.across:
+            y = y - y.mean(0)
+        return self.third(self.second(y).relu() + y)
+
+
+class Blocks(nn.Module):
+    """Tokens, and blocks in a loop that ends early if asked to."""
+
+    def __init__(self, last: int = 4) -> None:
+        super().__init__()
+        self.last = last
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks[: self.last]:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])  # of which LightningCLI would warn
+    # seed_everything writes to the environment; this puts it back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+def test_traced_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code = check([f"{HERE}.Residual", "--init.width=8", "--stages=3", "--input=4"])
+
+    assert code == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "stage 0: first, 40 parameters",
+        "stage 1: second, 72 parameters",
+        "stage 2: third, 36 parameters",
+    ]
+
+
+def test_model_that_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([f"{HERE}.Residual", "--balance=['third']"]) == 0
+
+    found = capsys.readouterr().out
+    assert "stage 0: first..second, 40 parameters" in found
+    assert "It was not run. Give --input" in found
+
+
+def test_blocks_in_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    model = [f"{HERE}.Blocks", "--module=blocks", "--balance=[2, 2]", "--input=5", "--below=11"]
+
+    assert check(model) == 0
+    assert "stage 1: blocks.2..blocks.3, 144 parameters" in capsys.readouterr().out
+
+
+def test_what_stands_in_the_way_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([f"{HERE}.Residual", "--init.across=true"]) == 1
+
+    found = capsys.readouterr().out
+    assert re.search(r"across the rows .*test_check.py:\d+ computes mean along dim 0", found)
+
+
+def test_what_stands_in_the_way_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    code = check([f"{HERE}.Blocks", "--init.last=3", "--module=blocks", "--input=5", "--below=11"])
+
+    assert code == 1
+    assert "never calls the last blocks" in capsys.readouterr().out
+
+
+def configured(folder: Path, **strategy: Any) -> str:
+    """The path of a configuration."""
+    values = {
+        "trainer": {
+            "accelerator": "gpu",  # which is not needed for a check
+            "devices": 2,
+            "strategy": {"class_path": "lightning_gpipe.GPipeStrategy", "init_args": strategy},
+            "default_root_dir": str(folder),
+        },
+        "model": {"class_path": "tests.support.lightning_modules.Classifier"},
+        "data": {"class_path": "tests.support.lightning_modules.Data"},
+    }
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def test_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["--config", configured(tmp_path, balance=[2, 4], chunks=2)]) == 0
+
+    found = capsys.readouterr().out
+    assert "stage 0: layers 0..1, " in found
+    assert "A batch was trained" in found
+    assert not list(tmp_path.glob("*/"))
+
+
+def test_configuration_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(["--config", configured(tmp_path, balance=[2, 2], chunks=2)]) == 1
+    assert "balance must add up" in capsys.readouterr().out
+
+
+def test_configuration_without_a_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = check(
+        ["--config", configured(tmp_path), "--trainer.strategy=auto", "--trainer.devices=1"]
+    )
+
+    assert code == 1
+    assert "trainer.strategy must be a pipeline" in capsys.readouterr().out
