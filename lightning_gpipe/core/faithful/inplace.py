@@ -69,6 +69,11 @@ class MutationGuard:
         """Whether this is the first run, as far as recorded."""
         return self._expected is None
 
+    @property
+    def expects_none(self) -> bool:
+        """Whether earlier runs edited nothing, so that an edit would be an error."""
+        return self._expected is not None and not self._expected
+
     def after(self, title: str) -> None:
         """Record which inputs a layer or a step edited, whose title this is."""
         for k, leaf, version in self._versions:

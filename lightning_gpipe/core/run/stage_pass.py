@@ -252,7 +252,7 @@ class StagePass:
         terms: list[Term] = []
         bare = first and self._bare and self.shadows.in_place
         with NOTHING if bare else self._around(i, table, terms, first=first):
-            outputs = work.run(x, table, guard.after)
+            outputs = work.run(x, table, guard)
         guard.close()
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)

@@ -8,18 +8,16 @@ layers themselves take out and put in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, tree_flatten
-from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.faithful import MutationGuard, add_note
 from lightning_gpipe.core.plan import Part, Route, Value
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import Table
-
-After = Callable[[str], None]  # called after each layer or step, with what errors call it
 
 
 class Work(ABC):
@@ -38,13 +36,13 @@ class Work(ABC):
     tabled: bool
 
     @abstractmethod
-    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
         """Do it.
 
         Args:
             x: What came with the micro-batch.
             table: What came by routes; afterwards what leaves by routes.
-            after: To be called after each layer or step.
+            guard: Notices edits of ``x`` in place, and is told what may have made one.
 
         Returns:
             What goes on with the micro-batch.
@@ -65,7 +63,8 @@ class Layers(Work):
         self._layers = stage.titled
 
     @override
-    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
+        after = guard.after
         for layer, title in self._layers:
             x = layer(x)
             after(title)
@@ -86,28 +85,32 @@ class Steps(Work):
         self.signature = part.signature
         self.tabled = bool(stage.skips or self.arriving or self.leaving)
         self._part = part
+        self._steps = tuple(zip(part.steps, part.drops, strict=True))
+        self._title = str(stage)
         self._arriving = [each.number for each in part.arriving]
         self._leaving = [each.number for each in part.leaving]
 
     @override
-    def run(self, x: Any, table: Table, after: After) -> FlatTree:
+    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
         part = self._part
         values = dict(zip(part.takes, x, strict=True))
         del x  # the values that are dropped would live on in it
         for number in self._arriving:
             values[number] = table.pop(Value(number))
-        self._call_all(values, after)
+        self._call_all(values, guard)
+        guard.after(self._title)  # if it was not asked after each step
         for number in self._leaving:
             table[Value(number)] = values[number]
         return join([tree_flatten(values[number]) for number in part.gives])
 
-    def _call_all(self, values: dict[int, Any], after: After) -> None:
+    def _call_all(self, values: dict[int, Any], guard: MutationGuard) -> None:
         """Call the steps, which take their values of these and add their own."""
-        step = None
+        step, each_step = None, not guard.expects_none  # a traced forward has very many
         try:
-            for step, dropped in zip(self._part.steps, self._part.drops, strict=True):
+            for step, dropped in self._steps:
                 values[step.value] = step(values)
-                after(step.title)
+                if each_step:
+                    guard.after(step.title)
                 for number in dropped:
                     del values[number]
         except BaseException as error:

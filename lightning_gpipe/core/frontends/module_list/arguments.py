@@ -9,7 +9,7 @@ them apart. A tensor whose dim 0 is the number of rows is cut; one of another si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ WHOLE: Reading = 0
 def leaves_in(tree: Any) -> list[tuple[Path, Any]]:
     """Every leaf in tuples, lists and dicts, with its path."""
     found: list[tuple[Path, Any]] = []
-    _collect(tree, (), found)
+    _collect(tree, (), found, [])
     return found
 
 
@@ -43,11 +43,15 @@ class Arguments:
     Attributes:
         tree: As given.
         leaves: Its leaves, with their paths.
+        structure: Equal for trees whose leaves are in equal places of equal containers.
     """
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        self.leaves = leaves_in(tree)
+        self.leaves: list[tuple[Path, Any]] = []
+        nodes: list[Hashable] = []
+        _collect(tree, (), self.leaves, nodes)
+        self.structure = tuple(nodes)
 
     @property
     def objects(self) -> list[tuple[Path, Any]]:
@@ -111,17 +115,20 @@ def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
     return next(leaves)
 
 
-def _collect(tree: Any, path: Path, found: list[tuple[Path, Any]]) -> None:
+def _collect(tree: Any, path: Path, leaves: list[tuple[Path, Any]], nodes: list[Hashable]) -> None:
     # Not a generator: every call of a block collects its leaves.
     kind = type(tree)
     if kind is dict:
+        nodes.append(tuple(tree))
         for key, each in tree.items():
-            _collect(each, (*path, key), found)
+            _collect(each, (*path, key), leaves, nodes)
     elif kind is tuple or kind is list or (kind not in _LEAVES and _is_named(tree)):
+        nodes.append((kind, len(tree)))
         for k, each in enumerate(tree):
-            _collect(each, (*path, k), found)
+            _collect(each, (*path, k), leaves, nodes)
     else:
-        found.append((path, tree))
+        nodes.append(None)
+        leaves.append((path, tree))
 
 
 def _is_named(tree: Any) -> bool:

@@ -87,8 +87,17 @@ class BlockCall:
         self._block = block
         self._receive = receive
 
-    @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Most often the caller is a forward that is not compiled already.
+        if torch.compiler.is_compiling():
+            return self._not_compiled(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    @not_compiled
+    def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
         if _RUNNING.get():
             return block.run(*args, **kwargs)

@@ -41,6 +41,10 @@ class Call:
     def __str__(self) -> str:
         return f"{self.name} ({self.line})"
 
+    def same(self, other: Call) -> bool:
+        """Whether it is the same thing, called in the same line."""
+        return (self.run, self.kind, self.line) == (other.run, other.kind, other.line)
+
     def titles(self, paths: Sequence[Path]) -> str:
         """The arguments at these paths, as the user knows them."""
         return " and ".join(title(path, self.parameters) for path in paths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,38 +32,51 @@ def run_recorded(recording: Recording, run: RunProgram, n: int) -> None:
         RuntimeError: If a block returned something without rows that is wanted.
     """
     wanted = {each.number: each for each in recording.alive}
-    outputs = {number: _output(recording, each) for number, each in wanted.items()}
-    inputs = recording.inputs
-    program = Program(
-        list(recording.steps.values()), inputs=list(inputs), outputs=list(outputs.values()), n=n
-    )
-    given = [tensor if reading else whole(tensor) for tensor, reading in inputs.values()]
+    program = _program(recording, wanted, n)
+    inputs = (recording.inputs[number] for number in program.inputs)
+    given = [tensor if reading else whole(tensor) for tensor, reading in inputs]
     with unchecked():
         values = run(program, given, chunks=1 if recording.single else None)
-    names = {number: recording.steps[number].name for number in wanted}
+    names = {number: recording.tape.steps[number].name for number in wanted}
     rows, single = recording.rows, recording.single
+    recording.remember()
     recording.end("The pipeline of these blocks has run, without this value.")
     for (number, placeholder), value in zip(wanted.items(), values, strict=True):
         merged = value if single else _restored(value, placeholder.leaf, rows, names[number])
         become(placeholder, merged.view_as(merged))  # autograd may have saved the tensor itself
 
 
-def _output(recording: Recording, placeholder: Placeholder) -> int:
-    """The number of what the caller gets for a placeholder, such that it can be merged."""
-    reading, number = placeholder.leaf.reading, placeholder.number
-    if recording.single or reading in (None, 1):
-        return number
-    function: Callable[..., Tensor] = whole
-    args: tuple[Any, ...] = ()
-    if placeholder.leaf.dims == 0:
-        function, args = torch.unsqueeze, (0,)
-    elif reading != WHOLE:
-        function, args = torch.unflatten, (0, (-1, reading))
-    step, made = recording.steps[number], recording.new()
-    recording.steps[made] = Step(
-        function, (Value(number), *args), made, step.stage, {}, step.name, step.line
-    )
-    return made
+def _program(recording: Recording, wanted: Mapping[int, Placeholder], n: int) -> Program:
+    """The program of a recording, which returns these values."""
+    tape, single = recording.tape, recording.single
+    key = single, tuple(wanted)
+    if key not in tape.programs:
+        steps = list(tape.steps.values())
+        outputs: list[int] = []
+        for number, placeholder in wanted.items():
+            merging = None if single else _merging(placeholder.leaf)
+            if merging is not None:
+                run, *given = merging
+                made, step = tape.count + len(outputs), tape.steps[number]
+                args = (Value(number), *given)
+                steps.append(Step(run, args, made, step.stage, {}, step.name, step.line))
+                number = made
+            outputs.append(number)
+        inputs = list(recording.inputs)
+        tape.keep(key, Program(steps, inputs=inputs, outputs=outputs, n=n))
+    return tape.programs[key]
+
+
+def _merging(leaf: TensorLeaf) -> tuple[Any, ...] | None:
+    """What to call on a value, with further arguments, such that it can be merged; None if it can.
+
+    What has several entries per row gets one for each row, and what has no rows is marked.
+    """
+    if leaf.reading in (None, 1):
+        return None
+    if leaf.dims == 0:
+        return torch.unsqueeze, 0
+    return (whole,) if leaf.reading == WHOLE else (torch.unflatten, 0, (-1, leaf.reading))
 
 
 def _restored(value: Tensor, leaf: TensorLeaf, rows: int, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,34 +11,22 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.arguments import (
-    WHOLE,
     Arguments,
     Path,
     Reading,
-    leaves_in,
-    reading_of,
 )
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
-from lightning_gpipe.core.frontends.module_list.calls import (
-    Call,
-    Expecting,
-    Learned,
-    Pick,
-    kind_of,
-)
-from lightning_gpipe.core.frontends.module_list.effects import tensors_held
+from lightning_gpipe.core.frontends.module_list.calls import Call, Expecting, Learned, Pick
+from lightning_gpipe.core.frontends.module_list.learning import Check, Learner, kind_of_call
 from lightning_gpipe.core.frontends.module_list.lines import user_line
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Rehearsal, Try
-from lightning_gpipe.core.frontends.module_list.results import Constant, Given, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Try
+from lightning_gpipe.core.frontends.module_list.remembered import Remembered
+from lightning_gpipe.core.frontends.module_list.results import Constant, Given, Result, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.samples import Samples
+from lightning_gpipe.core.frontends.module_list.tape import Entry, Outside, Tape, same_constant
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
 from lightning_gpipe.core.plan import Step, Value
-
-Knowledge = dict[ThreadState, dict[Hashable, Learned]]
-Check = Callable[[Learned, Try], None]
-
-_SHAPES = 1000  # that are remembered of a kind
 
 
 class Recording:
@@ -46,16 +34,15 @@ class Recording:
 
     Args:
         first: The tensor whose dim 0 is the rows of the mini-batch.
-        knowledge: What is known of kinds of calls, by the state of the thread; it grows.
+        remembered: What earlier forwards have shown; it grows.
         device: Where the values of placeholders will be.
         caches: What to do about objects that blocks fill.
         state: The state of the thread in which the forward began.
 
     Attributes:
-        steps: What was recorded, by the numbers of the results.
+        tape: What was recorded.
         inputs: The tensors from outside by number, and how they are cut.
         rows: The number of rows.
-        single: Whether the program must run in one micro-batch.
         grad: Whether gradients are recorded.
         ended: Why nothing can be recorded any more, if so.
     """
@@ -63,28 +50,26 @@ class Recording:
     def __init__(
         self,
         first: Tensor,
-        knowledge: Knowledge,
+        remembered: Remembered,
         device: torch.device,
         caches: CacheRule,
         state: ThreadState,
     ) -> None:
-        self.steps: dict[int, Step] = {}
+        self.tape = Tape()
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self.rows = first.size(0)
-        self.single = self.rows <= 1
         self.device = device
         self.grad = state.grad
         self.ended = ""
-        self._first, self._state = first, state
-        self._knowledge, self._caches = knowledge.setdefault(state, {}), caches
-        self._calls: dict[int, tuple[Call, Learned]] = {}
-        self._picked: dict[int, tuple[int, int]] = {}  # the call and the leaf of a value
+        self._state = state
+        self._remembered = remembered
+        self._samples = Samples(self.tape, self.inputs, self.rows)
+        self._learner = Learner(first, remembered.learned, caches, self._samples, grad=state.grad)
+        self._at = 0  # the number of calls so far
+        self._begun: Hashable = None  # what the first one is like
+        self._tensors: dict[int, Tensor] = {}  # the inputs as they were given
         self._numbers: dict[Hashable, int] = {}
-        self._tensors: list[Tensor] = []  # whose identities are in use
-        self._count = 0
         self._made: list[weakref.ref[Placeholder]] = []
-        few = 3 if self.rows == 2 else 2  # so that a tensor given whole does not fit
-        self._samples = self._new_samples(None if self.single else few)
         self._place: Call | None = None
 
     @property
@@ -92,21 +77,22 @@ class Recording:
         """The placeholders that something still refers to, in order."""
         return [each for ref in self._made if (each := ref()) is not None]
 
-    def stage_of(self, number: int) -> int:
-        """The stage that makes a value."""
-        return self.steps[number].stage
+    @property
+    def single(self) -> bool:
+        """Whether the program must run in one micro-batch."""
+        return self._learner.single
 
-    def new(self) -> int:
-        """The number of a new value."""
-        self._count += 1
-        return self._count - 1
+    def remember(self) -> None:
+        """Let later forwards follow what was recorded, now that all of it has run."""
+        if self.tape.reusable:
+            self._remembered.keep(self._begun, self.tape)
 
     def end(self, reason: str) -> None:
         """Record nothing any more, and free everything."""
         self.ended = reason
-        self.steps, self.inputs, self._calls = {}, {}, {}
-        self._made, self._tensors, self._numbers = [], [], {}
-        self._samples = self._new_samples(None)
+        self.tape = Tape()
+        self.inputs, self._tensors, self._numbers, self._made = {}, {}, {}, []
+        self._samples = Samples(self.tape, self.inputs, self.rows)
 
     def block(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a block.
@@ -167,136 +153,130 @@ class Recording:
 
     def shape_of(self, number: int) -> torch.Size:
         """The shape of a value for the whole mini-batch."""
-        if number in self.inputs:
-            return self.inputs[number][0].shape
-        if number not in self._picked:  # made of an input
-            return self._scaled(self._samples[number].shape, 1)
-        source, k = self._picked[number]
-        _, learned = self._calls[source]
-        step = self.steps[source]
-        leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
-        given = tuple(self.shape_of(x.number) for x in leaves if isinstance(x, Value))
-        if given not in learned.shapes:
-            if len(learned.shapes) >= _SHAPES:
-                learned.shapes.clear()
-            sample = self._samples[source]
-            values = [sample] if learned.result.single else sample
-            pairs = zip(values, learned.result.leaves, strict=True)
-            learned.shapes[given] = [
-                self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
-                for x, leaf in pairs
-            ]
-        found = learned.shapes[given][k]
-        assert found is not None, "placeholders stand for tensors"
-        return found
+        return self._samples.shape_of(number)
 
     def _record(self, call: Call, given: Arguments, check: Check) -> Any:
-        learned, given, readings, found = self._known(call, given, check)
-        lowered = [self._lowered(leaf, readings.get(path), call) for path, leaf in given.leaves]
+        if not self._at:
+            self._begun = self.single, kind_of_call(call, given)
+            self._use(self._remembered.tape(self._begun))
+        if self._at == len(self.tape.entries) or not self._follows(call, given):
+            if self.tape.closed:
+                self._leave()
+            self._add(call, given, check)
+        entry = self.tape.entries[self._at]
+        self._at += 1
+        return self._answer(entry, given.objects if entry.learned.result.gives else ())
+
+    def _use(self, tape: Tape) -> None:
+        self.tape = tape
+        self._samples.tape = tape
+
+    def _leave(self) -> None:
+        """Follow the tape no longer."""
+        self._use(self.tape.until(self._at))
+        outsides = (
+            (entry.call.stage, each)
+            for entry in self.tape.entries
+            for each in entry.given
+            if type(each) is Outside
+        )
+        for stage, each in outsides:
+            key = id(self._tensors[each.source]), each.reading
+            self._numbers[key] = each.source
+            if each.number != each.source:
+                self._numbers[(*key, stage)] = each.number
+
+    def _follows(self, call: Call, given: Arguments) -> bool:
+        """Whether a call is that of the tape at this place; if so, its tensors are taken."""
+        entry = self.tape.entries[self._at]
+        if not entry.is_of(call, given):
+            return False
+        tensors: dict[int, tuple[Tensor, Reading]] = {}
+        for (_, leaf), expected in zip(given.leaves, entry.given, strict=True):
+            kind = type(expected)
+            if type(leaf) is Placeholder:
+                mine = kind is Value and leaf.number == expected.number
+                if not (mine and leaf.recording is self):
+                    return False
+            elif kind is Outside:
+                if not (isinstance(leaf, Tensor) and self._is_expected(leaf, expected, tensors)):
+                    return False
+                tensors[expected.source] = leaf, expected.reading
+            elif kind is Value or isinstance(leaf, Tensor) or not same_constant(leaf, expected):
+                return False
+        for number, (tensor, reading) in tensors.items():
+            self._take(number, tensor, reading)
+        return True
+
+    def _is_expected(self, tensor: Tensor, expected: Outside, others: Mapping[int, Any]) -> bool:
+        """Whether a tensor from outside is cut as expected, and the same one as before."""
+        if not expected.fits(tensor):
+            return False
+        before = self._tensors.get(expected.source)
+        if before is None and expected.source in others:
+            before = others[expected.source][0]
+        if before is not None and before is not tensor:
+            return False
+        return self._learner.reading(tensor, expected.learned) == expected.reading
+
+    def _add(self, call: Call, given: Arguments, check: Check) -> None:
+        """Add a call to the tape."""
+        tape = self.tape
+        learned, given, readings, found = self._learner.known(call, given, check)
+        described = [
+            self._described(leaf, readings.get(path), learned.readings.get(path), call)
+            for path, leaf in given.leaves
+        ]
+        lowered = (Value(each.number) if type(each) is Outside else each for each in described)
         args, kwargs = given.replaced(lowered)
-        number, objects = self.new(), given.objects
+        number, objects = tape.new(), given.objects
         run = Expecting(call, learned.result, objects)
-        self.steps[number] = Step(run, args, number, call.stage, kwargs, call.name, call.line)
-        self._calls[number] = call, learned
+        tape.steps[number] = Step(run, args, number, call.stage, kwargs, call.name, call.line)
+        tape.calls[number] = call, learned
         if found is not None:
             flat = learned.result.flat(found.result)
             assert flat is not None, "the structure is that of this result"
             self._samples[number] = flat[0] if learned.result.single else flat
-        made = enumerate(learned.result.leaves)
-        return learned.result.tree([self._made_of(number, k, x, objects) for k, x in made])
+        numbers = self._pick(number, call, learned.result)
+        tape.entries.append(Entry(call, given.structure, described, learned, numbers, tape.count))
+        if objects:  # which live as long as their forward, and are others in the next
+            tape.reusable = False
+
+    def _pick(self, source: int, call: Call, result: Result) -> list[int]:
+        """The numbers of the leaves of a result."""
+        tape, numbers = self.tape, []
+        for k, leaf in enumerate(result.leaves):
+            number = source
+            if not result.single and isinstance(leaf, TensorLeaf):
+                number = tape.new()
+                name = f"{call.name}[{k}]"
+                step = Step(Pick(k), (Value(source),), number, call.stage, {}, name, call.line)
+                tape.steps[number] = step
+            if isinstance(leaf, TensorLeaf):
+                tape.picked[number] = source, k
+            numbers.append(number)
+        return numbers
+
+    def _answer(self, entry: Entry, objects: Sequence[tuple[Path, Any]]) -> Any:
+        """What the user's forward gets."""
+        result = entry.learned.result
+        pairs = zip(entry.numbers, result.leaves, strict=True)
+        return result.tree([self._made_of(number, leaf, objects) for number, leaf in pairs])
 
     def _made_of(
-        self,
-        source: int,
-        k: int,
-        leaf: TensorLeaf | Constant,
-        objects: Sequence[tuple[Path, Any]],
+        self, number: int, leaf: TensorLeaf | Constant, objects: Sequence[tuple[Path, Any]]
     ) -> Any:
-        """What the user's forward gets for a leaf of a result."""
         if isinstance(leaf, Constant):
             given = leaf.value
             return dict(objects)[given.path] if isinstance(given, Given) else given
-        call, learned = self._calls[source]
-        number = source
-        if not learned.result.single:
-            number = self.new()
-            name = f"{call.name}[{k}]"
-            step = Step(Pick(k), (Value(source),), number, call.stage, {}, name, call.line)
-            self.steps[number] = step
-        self._picked[number] = source, k
         made = Placeholder(self, number, leaf)
         self._made.append(weakref.ref(made))
         return made
 
-    def _known(
-        self, call: Call, given: Arguments, check: Check
-    ) -> tuple[Learned, Arguments, dict[Path, Reading], Try | None]:
-        """What is known of a call, its arguments, how they are cut, and what a rehearsal saw."""
-        key, found = self._key(call, given), None
-        learned = self._knowledge.get(key)
-        if learned is None:
-            self._expect_filled(call, given)
-        readings, unknown = self._readings(given, learned)
-        if learned is None or unknown or not (learned.complete or self.single):
-            few = self._samples.few
-            rehearsal = Rehearsal(call, given, self.rows, few, lambda x: self._samples[x.number])
-            before = {} if learned is None else learned.readings
-            learned, found = rehearsal.learn(readings, unknown)
-            learned.readings = {**before, **learned.readings}
-            check(learned, found)
-            self._knowledge[key] = learned
-            readings, _ = self._readings(given, learned)
-        if learned.filled and self.grad:
-            empty = Arguments(self._caches.without(call, given.tree, learned.filled))
-            return self._known(call, empty, check)
-        if learned.filled:
-            self._caches.one_by_one(call, learned.filled, self.rows)
-            self._make_single()
-            found = None  # it may be that of a few rows
-            readings, _ = self._readings(given, learned)
-        return learned, given, readings, found
-
-    def _expect_filled(self, call: Call, given: Arguments) -> None:
-        """Prepare for an object among the arguments that has the rows of the mini-batch already."""
-        if not any(True for _, each in given.objects for _ in tensors_held(each)):
-            return
-        if not self.grad:
-            self._make_single()
-        elif not any(isinstance(leaf, Placeholder) for _, leaf in given.leaves):
-            whole = dict.fromkeys(self._readings(given, None)[0], WHOLE)
-            rehearsal = Rehearsal(call, given, self.rows, None, _no_sample)
-            learned, _ = rehearsal.learn(whole, [])
-            if learned.filled:
-                self._caches.without(call, given.tree, learned.filled)
-
-    def _key(self, call: Call, given: Arguments) -> Hashable:
-        kinds = tuple([(path, kind_of(leaf)) for path, leaf in given.leaves])
-        return call.kind, kinds
-
-    def _readings(
-        self, given: Arguments, learned: Learned | None
-    ) -> tuple[dict[Path, Reading], list[Path]]:
-        """How tensors from outside are cut, and those of which it is not known."""
-        readings: dict[Path, Reading] = {}
-        unknown: list[Path] = []
-        known = {} if learned is None else learned.readings
-        for path, leaf in given.leaves:
-            if not isinstance(leaf, Tensor) or type(leaf) is Placeholder:
-                continue
-            if leaf is self._first:
-                readings[path] = 1
-            elif self.single:
-                readings[path] = WHOLE
-            else:
-                found = reading_of(leaf, self.rows, known.get(path))
-                if found is None:
-                    unknown.append(path)
-                else:
-                    readings[path] = found
-        return readings, unknown
-
-    def _lowered(self, leaf: Any, reading: Reading | None, call: Call) -> Any:
-        """What stands for an argument in a step."""
+    def _described(
+        self, leaf: Any, reading: Reading | None, learned: Reading | None, call: Call
+    ) -> Any:
+        """What stands for an argument on the tape."""
         if type(leaf) is Placeholder:
             if leaf.recording is not self:
                 raise _Refused(
@@ -304,39 +284,34 @@ class Recording:
                     "another one, whose pipeline has not run."
                 )
             return Value(leaf.number)
-        return leaf if reading is None else Value(self._input(leaf, reading, call))
+        if reading is None:
+            return leaf
+        source, number = self._input(leaf, reading, call)
+        return Outside(number, source, reading, learned, leaf.dtype, leaf.dim())
 
-    def _input(self, tensor: Tensor, reading: Reading, call: Call) -> int:
-        """The number of a tensor from outside."""
+    def _input(self, tensor: Tensor, reading: Reading, call: Call) -> tuple[int, int]:
+        """The numbers of a tensor from outside: of the input, and of what a stage gets."""
         key = id(tensor), reading
         if key not in self._numbers:
-            self._tensors.append(tensor)
-            self._numbers[key] = number = self.new()
-            # Several entries per row are given as one, so that all that is cut has the same rows.
-            given = tensor.unflatten(0, (self.rows, reading)) if reading > 1 else tensor
-            self.inputs[number] = given, reading
+            self._numbers[key] = self.tape.new()
+            self._take(self._numbers[key], tensor, reading)
+        source = self._numbers[key]
         if reading <= 1:
-            return self._numbers[key]
+            return source, source
         there = (*key, call.stage)
         if there not in self._numbers:
-            self._numbers[there] = number = self.new()
-            source = Value(self._numbers[key])
-            step = Step(torch.flatten, (source, 0, 1), number, call.stage, {}, "flatten", call.line)
-            self.steps[number] = step
-        return self._numbers[there]
+            self._numbers[there] = number = self.tape.new()
+            given = (Value(source), 0, 1)
+            step = Step(torch.flatten, given, number, call.stage, {}, "flatten", call.line)
+            self.tape.steps[number] = step
+        return source, self._numbers[there]
 
-    def _make_single(self) -> None:
-        if not self.single:
-            self.single = True
-            self._samples = self._new_samples(None)
-
-    def _new_samples(self, few: int | None) -> Samples:
-        return Samples(self.steps, self.inputs, self._calls, self.rows, few)
-
-    def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
-        if not reading or self._samples.few is None:
-            return shape
-        return torch.Size([reading * self.rows, *shape[1:]])
+    def _take(self, number: int, tensor: Tensor, reading: Reading) -> None:
+        """Make a tensor from outside the input of this number."""
+        self._tensors[number] = tensor
+        # Several entries per row are given as one, so that all that is cut has the same rows.
+        given = tensor.unflatten(0, (self.rows, reading)) if reading > 1 else tensor
+        self.inputs[number] = given, reading
 
     def _check_state(self, line: str) -> None:
         now = ThreadState.now(self.device)
@@ -357,8 +332,11 @@ class Recording:
         assert self._place is not None
         if not isinstance(target, Placeholder):
             self._refuse(func, line, "edits a tensor in place that was made outside of the blocks")
-        elif target.recording is self and self.stage_of(target.number) != self._place.stage:
+        elif target.recording is self and self._stage_of(target.number) != self._place.stage:
             self._refuse(func, line, "edits a tensor in place that an earlier stage has")
+
+    def _stage_of(self, number: int) -> int:
+        return self.tape.steps[number].stage
 
     def _refuse(self, func: Callable[..., Any], line: str, why: str) -> NoReturn:
         if why == "needs a value":
@@ -371,10 +349,6 @@ class Recording:
 
 class _Refused(RuntimeError):
     """Raised for what cannot be recorded."""
-
-
-def _no_sample(placeholder: Placeholder) -> Tensor:
-    raise AssertionError("the first block is given no placeholders")
 
 
 def _no_check(learned: Learned, found: Try) -> None:

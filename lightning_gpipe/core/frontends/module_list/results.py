@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,6 +73,12 @@ class Result:
         flat = tree_flatten(result)
         leaves = tuple(_leaf(each, rows) for each in flat.leaves)
         return cls(flat.spec, leaves, isinstance(result, Tensor))
+
+    @cached_property
+    def gives(self) -> bool:
+        """Whether an argument is among its leaves."""
+        constants = (leaf.value for leaf in self.leaves if isinstance(leaf, Constant))
+        return any(isinstance(value, Given) for value in constants)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """A result with these leaves."""

@@ -15,9 +15,13 @@ from lightning_gpipe.core.frontends.module_list.arguments import (
     leaves_in,
     mapped,
 )
-from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
+from lightning_gpipe.core.frontends.module_list.calls import Call
 from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, copied
+from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape import Tape, is_plain
 from lightning_gpipe.core.plan import Step, Value, is_own
+
+_SHAPES = 1000  # that are remembered of a kind
 
 
 def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tensor:
@@ -33,24 +37,21 @@ class Samples:
     """The values of one recording for a few of its rows.
 
     Args:
-        steps: The recorded steps by the numbers of their results; they may grow.
+        tape: What was recorded; it may grow.
         inputs: The tensors from outside by number, and how they are cut.
-        calls: Of steps that are calls, what is known.
         rows: The number of rows.
-        few: How many of them are computed; None for all.
+
+    Attributes:
+        tape: As given.
+        few: How many rows are computed; None for all.
     """
 
-    def __init__(
-        self,
-        steps: Mapping[int, Step],
-        inputs: Mapping[int, tuple[Tensor, Reading]],
-        calls: Mapping[int, tuple[Call, Learned]],
-        rows: int,
-        few: int | None,
-    ) -> None:
-        self._steps, self._inputs, self._calls = steps, inputs, calls
-        self._rows = rows
-        self.few = few
+    def __init__(self, tape: Tape, inputs: Mapping[int, tuple[Tensor, Reading]], rows: int) -> None:
+        self.tape = tape
+        self._inputs, self._rows = inputs, rows
+        self.few: int | None = None
+        if rows > 1:
+            self.few = 3 if rows == 2 else 2  # so that a tensor given whole does not fit
         self._known: dict[int, Any] = {}
         self._alike: dict[Any, Any] = {}
 
@@ -61,8 +62,41 @@ class Samples:
 
     def __setitem__(self, number: int, value: Any) -> None:
         self._known[number] = value
-        if number in self._calls:
+        if number in self.tape.calls:
             self._alike[self._kind(number)] = value
+
+    def shape_of(self, number: int) -> torch.Size:
+        """The shape of a value for the whole mini-batch."""
+        if number in self._inputs:
+            return self._inputs[number][0].shape
+        if number not in self.tape.picked:  # made of an input
+            return self._scaled(self[number].shape, 1)
+        source, k = self.tape.picked[number]
+        _, learned = self.tape.calls[source]
+        step = self.tape.steps[source]
+        leaves = leaves_in((step.args, dict(step.kwargs)))
+        given = tuple(
+            self.shape_of(x.number) if isinstance(x, Value) else repr(x) if is_plain(x) else None
+            for _, x in leaves
+        )
+        if given not in learned.shapes:
+            if len(learned.shapes) >= _SHAPES:
+                learned.shapes.clear()
+            sample = self[source]
+            values = [sample] if learned.result.single else sample
+            pairs = zip(values, learned.result.leaves, strict=True)
+            learned.shapes[given] = [
+                self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
+                for x, leaf in pairs
+            ]
+        found = learned.shapes[given][k]
+        assert found is not None, "placeholders stand for tensors"
+        return found
+
+    def take_all(self) -> None:
+        """Compute all rows from now on."""
+        self.few = None
+        self._known, self._alike = {}, {}
 
     def _made(self, number: int) -> Any:
         if number in self._inputs:
@@ -70,12 +104,12 @@ class Samples:
             if self.few is not None and reading > 1:  # given by rows: see Recording
                 return tensor.detach()[[k % self._rows for k in range(self.few)]]
             return few_of(tensor, reading, self._rows, self.few)
-        step = self._steps[number]
-        if number not in self._calls:
+        step = self.tape.steps[number]
+        if number not in self.tape.calls:
             return step({each: self[each] for each in step.needs})
         kind = self._kind(number)
         if kind not in self._alike:
-            self._alike[kind] = self._run(step, self._calls[number][0])
+            self._alike[kind] = self._run(step, self.tape.calls[number][0])
         return self._alike[kind]
 
     def _run(self, step: Step, call: Call) -> Any:
@@ -90,7 +124,12 @@ class Samples:
 
     def _kind(self, number: int) -> tuple[int, tuple[torch.Size, ...]]:
         """Equal for calls that return values of the same shapes."""
-        step = self._steps[number]
+        step = self.tape.steps[number]
         leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
-        return id(self._calls[number][1]), shapes
+        return id(self.tape.calls[number][1]), shapes
+
+    def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
+        if not reading or self.few is None:
+            return shape
+        return torch.Size([reading * self._rows, *shape[1:]])

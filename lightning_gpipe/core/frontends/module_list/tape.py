@@ -1,0 +1,136 @@
+"""What one forward did with its blocks, without its tensors.
+
+Most often the next forward does the same. So it follows the tape of an earlier one: as long as its
+calls are given the same, nothing need be found out about them, and its program is there already.
+With the first call that differs it goes on by itself, from a copy of what it has followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.frontends.module_list.arguments import Arguments, Reading
+from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
+from lightning_gpipe.core.plan import Program, Step
+
+_PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A tensor from outside in the arguments of a recorded call.
+
+    Attributes:
+        number: The number of the value that the step gets.
+        source: That of the input; another one if the stage must reshape it.
+        reading: How it is cut.
+        learned: What was learned of that; None if its shape tells.
+        dtype, dims: Its type and number of dims.
+    """
+
+    number: int
+    source: int
+    reading: Reading
+    learned: Reading | None
+    dtype: torch.dtype
+    dims: int
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor is of the same kind, as far as its shape does not matter."""
+        return tensor.dtype is self.dtype and tensor.dim() == self.dims
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recorded call.
+
+    Attributes:
+        call: The call.
+        structure: That of its arguments.
+        given: Their leaves: a Value for a placeholder, an :class:`Outside`, or a constant.
+        learned: What is known of it.
+        numbers: The number of the value of each leaf that it returns.
+        count: How many values there were after it.
+    """
+
+    call: Call
+    structure: Hashable
+    given: Sequence[Any]
+    learned: Learned
+    numbers: Sequence[int]
+    count: int
+
+    def is_of(self, call: Call, given: Arguments) -> bool:
+        """Whether it is of the same call, of arguments with the same structure."""
+        same = call is self.call or call.same(self.call)
+        return same and given.structure == self.structure
+
+
+class Tape:
+    """The recorded calls of a forward, in order.
+
+    Attributes:
+        entries: The calls.
+        steps: Their steps, and those that prepare their arguments, by the numbers of the results.
+        calls: Of steps that are calls, what is known.
+        picked: The call and the leaf of each value that is a leaf of what a call returned.
+        programs: Programs of all of it, by what they return.
+        count: The number of values.
+        closed: Whether a program was made of it: it does not change any more.
+        reusable: Whether another forward may follow it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.steps: dict[int, Step] = {}
+        self.calls: dict[int, tuple[Call, Learned]] = {}
+        self.picked: dict[int, tuple[int, int]] = {}
+        self.programs: dict[Hashable, Program] = {}
+        self.count = 0
+        self.closed = False
+        self.reusable = True
+
+    def new(self) -> int:
+        """The number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    def until(self, k: int) -> Tape:
+        """An open tape with the first k calls."""
+        made = Tape()
+        made.entries = self.entries[:k]
+        made.count = count = made.entries[-1].count if k else 0
+        made.steps = {number: x for number, x in self.steps.items() if number < count}
+        made.calls = {number: x for number, x in self.calls.items() if number < count}
+        made.picked = {number: x for number, x in self.picked.items() if number < count}
+        return made
+
+    def keep(self, key: Hashable, program: Program) -> None:
+        """Keep a program, and close the tape."""
+        self.closed = True
+        if len(self.programs) >= _PROGRAMS:
+            self.programs.clear()
+        self.programs[key] = program
+
+
+def same_constant(one: Any, other: Any) -> bool:
+    """Whether two arguments that are no tensors are equal, for sure."""
+    if one is other:
+        return True
+    return type(one) is type(other) and is_plain(one) and is_plain(other) and bool(one == other)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a constant that is equal to another one only if it means the same."""
+    if type(value) is slice:
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return type(value) in _PLAIN
+
+
+_NUMBERS = (bool, int, float, complex)
+_PLAIN = frozenset({type(None), *_NUMBERS, str, bytes, torch.dtype, torch.device, torch.Size})
