@@ -44,6 +44,8 @@ test: check
 	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
 
 models: .venv-models/.ready
+	HF_HUB_OFFLINE=1 .venv-models/bin/pytest -p tests.models.torchvision_operators \
+	    tests/models tests/examples/test_finetune_llama.py
 	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)

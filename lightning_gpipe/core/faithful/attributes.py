@@ -1,5 +1,8 @@
 """Saves what layers keep in Python attributes, so that a recomputation starts from the same.
 
+The attributes are those of modules, of objects that they hold, and of parameters: quantised weights
+have their scales there, and some hand them over to the module in the first forward.
+
 ``self.steps += 1``, ``self.cache = y``: a layer that reads what an earlier forward left computes
 something else when it is run again, and changes it a second time. So the recomputation of a
 micro-batch gets the attributes from before its first forward, and after it they are what the first
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful.contents import Contents, Left, has_contents, left_in
 from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
-from lightning_gpipe.core.plan import Holder, Slot, holders
+from lightning_gpipe.core.plan import Holder, Slot, holders, parameter_holders
 
 Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
 
@@ -66,10 +69,12 @@ class Before(NamedTuple):
 
 
 class Owners:
-    """The modules of a stage and the objects that they hold, as they are at one time."""
+    """The modules of a stage, their objects and parameters, as they are at one time."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.holders = list(holders(modules))
+        modules = tuple(modules)
+        of_modules = list(holders(modules))
+        self.holders = [*of_modules, *parameter_holders(modules)]
         self.names: list[tuple[str, ...]] = []
         self.containing: list[tuple[Holder, str]] = []  # attributes with contents
         self._getters: list[tuple[Any, dict[str, Any]]] = []
@@ -81,6 +86,9 @@ class Owners:
                 names = [*held, *held] if len(held) == 1 else held  # for two it returns a tuple
                 self._getters.append((itemgetter(*names), holder.slots))
             self.names.append(tuple(held))
+        # Not of parameters: a copy of what quantised weights are made of would be a second model.
+        for holder in of_modules:
+            held = holder.held
             self.containing += [(holder, name) for name in held if has_contents(held[name])]
 
     def values(self) -> Values | None:

@@ -17,6 +17,7 @@ from lightning_gpipe.core.plan.held import (
     holders,
     is_generator,
     is_own,
+    parameter_holders,
     within,
 )
 from lightning_gpipe.core.plan.layout import (
@@ -97,6 +98,7 @@ __all__ = [
     "lay_out",
     "one_each",
     "parameter_costs",
+    "parameter_holders",
     "shared_with_outside",
     "solve",
     "successor",

@@ -33,7 +33,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, *ProxyTyp
 
 
 class Holder(NamedTuple):
-    """A module, or an object that it holds, with attributes.
+    """A module, or an object or parameter that it holds, with attributes.
 
     Attributes:
         module: The module.
@@ -63,6 +63,16 @@ def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
             if is_own(value) and id(value) not in seen:
                 seen.add(id(value))
                 yield Holder(module, f"{name}.", vars(value))
+
+
+def parameter_holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+    """Yield each parameter with attributes, such as the scales of a quantised weight."""
+    seen: set[int] = set()
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and vars(parameter) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield Holder(module, f"{name}.", vars(parameter))
 
 
 def held_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,104 @@
+"""Quantised Llamas with adapters, as people fine-tune them: bitsandbytes or torchao, and PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for _library in ("transformers", "peft", "bitsandbytes", "torchao"):
+        pytest.importorskip(_library, reason="needs the libraries of make models")
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_gpipe import GPipe
+
+# By peft 0.21: of what it calls in transformers, and of merging, which is not done here.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning"),
+]
+
+
+def in_4_bits(linear: nn.Linear) -> nn.Module:
+    made = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    made.weight = bnb.nn.Params4bit(
+        linear.weight.data, requires_grad=False, quant_type="nf4", module=made
+    )
+    return made
+
+
+def in_8_bits(linear: nn.Linear) -> nn.Module:
+    made = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False)
+    return made
+
+
+def of_torchao(linear: nn.Linear) -> nn.Module:
+    quantize_(linear, Int8WeightOnlyConfig())
+    return linear
+
+
+def llama(quantised: Any) -> Any:
+    """Quantised, on its device, with adapters that change the output."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    for parent in [each for each in model.model.layers.modules() if type(each) is not nn.Linear]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, quantised(child))
+    torch.manual_seed(1)
+    adapted = get_peft_model(
+        model.to("cpu"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    )
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+@pytest.mark.parametrize("quantised", [in_4_bits, in_8_bits, of_torchao])
+def test_adapters_on_a_quantised_llama(quantised: Any, mode: Any) -> None:
+    plain, model = llama(quantised), llama(quantised)
+    blocks = "base_model.model.model.layers"
+    weight = f"{blocks}.1.mlp.down_proj.base_layer.weight"
+    kind = type(model.get_parameter(weight))
+    assert kind is not nn.Parameter
+    pipeline = GPipe(
+        model,
+        [1, 3],
+        module=blocks,
+        devices=["cpu"] * 2,
+        chunks=3,
+        activation_checkpointing=mode,
+    )
+    ids = torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(0))
+
+    for _ in range(2):
+        found, expected = pipeline(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)
+        torch.testing.assert_close(found.loss, expected.loss)
+        torch.testing.assert_close(found.logits, expected.logits)
+        found.loss.backward()
+        expected.loss.backward()
+
+    assert type(model.get_parameter(weight)) is kind
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    pipeline.close()
