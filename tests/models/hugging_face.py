@@ -515,7 +515,7 @@ CASES = [
         "transformer.layer",
         tokens,
         _IDS | {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "mem_len": None},
-        refused="The rows of tensors must be in dim 0",  # they are in dim 1
+        refused="must be in dim 0",  # they are in dim 1
     ),
     # Vision.
     _case("ViTForImageClassification", "vit.layers", image, VISION, quick=True),

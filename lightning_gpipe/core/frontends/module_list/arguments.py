@@ -71,13 +71,17 @@ def reading_of(tensor: Tensor, rows: int, learned: Reading | None) -> Reading | 
         rows: The number of rows of the mini-batch, more than one.
         learned: What an earlier call with another tensor there was found to need.
     """
-    shape = tensor.shape
-    if not shape or shape[0] <= 1 or shape[0] % rows:
+    if not reads_as_rows(tensor, rows):
         return WHOLE
     if is_whole(tensor) or isinstance(tensor, nn.Parameter):
         return WHOLE
-    size = shape[0]
-    return learned if learned in (WHOLE, size // rows) else None
+    return learned if learned in (WHOLE, tensor.size(0) // rows) else None
+
+
+def reads_as_rows(tensor: Tensor, rows: int) -> bool:
+    """Whether dim 0 may be the rows, or several entries for each."""
+    shape = tensor.shape
+    return len(shape) > 0 and shape[0] > 1 and shape[0] % rows == 0
 
 
 def default_reading(tensor: Tensor, rows: int) -> Reading:

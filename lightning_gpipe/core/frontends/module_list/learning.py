@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_gpipe.core.data import is_whole
 from lightning_gpipe.core.frontends.module_list.arguments import (
     WHOLE,
     Arguments,
     Path,
     Reading,
     reading_of,
+    reads_as_rows,
 )
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned, kind_of
@@ -20,6 +22,7 @@ from lightning_gpipe.core.frontends.module_list.effects import tensors_held
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.rehearsal import Rehearsal, Try
 from lightning_gpipe.core.frontends.module_list.samples import Samples
+from lightning_gpipe.core.plan import is_own
 
 Check = Callable[[Learned, Try], None]
 
@@ -98,6 +101,7 @@ class Learner:
             self._make_single()
             found = None  # it may be that of a few rows
             readings, _ = self._readings(given, learned)
+        self._check_held(call, given.leaves, learned.filled)
         return Known(learned, given, readings, found)
 
     def reading(self, tensor: Tensor, learned: Reading | None) -> Reading | None:
@@ -130,6 +134,7 @@ class Learner:
 
     def _expect_filled(self, call: Call, given: Arguments) -> None:
         """Prepare for an object among the arguments that has the rows of the mini-batch already."""
+        self._check_held(call, [each for each in given.leaves if not is_own(each[1])])
         if not any(True for _, each in given.objects for _ in tensors_held(each)):
             return
         if not self._grad:
@@ -140,6 +145,28 @@ class Learner:
             learned, _ = rehearsal.learn(whole, [])
             if learned.filled:
                 self._caches.without(call, given.tree, learned.filled)
+            self._check_held(call, given.objects, learned.filled)
+
+    def _check_held(
+        self, call: Call, leaves: Sequence[tuple[Path, Any]], filled: Collection[Path] = ()
+    ) -> None:
+        """Refuse tensors with rows where they cannot be cut.
+
+        Raises:
+            TypeError: Names the argument.
+        """
+        for path, leaf in () if self.single else leaves:
+            if isinstance(leaf, Tensor) or path in filled:
+                continue
+            for tensor in tensors_held(leaf):
+                if not is_whole(tensor) and reads_as_rows(tensor, self.rows):
+                    raise TypeError(
+                        "the tensors that blocks are called with must be arguments themselves, or "
+                        "in tuples, lists and dicts, to be cut into micro-batches: got one of "
+                        f"shape {tuple(tensor.shape)}, with {self.rows} rows, in "
+                        f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
+                        "tensors, and construct it in the block."
+                    )
 
     def _make_single(self) -> None:
         if not self.single:

@@ -9,7 +9,7 @@ return different things, nothing can tell which is meant, and the user must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, count
 from typing import Any, NamedTuple
 
@@ -38,6 +38,10 @@ _MOST_FLIPPED = 2  # arguments that are read otherwise at a time, before all are
 
 class Doubt(ValueError):
     """Raised for an argument that may be cut or not."""
+
+
+class NotInRows(ValueError):
+    """Raised for a call whose arguments have no rows in dim 0."""
 
 
 class Try(NamedTuple):
@@ -94,7 +98,7 @@ class Rehearsal:
             found, settled = self._run({**readings, **first}), first
         except Exception as error:
             if not unknown:
-                raise self._noted(error, readings) from error.__cause__
+                raise self._failure(error, readings) from error.__cause__
             found, settled = self._other_readings(readings, first, others, error)
         else:
             for path in unknown:
@@ -121,7 +125,7 @@ class Rehearsal:
             if run:
                 differing = [p for p in first if len({settled[p] for _, settled in run}) > 1]
                 raise self._doubt(differing)
-        raise self._noted(error, {**readings, **first}) from error.__cause__
+        raise self._failure(error, {**readings, **first}) from error.__cause__
 
     def _settled(
         self, readings: Mapping[Path, Reading], path: Path, other: Reading, found: Try
@@ -182,10 +186,29 @@ class Rehearsal:
         filled = frozenset(path for path, _ in self._objects if path in changed)
         return Try(result, filled, frozenset(changed) - filled)
 
+    def _failure(self, error: Exception, readings: Mapping[Path, Reading]) -> Exception:
+        """The error for a call that raises one: that with a note, unless its rows are the cause."""
+        all_whole = dict.fromkeys(readings, WHOLE)
+        placeholders = any(isinstance(leaf, Placeholder) for leaf in self._leaves.values())
+        if self._few is None or placeholders or self._attempt(all_whole) is None:
+            return self._noted(error, readings)
+        cut = self._shapes_of(path for path, reading in readings.items() if reading != WHOLE)
+        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
+        return NotInRows(
+            "the rows of what a block is called with must be in dim 0, so that it can be cut: "
+            f"{self._call} runs on all {self._rows} rows, and on {self._few} of them it raises "
+            f"{type(error).__name__}: {_first_line(error)}. Cut was {cut}; whole was "
+            f"{whole or 'nothing'}. A model whose sequence comes before its rows cannot be cut in "
+            "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
+            "lightning_gpipe."
+        )
+
+    def _shapes_of(self, paths: Iterable[Path]) -> str:
+        found = [(self._call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
+        return ", ".join(f"{name} {shape}" for name, shape in found if shape)
+
     def _noted(self, error: Exception, readings: Mapping[Path, Reading]) -> Exception:
-        shapes = {path: tuple(self._leaves[path].shape) for path in readings}
-        whole = [p for p, reading in readings.items() if reading == WHOLE and shapes[p]]
-        given = ", ".join(f"{self._call.titles([p])} {shapes[p]}" for p in whole)
+        given = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
         few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
         cut = f" What is given whole to every micro-batch: {given}." if given else ""
         add_note(
@@ -204,6 +227,10 @@ class Rehearsal:
             "lightning_gpipe, for one that every micro-batch needs as a whole; give one with rows "
             "the number of rows, and nothing else, in dim 0."
         )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 def _flips(paths: list[Path]) -> Iterator[list[tuple[Path, ...]]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -211,15 +213,32 @@ def test_input_that_a_block_edits_in_place_is_not_edited_by_a_rehearsal():
         torch.testing.assert_close(model(states() * 1), plain(states() * 1))
 
 
-def test_block_that_does_not_run_on_rows():
-    class Failing(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(WIDTH, WIDTH)
+class Failing(nn.Linear):
+    """Runs on the whole mini-batch alone, or not even on that."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).view(ROWS, LENGTH, WIDTH)
+    def __init__(self, rows: int = ROWS) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.rows = rows
 
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        return super().forward(x).view(self.rows, LENGTH, WIDTH)
+
+
+def test_block_that_runs_on_all_rows_alone():
     model = Around(block=Failing)
+    with looped(model), pytest.raises(ValueError) as caught:
+        model(states(), mask=random_of(1, LENGTH))
+    said = str(caught.value)
+    assert said.startswith("the rows of what a block is called with must be in dim 0")
+    assert (
+        "blocks.0 (" in said
+        and "runs on all 7 rows, and on 2 of them it raises RuntimeError: shape" in said
+    )
+    assert f"Cut was x ({ROWS}, {LENGTH}, {WIDTH}); whole was mask (1, {LENGTH})." in said
+
+
+def test_block_that_does_not_run_on_any_rows():
+    model = Around(block=lambda: Failing(ROWS + 1))
     with looped(model), pytest.raises(RuntimeError) as caught:
         model(states())
     (note,) = caught.value.__notes__
@@ -260,3 +279,41 @@ def test_blocks_of_one_class_that_differ_in_a_flag():
     model = copy.deepcopy(plain)
     with looped(model, stages=4):
         assert_same_step(model, plain, states())
+
+
+@dataclass
+class Masks:
+    """What a user may put tensors into."""
+
+    mask: Tensor
+
+
+class Unpacking(Taking):
+    def use(self, x: Tensor, other: Any) -> Tensor:
+        return x * (other["mask"] if isinstance(other, dict) else other.mask)
+
+
+@pytest.mark.parametrize("made", [Masks, lambda mask: OrderedDict(mask=mask)])
+def test_rows_in_an_object_are_refused_by_the_name_of_the_argument(made: Any):
+    model = Around(block=Unpacking)
+    with looped(model), pytest.raises((TypeError, ValueError), match="other"):
+        model(states(), other=made(random_of(ROWS, 1, 1)))
+
+
+def test_object_with_tensors_for_all_rows():
+    assert_same_with(Unpacking, [Masks(random_of(1, LENGTH, 1)), Masks(random_of(WIDTH))])
+
+
+def test_object_that_gets_rows_later():
+    model = Around(block=Unpacking)
+    with looped(model):
+        model(states(), other=Masks(random_of(1, LENGTH, 1)))
+        with pytest.raises(TypeError, match=r"in other of blocks.0 .*, a Masks. Pass its tensors"):
+            model(states(), other=Masks(random_of(ROWS, LENGTH, 1)))
+
+
+def test_object_with_rows_without_gradients():
+    model, masks = Around(block=Unpacking), Masks(random_of(ROWS, 1, 1))
+    plain = copy.deepcopy(model)
+    with torch.no_grad(), looped(model):
+        torch.testing.assert_close(model(states(), other=masks), plain(states(), other=masks))
