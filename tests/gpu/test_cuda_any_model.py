@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe import GPipe, GPipeStrategy, verify
 from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch
 from tests.gpu.trainers import Deep, on_many_gpus, places, plain
 from tests.support.lightning_modules import fitted, weights
@@ -73,6 +73,10 @@ def test_model(devices: list[str], module: str, around: Any) -> None:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert_same(one.grad.cpu(), other.grad)
+    parity = verify(pipeline, batch())
+    parity.check()
+    assert parity.of_programs
+    assert {each.device for each in model.parameters()} == set(pipeline.devices) | {outside}
     pipeline.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_gpipe.core.verify.whole import (
     Calls,
     Ran,
     Whole,
+    beside,
     in_one_piece,
     own_forward,
     run_call,
@@ -47,13 +49,13 @@ def differs_from_forward(
     with preserved(), in_one_piece(whole), calls.recorded() as piped:
         ran = run_call(whole, call, args, kwargs)
     with preserved(), own_forward(whole), calls.recorded() as plain:
-        own = run_call(whole, call, args, kwargs, ran)
+        own = run_call(whole, partial(beside, whole, call), args, kwargs, ran)
     allowed = _tolerance(whole, own) if tolerance is None else tolerance
     found = _first(own.values, ran.values, allowed)
     if found is None:
         return None, True
     with preserved(), own_forward(whole):
-        again = run_call(whole, call, args, kwargs, ran)
+        again = run_call(whole, partial(beside, whole, call), args, kwargs, ran)
     repeats = _first(own.values, again.values, allowed) is None
     kind, deviation = found
     value = WORDS[kind].format(deviation.name)

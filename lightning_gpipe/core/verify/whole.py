@@ -176,6 +176,13 @@ def own_forward(whole: Whole) -> Iterator[None]:
         yield
 
 
+def beside(whole: Whole, call: Call, *args: Any, **kwargs: Any) -> Any:
+    """Make a call with its arguments where what is around the pipelines is."""
+    outside = whole.found[0].pipeline.layout.outside
+    args, kwargs = change_tensors((args, kwargs), lambda x: x.to(outside))
+    return call(*args, **kwargs)
+
+
 def _let_travel(whole: Whole, stack: ExitStack) -> None:
     """Have arguments of layers follow them to their devices, and what they return come back."""
     outside = whole.found[0].pipeline.layout.outside

@@ -79,7 +79,7 @@ class Calls:
         finally:
             self._plain = before
 
-    def forward(self, forward: Callable[[], Any]) -> Any:
+    def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """Run the forward of a module that holds the nn.ModuleList."""
         session = self._session
         session.forwards.append(ThreadState.now(self._device(None)))
@@ -88,7 +88,7 @@ class Calls:
             result = forward()
             if session.recording is not None and session.depth == depth:
                 self._refuse_unfinished(session)
-            if depth == len(self._owners) and not (self.runs or self._plain):
+            if module is self._owners[-1] and not (self.runs or self._plain):
                 self._refuse_unused()
             return result
         finally:
@@ -184,7 +184,8 @@ class Calls:
         raise RuntimeError(
             "a forward that calls the first block of a pipeline must call all of them: it has "
             f"ended without {found}. A forward that skips blocks by chance does so with layerdrop: "
-            "set it to 0. One that never calls the last blocks needs a model without them."
+            "set it to 0. One that never calls the last blocks needs a model without them, and one "
+            "that calls a block again after the last cannot be cut here."
         )
 
     def _refuse_unused(self) -> NoReturn:

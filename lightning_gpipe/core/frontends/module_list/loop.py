@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -113,7 +114,9 @@ class Loop(Frontend):
         self._calls = calls = Calls(self._blocks, self._owners, self._title, run)
         for block in self._blocks:
             block.install(calls.block)
-        self._forwards = [OwnerForward(module, calls.forward) for module in self._owners]
+        self._forwards = [
+            OwnerForward(module, partial(calls.forward, module)) for module in self._owners
+        ]
         for forward in self._forwards:
             forward.install()
 
