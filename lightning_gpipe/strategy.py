@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_gpipe.averages import Averages
 from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, balance_of_each
 from lightning_gpipe.core.plan import (
     check_activation_checkpointing,
@@ -172,8 +173,11 @@ class GPipeStrategy(OneProcess):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
+        spread = undispatch(self.lightning_module)
         self._set_up_pipeline()
         self.model_to_device()
+        if spread is not None:
+            rank_zero_info(str(spread))
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_recomputed_metrics()
             self.setup_optimizers(trainer)

@@ -5,6 +5,7 @@ before anything has run.
 """
 
 from lightning_gpipe.core.frontends.devices import choose_devices, with_index
+from lightning_gpipe.core.frontends.dispatched import undispatch
 from lightning_gpipe.core.frontends.flatten import flatten
 from lightning_gpipe.core.frontends.install import (
     Installed,
@@ -46,5 +47,6 @@ __all__ = [
     "place",
     "place_around",
     "place_own",
+    "undispatch",
     "with_index",
 ]

@@ -7,6 +7,7 @@ pipeline's engine.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import MicroBatching, Rows
 from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compiled, rows_needed
-from lightning_gpipe.core.frontends import StandIn, choose_devices
+from lightning_gpipe.core.frontends import StandIn, choose_devices, undispatch
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
@@ -125,6 +126,7 @@ class GPipe(StandIn):
     ) -> None:
         check_settings(chunks, activation_checkpointing, microbatching, around)
         balances = balance_of_each(module, balance)
+        spread = undispatch(model) if isinstance(model, nn.Module) else None
         found = take_all(model, module, balances)
         sizes = balances_for(found, balances, None if devices is None else len(devices), around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
@@ -137,6 +139,8 @@ class GPipe(StandIn):
         self.balance: list[Any] = list(map(list, sizes)) if len(sizes) > 1 else list(sizes[0])
         self.devices = list(layouts[0].devices)
         place_all(model, layouts)
+        if spread is not None and spread.moved:
+            warnings.warn(str(spread), stacklevel=2)
 
         def pipeline(taken: Taken, layout: Layout, workers: Workers) -> Pipeline:
             return Pipeline(
