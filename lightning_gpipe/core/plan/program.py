@@ -21,10 +21,12 @@ The program of one mini-batch may differ from that of the next, so it is given w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any
 
+from lightning_gpipe.core.plan.function import Function
 from lightning_gpipe.core.plan.route import Route, Value
 from lightning_gpipe.core.plan.step import Step
 
@@ -42,6 +44,7 @@ class Part:
         arriving: The routes of values from other places than the previous stage.
         leaving: The routes of values to other places than the next stage.
         drops: For each step, the values that nothing needs after it.
+        uses: Counts the mini-batches that use it.
     """
 
     steps: tuple[Step, ...]
@@ -50,12 +53,25 @@ class Part:
     arriving: tuple[Route, ...]
     leaving: tuple[Route, ...]
     drops: tuple[tuple[int, ...], ...]
+    uses: Iterator[int] = field(default_factory=count)
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
         """Equal for parts that make the same calls on the same values."""
         calls = tuple((step.name, step.value, step.needs) for step in self.steps)
         return calls, self.takes, self.gives, self.arriving, self.leaving
+
+    @cached_property
+    def function(self) -> Function:
+        """The steps as one function of what comes with the micro-batch and by routes."""
+        return Function(
+            self.steps,
+            self.drops,
+            takes=self.takes,
+            arriving=(route.number for route in self.arriving),
+            gives=self.gives,
+            leaving=(route.number for route in self.leaving),
+        )
 
 
 class Program:

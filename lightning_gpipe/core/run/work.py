@@ -8,14 +8,14 @@ layers themselves take out and put in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
-from lightning_gpipe.core.plan import Part, Route, Value
+from lightning_gpipe.core.plan import Part, Route, Step, Value
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import Table
 
@@ -85,36 +85,52 @@ class Steps(Work):
         self.signature = part.signature
         self.tabled = bool(stage.skips or self.arriving or self.leaving)
         self._part = part
-        self._steps = tuple(zip(part.steps, part.drops, strict=True))
+        self._again = next(part.uses) > 0  # it is worth while to make a function of it
         self._title = str(stage)
         self._arriving = [each.number for each in part.arriving]
         self._leaving = [each.number for each in part.leaving]
 
     @override
     def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
-        part = self._part
-        values = dict(zip(part.takes, x, strict=True))
-        del x  # the values that are dropped would live on in it
-        for number in self._arriving:
-            values[number] = table.pop(Value(number))
-        self._call_all(values, guard)
-        guard.after(self._title)  # if it was not asked after each step
-        for number in self._leaving:
-            table[Value(number)] = values[number]
-        return join([tree_flatten(values[number]) for number in part.gives])
+        arriving = [table.pop(Value(number)) for number in self._arriving]
+        # Until it is known that nothing is edited in place, each step must be asked.
+        call = self._call_at_once if self._again and guard.expects_none else self._call_each
+        gives, leaving = call(x, arriving, guard)
+        guard.after(self._title)
+        for number, value in zip(self._leaving, leaving, strict=True):
+            table[Value(number)] = value
+        return join(list(map(tree_flatten, gives)))
 
-    def _call_all(self, values: dict[int, Any], guard: MutationGuard) -> None:
-        """Call the steps, which take their values of these and add their own."""
-        step, each_step = None, not guard.expects_none  # a traced forward has very many
+    def _call_at_once(
+        self, takes: Sequence[Any], arriving: Sequence[Any], _: MutationGuard
+    ) -> tuple[list[Any], list[Any]]:
+        function = self._part.function
         try:
-            for step, dropped in self._steps:
+            return function(takes, arriving)
+        except BaseException as error:
+            _add_step(error, function.step_of(error))
+            raise
+
+    def _call_each(
+        self, takes: Sequence[Any], arriving: Sequence[Any], guard: MutationGuard
+    ) -> tuple[list[Any], list[Any]]:
+        part, step = self._part, None
+        values = dict(zip(part.takes, takes, strict=True))
+        values |= zip(self._arriving, arriving, strict=True)
+        try:
+            for step, dropped in zip(part.steps, part.drops, strict=True):
                 values[step.value] = step(values)
-                if each_step:
-                    guard.after(step.title)
+                guard.after(step.title)
                 for number in dropped:
                     del values[number]
         except BaseException as error:
-            if step is not None:
-                called = f", called in {step.line}" if step.line else ""
-                add_note(error, f"raised in {step.title}{called}")
+            _add_step(error, step)
             raise
+        return [values[k] for k in part.gives], [values[k] for k in self._leaving]
+
+
+def _add_step(error: BaseException, step: Step | None) -> None:
+    """Add a note that says which step raised an error."""
+    if step is not None:
+        called = f", called in {step.line}" if step.line else ""
+        add_note(error, f"raised in {step.title}{called}")

@@ -1,0 +1,73 @@
+"""Steps that are written as a function are called as one after another."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+
+from lightning_gpipe.core.plan.function import Function
+from lightning_gpipe.core.plan.route import Value
+from lightning_gpipe.core.plan.step import Step
+
+Pair = namedtuple("Pair", "one other")
+
+
+def returned(*args: Any, **kwargs: Any) -> Any:
+    return args, kwargs
+
+
+@pytest.mark.parametrize(
+    "args, kwargs",
+    [
+        ((), {}),
+        ((Value(0), Value(1)), {"mask": Value(1)}),
+        ((7, "v0", None, Value(0)), {"k": ...}),
+        (((Value(0),), [Value(1), "a"], {"k": Value(0), 3: 4}), {"pair": (1, (Value(1), 2))}),
+        ((slice(Value(1), None, 2), slice(3)), {"class": Value(0), "a b": 1}),
+        ((Pair(Value(0), 3), Pair(1, 2)), {}),
+        (([], (), {}), {"print": Value(0), "r0": 1, "v1": 2}),
+    ],
+)
+def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    step = Step(returned, args, 2, 0, kwargs)
+    function = Function([step], [()], takes=[0], arriving=[1], gives=[2], leaving=[0, 2])
+
+    (found,), leaving = function(["zero"], [1])
+
+    assert found == step({0: "zero", 1: 1})
+    assert leaving == ["zero", found]
+
+
+def test_value_is_dropped_after_the_step_that_needs_it_last() -> None:
+    class Held:
+        alive = 0
+
+        def __init__(self) -> None:
+            Held.alive += 1
+
+        def __del__(self) -> None:
+            Held.alive -= 1
+
+    steps = [
+        Step(Held, (), 0, 0),
+        Step(id, (Value(0),), 1, 0),
+        Step(lambda: Held.alive, (), 2, 0),
+    ]
+    function = Function(steps, [(), (0, 1), ()], takes=[], arriving=[], gives=[2], leaving=[])
+    assert function([], []) == ([0], [])
+
+
+def test_step_that_raised_an_error() -> None:
+    steps = [Step(returned, (), k, 0, name=f"step {k}") for k in range(3)]
+    steps[1] = Step(lambda: 1 / 0, (), 1, 0)
+    function = Function(steps, [()] * 3, takes=[], arriving=[], gives=[2], leaving=[])
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        function([], [])
+    assert function.step_of(caught.value) is steps[1]
+
+    with pytest.raises(ValueError) as outside:
+        function([1], [])
+    assert function.step_of(outside.value) is None
