@@ -89,8 +89,15 @@ def _case(name: str) -> Case:
         partial(_images, size),
         dtype=torch.float64,
         mixes=True,
-        large=size > 200,
+        large=_published_size(name) > _LARGE / 2 or size > 200,
     )
+
+
+def _published_size(name: str) -> int:
+    """The number of parameters that torchvision gives with its weights."""
+    weights = torchvision.models.get_model_weights(name)
+    count: int = next(iter(weights)).meta["num_params"]
+    return count
 
 
 def _segmentation(name: str) -> Case:

@@ -71,6 +71,9 @@ def check_edits(graph: Graph, stages: Mapping[fx.Node, int]) -> None:
         if target is None:
             continue
         here = stages[edit]
+        for held in _aliases(graph, target, order[edit], order):
+            if held.op == "get_attr":
+                raise Refused(_of_the_module(edit, str(held.target)))
         near = _aliases(graph, target, order[edit], order, stages, here)
         for alias in _aliases(graph, target, order[edit], order) - {target}:
             for user in alias.users:
@@ -148,6 +151,14 @@ def _views(graph: Graph, node: fx.Node) -> bool:
     if node.op == "call_function":
         name = node.args[1] if node.target is getattr else getattr(node.target, "__name__", "")
     return name in _VIEWS
+
+
+def _of_the_module(edit: fx.Node, path: str) -> str:
+    return (
+        "a forward must not change buffers or parameters between layers, which a pipeline would do "
+        f"once for each micro-batch, and again when it is recomputed: {edit.meta['line']} changes "
+        f"{path}. Do it outside of the model, or in a module of its own, which runs as one layer."
+    )
 
 
 def _message(edit: fx.Node, user: fx.Node, here: int, there: int) -> str:

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.install import Installed, check_free, install
@@ -46,6 +47,7 @@ class Traced(Frontend):
         check_free(module, self._name)
         self._prefix = f"{path}." if path else ""
         self._module = module
+        self._said: set[str] = set()
         self._own_forward = module.__dict__.get("forward")
         self._graphs = self._first_graphs()
         units = units_of(self._graphs[0])
@@ -133,6 +135,12 @@ class Traced(Frontend):
         assert self._held is not None, "it was cut"
         kind = CallKind(args, kwargs)
         found = self._programs.find(kind)
+        if _has_any_global_hook():
+            self._say_once(
+                "hooks on all modules run with the layers of a traced forward only, and with none "
+                f"of the modules that hold them: {self._name} has been traced. Register hooks on "
+                "the modules that they are for."
+            )
         if found is None:
             check_constants(args, kwargs)
             graph = self._trace(kind)
@@ -141,7 +149,19 @@ class Traced(Frontend):
         return found
 
     def _trace(self, kind: CallKind) -> Graph:
-        return rename(trace(self._module, self._forward, kind))
+        graph = rename(trace(self._module, self._forward, kind))
+        if graph.checkpointed:
+            self._say_once(
+                "a pipeline does not run the activation checkpointing of a traced forward: left "
+                f"out at {graph.checkpointed[0]}. It recomputes whole stages itself, as its own "
+                "activation_checkpointing says: switch that of the model off."
+            )
+        return graph
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            warnings.warn(message, stacklevel=3)
 
     def _first_graphs(self) -> list[Graph]:
         """The graphs of training and, if it can be traced, of evaluation, with plain arguments."""

@@ -58,6 +58,12 @@ class Graph:
         """The calls of layers, in order."""
         return [node for node in self.nodes if node.op == "call_module"]
 
+    @property
+    def checkpointed(self) -> list[str]:
+        """The user's lines that call PyTorch's activation checkpointing."""
+        lines = (node.meta["checkpointed"] for node in self.nodes)
+        return list(dict.fromkeys(line for line in lines if line))
+
     def layer(self, node: fx.Node) -> nn.Module:
         """The layer that a node calls."""
         return self.root.get_submodule(str(node.target))

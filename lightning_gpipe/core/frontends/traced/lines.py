@@ -9,9 +9,11 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.utils.checkpoint
 
 # Neither PyTorch's code nor this package's is the user's, nor is Python's own.
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
+_CHECKPOINT = torch.utils.checkpoint.__file__
 _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
@@ -23,6 +25,16 @@ class Refused(TypeError):
 def current_line() -> str:
     """The line that runs now, as ``file.py:7``; the innermost one of the user's."""
     frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def checkpointed_line() -> str:
+    """The line that calls PyTorch's activation checkpointing, if what runs now is within."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import map_instances, whole
-from lightning_gpipe.core.frontends.traced.edits import check_edits
+from lightning_gpipe.core.frontends.traced.edits import check_edits, edited
 from lightning_gpipe.core.frontends.traced.graph import Graph, Output
 from lightning_gpipe.core.frontends.traced.holding import Held
 from lightning_gpipe.core.frontends.traced.indexing import Item, needs_look
@@ -149,7 +149,17 @@ class _Lowering:
                 return Item(node.meta["line"])
             return node.target
         layer = self._graph.layer(node)
-        return layer if layer in self._own.owners else Shared(layer)
+        run = layer if layer in self._own.owners else Shared(layer)
+        own = type(layer).__module__.startswith("torch.nn.")
+        if own or edited(self._graph, node) is not None or not self._used_later(node):
+            return run
+        return Unedited(run, f"{node.target}, called at {node.meta['line']},")
+
+    def _used_later(self, node: fx.Node) -> bool:
+        """Whether a later step, or the model's caller, uses an argument of a step."""
+        later = set(self._graph.nodes[self._graph.nodes.index(node) + 1 :])
+        given = node.all_input_nodes
+        return any(later & set(each.users) or each in self._graph.outputs for each in given)
 
 
 class Method:
@@ -177,6 +187,36 @@ class Shared:
         layer = self._layer.__new__(type(self._layer))
         layer.__dict__.update(self._layer.__dict__, training=self._training)
         return layer(*args, **kwargs)
+
+
+class Unedited:
+    """Runs a layer whose input is used later, and must not be edited by it.
+
+    Another stage has a tensor of its own, which would not be edited as in the plain module.
+
+    Args:
+        run: The layer.
+        title: What an error calls it.
+    """
+
+    def __init__(self, run: Callable[..., Any], title: str) -> None:
+        self._run, self._title = run, title
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns.
+
+        Raises:
+            Refused: If it has edited an argument.
+        """
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        counted = [(x, x._version) for x in given if not x.is_inference()]
+        returned = self._run(*args, **kwargs)
+        if any(x._version != before for x, before in counted):
+            raise Refused(
+                f"a layer must not edit an argument that is used later: {self._title} has done "
+                "so, which other stages would not see. Edit a copy, as in x = x.clone()."
+            )
+        return returned
 
 
 def _marked(value: Any) -> Any:

@@ -1,16 +1,18 @@
 """Grad mode and autocast as a forward sets them around some of its calls.
 
 ``with torch.no_grad():`` in a forward leaves no trace in a graph. So each recorded call is compared
-with the state in which the forward began, and runs under its own where that differs.
+with the state in which the forward began, and runs under its own where that differs. Settings of
+the whole process, such as ``sdpa_kernel``, would act on all stages at once, and are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.proxy import TraceError
 
 _DEVICES = ("cpu", "cuda")
 
@@ -43,6 +45,40 @@ class Modes(NamedTuple):
                     enabled, dtype = mine
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
+
+
+def settings() -> dict[str, Any]:
+    """What else a forward may set around its calls, by the name of what sets it."""
+    cuda = torch.backends.cuda
+    return {
+        "sdpa_kernel": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "inference_mode": torch.is_inference_mode_enabled(),
+        "set_default_dtype": torch.get_default_dtype(),
+        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn": (
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        ),
+        "autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def check_settings(before: Mapping[str, Any]) -> None:
+    """Raise if the forward has changed what a pipeline would not carry to its stages.
+
+    Raises:
+        TraceError: Names what sets it.
+    """
+    for name, value in settings().items():
+        if name in before and before[name] != value:
+            raise TraceError(f"it changes what {name} sets, which no stage would know of")
 
 
 class Under:

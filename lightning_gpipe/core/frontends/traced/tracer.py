@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import Function
 from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.traced.calls import Given
-from lightning_gpipe.core.frontends.traced.lines import current_line, is_users
-from lightning_gpipe.core.frontends.traced.modes import Modes
+from lightning_gpipe.core.frontends.traced.lines import checkpointed_line, current_line
+from lightning_gpipe.core.frontends.traced.modes import Modes, check_settings, settings
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
 from lightning_gpipe.core.frontends.traced.values import Kind, kind_of
+from lightning_gpipe.core.frontends.traced.watching import (
+    AUTOWRAPPED,
+    Recording,
+    any_arguments,
+    functions_whole,
+    same_randomness,
+)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _HOOKS = (
@@ -30,14 +31,6 @@ _HOOKS = (
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
-)
-_FACTORIES = (
-    "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
-)
-_RANDOM = "rand randn randint randperm normal"
-_DRAWN = (
-    "it draws random numbers, which would be the same in every step: draw them in a module of "
-    "their own"
 )
 
 
@@ -76,7 +69,7 @@ class Tracer(fx.Tracer):
     """
 
     def __init__(self, root: nn.Module, layers: Collection[nn.Module]) -> None:
-        super().__init__(autowrap_functions=tuple(_functions(f"{_FACTORIES} {_RANDOM}").values()))
+        super().__init__(autowrap_functions=tuple(AUTOWRAPPED.values()))
         self.failed: nn.Module | None = None
         self._layers = layers
         self._paths = {module: path for path, module in root.named_modules()}
@@ -87,6 +80,7 @@ class Tracer(fx.Tracer):
         self._entered = 0
         self._forward: Callable[..., list[Any]] = list
         self._inputs: Sequence[Given] = ()
+        self._settings: dict[str, Any] = {}
 
     def record(
         self,
@@ -102,7 +96,8 @@ class Tracer(fx.Tracer):
             inputs: What is known of each input.
         """
         self._forward, self._inputs = forward, inputs
-        with _same_randomness(), _Recording(self), _any_arguments(self), _functions_whole(self):
+        self._settings = settings()
+        with same_randomness(), Recording(self), any_arguments(self), functions_whole(self):
             return self.trace(root)
 
     def held(self, node: fx.Node) -> Tensor | None:
@@ -135,6 +130,8 @@ class Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         node.meta["line"] = current_line()
+        node.meta["checkpointed"] = checkpointed_line()
+        check_settings(self._settings)
         node.meta["within"] = self._within
         node.meta["modes"] = Modes.now()
         node.meta["kind"] = kind_of(node, self.root.get_submodule)
@@ -202,102 +199,3 @@ class Tracer(fx.Tracer):
                 "it computes with parameters that it does not read as attributes of modules"
             )
         return tensor
-
-
-class _Recording(TorchFunctionMode):
-    """Looks at the calls of PyTorch's functions that a traced forward makes without any value."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-        self._factories = set(_functions(_FACTORIES).values())
-        self._random = set(_functions(_RANDOM).values())
-
-    @override
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if any(issubclass(each, Proxy) for each in types):
-            return func(*args, **kwargs)
-        if func in self._random:
-            raise TraceError(_DRAWN)
-        if func in self._factories and is_users(sys._getframe(1).f_code.co_filename):
-            return self._tracer.create_proxy("call_function", func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _functions(names: str) -> dict[str, Callable[..., Any]]:
-    return {name: getattr(torch, name) for name in names.split()}
-
-
-@contextmanager
-def _any_arguments(tracer: Tracer) -> Iterator[None]:
-    """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
-
-    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
-                return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return run
-
-    functions = _functions(f"{_FACTORIES} {_RANDOM}")
-    try:
-        for name, function in functions.items():
-            setattr(torch, name, recording(function))
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(torch, name, function)
-
-
-@contextmanager
-def _functions_whole(tracer: Tracer) -> Iterator[None]:
-    """Record an autograd function as one call: within, it would run without gradients.
-
-    PyTorch's own for activation checkpointing is traced through.
-    """
-    original = Function.__dict__["apply"]
-
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if issubclass(cls, CheckpointFunction):
-            function, _, *rest = args
-            return function(*rest)
-        run = original.__get__(None, cls)
-        if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
-            return tracer.create_proxy("call_function", run, args, kwargs)
-        return run(*args, **kwargs)
-
-    Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for now
-    try:
-        yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]
-
-
-def _flat(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list | dict):
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _flat(each)
-    else:
-        yield tree
-
-
-@contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Raise if random numbers are drawn, and undo that."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
-            raise TraceError(_DRAWN)
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

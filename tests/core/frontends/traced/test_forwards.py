@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import whole
@@ -166,8 +167,6 @@ FORWARDS = [
     constants_made_in_forward,
     recurrent_layer,
     containers,
-    reentrant_checkpoint,
-    checkpoint_of_a_function,
     autograd_function,
     module_called_twice,
     functional_dropout,
@@ -183,6 +182,31 @@ def test_same_numbers(tracing: Tracing, run: Callable[..., Any]) -> None:
     count = len(Traced(plain, "", plain).units)
 
     assert_same_run(tracing(plain, min(4, count)), plain, rows())
+
+
+@pytest.mark.parametrize(
+    "run", [reentrant_checkpoint, checkpoint_of_a_function], ids=lambda run: run.__name__
+)
+def test_activation_checkpointing_within_is_left_out_with_a_word(
+    tracing: Tracing, run: Callable[..., Any]
+) -> None:
+    plain = Model(run)
+
+    with pytest.warns(UserWarning, match=r"checkpointing of a traced .*test_forwards.py:\d+\."):
+        piped = tracing(plain, 2)
+    assert_same_run(piped, plain, rows())
+
+
+def test_hook_on_all_modules_is_told_of(tracing: Tracing) -> None:
+    piped = tracing(Model(tuple_used_late), 2)
+    hook = register_module_forward_hook(lambda *_: None)
+
+    try:
+        with pytest.warns(UserWarning, match="hooks on all modules run with the layers"):
+            piped(rows())
+        piped(rows())
+    finally:
+        hook.remove()
 
 
 def test_calls_of_a_module_called_twice_are_one_unit() -> None:

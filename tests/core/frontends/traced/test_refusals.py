@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_gpipe.core.frontends.traced import Traced
 from tests.support.traced import Tracing, assert_same_run
@@ -185,6 +186,28 @@ def layer_of_the_sum(model: Model, x: Tensor) -> Tensor:
     return model.first(x.sum().view(1, 1).expand(1, WIDTH))
 
 
+def edits_a_buffer(model: Model, x: Tensor) -> Tensor:
+    model.scale.mul_(0.5)
+    return x
+
+
+def edits_a_view_of_a_parameter(model: Model, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        model.first.weight[0] = 0
+    return x
+
+
+def chooses_a_kernel(model: Model, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def infers(model: Model, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        y = x * 2
+    return x + y
+
+
 REFUSED = {
     branches: "control flow",
     loops: "iterated",
@@ -219,6 +242,10 @@ REFUSED = {
     splits_rows: "computes chunk along dim 0",
     normalizes: "normalizes over all rows",
     layer_of_the_sum: "must not compute over all rows",
+    edits_a_buffer: "changes scale",
+    edits_a_view_of_a_parameter: "changes first.weight",
+    chooses_a_kernel: "changes what sdpa_kernel sets",
+    infers: "changes what inference_mode sets",
     own_module: "draws random numbers|is no module of the model",
 }
 
@@ -237,6 +264,38 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     assert {name: value for name, value in vars(model).items() if name != "_modules"} == before
     assert (model.steps, model.seen) == (0, [])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Doubles(nn.Module):
+    """Edits its input, without saying so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+def used_later(model: Model, x: Tensor) -> Tensor:
+    x = x.tanh()
+    return model.pair(x) + model.first(x)
+
+
+def used_before(model: Model, x: Tensor) -> Tensor:
+    x = x * 1
+    return model.first(x).detach() + model.pair(x)
+
+
+def test_layer_that_edits_what_is_used_later(tracing: Tracing) -> None:
+    model = Model(used_later)
+    model.pair = Doubles()
+
+    with pytest.raises(TypeError, match=r"pair, called at .*test_refusals.py:\d+, has done so"):
+        tracing(model, 2)(rows())
+
+
+def test_layer_that_edits_what_is_its_own(tracing: Tracing) -> None:
+    plain = Model(used_before)
+    plain.pair = Doubles()
+
+    torch.testing.assert_close(tracing(plain, 2)(rows()), plain(rows()))
 
 
 class Pair(nn.Module):
