@@ -10,6 +10,7 @@ from lightning_gpipe.core.frontends.flatten import flatten
 from lightning_gpipe.core.frontends.install import (
     Installed,
     check_free,
+    check_recordable,
     install,
     is_installed,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "candidates",
     "check_awaited",
     "check_free",
+    "check_recordable",
     "choose_devices",
     "flatten",
     "frontend_of",

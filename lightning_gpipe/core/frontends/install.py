@@ -9,6 +9,7 @@ attribute ``forward``, which is not copied with it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -33,6 +34,12 @@ class Installed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
         return self._run(*args, **kwargs)
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the module's own forward, which torch.export reads."""
+        code: CodeType = getattr(self._own or type(self._module).forward, "__code__")  # noqa: B009
+        return code
 
     def remove(self) -> None:
         """Make the module run its own forward again, unless another pipeline was installed."""
@@ -76,6 +83,21 @@ def install(module: nn.Module, run: Callable[..., Any], name: str = "module") ->
 def is_installed(module: nn.Module) -> bool:
     """Whether the module runs as a pipeline."""
     return isinstance(module.__dict__.get("forward"), Installed)
+
+
+def check_recordable(module: nn.Module) -> None:
+    """Refuse to record a module as it is if its layers are on several devices.
+
+    Raises:
+        RuntimeError: Says what to record instead.
+    """
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"what records {type(module).__name__}, such as torch.export, runs its forward without "
+            f"the pipeline, so all of it must be on one device: got {devices}. Record a copy: "
+            "copy.deepcopy(model).to(device)."
+        )
 
 
 def check_free(module: nn.Module, name: str = "module") -> None:

@@ -26,6 +26,7 @@ from lightning_gpipe.core.pipeline.taking import (
     Balance,
     balance_of_each,
     balances_for,
+    check_entries,
     laid_out,
     layers_in,
     take_all,
@@ -128,6 +129,7 @@ class GPipe(StandIn):
         balances = balance_of_each(module, balance)
         spread = undispatch(model) if isinstance(model, nn.Module) else None
         found = take_all(model, module, balances)
+        check_entries(found, microbatching)
         sizes = balances_for(found, balances, None if devices is None else len(devices), around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         chosen = choose_devices(devices, *map(len, parts))

@@ -16,7 +16,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.core.faithful import NOTHING, is_traced
-from lightning_gpipe.core.frontends import Installed, check_free, frontend_of, install
+from lightning_gpipe.core.frontends import (
+    Installed,
+    check_free,
+    check_recordable,
+    frontend_of,
+    install,
+)
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
 from lightning_gpipe.core.profile import change_tensors, walk
@@ -256,6 +262,8 @@ class Programs(Taken):
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
         recorded = is_traced((args, kwargs), self.root.parameters())
+        if recorded:
+            check_recordable(self.root)
         with self.plain() if recorded else NOTHING:
             return super().run(*args, **kwargs)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_gpipe.core.data import MicroBatching, PaddedSequences
 from lightning_gpipe.core.frontends import heaviest, locate
 from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
 from lightning_gpipe.core.plan import (
@@ -119,6 +120,22 @@ def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken
                 f"{one.path!r} and {other.path!r}. Choose one of them."
             )
     return found
+
+
+def check_entries(found: Sequence[Taken], microbatching: MicroBatching | None) -> None:
+    """Refuse to make micro-batches by the entries of a batch where layers do not get a batch.
+
+    Raises:
+        TypeError: Names the module.
+    """
+    for taken in found:
+        if isinstance(microbatching, PaddedSequences) and not isinstance(taken, Layers):
+            raise TypeError(
+                "PaddedSequences needs a batch with lengths, as an nn.Sequential is called with: "
+                f"got {taken.name} ({type(taken.module).__name__}), whose layers get values of its "
+                "forward. Leave out microbatching, and sort the rows of a batch by their length if "
+                "most are short."
+            )
 
 
 def laid_out(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.faithful import is_traced, not_compiled
+from lightning_gpipe.core.frontends.install import check_recordable
 
 Around = Callable[[Callable[[], Any]], Any]
 
@@ -30,7 +32,16 @@ class OwnerForward:
 
     @not_compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_traced((args, kwargs), self._module.parameters()):
+            check_recordable(self._module)
+            return self._run(*args, **kwargs)
         return self._around(lambda: self._run(*args, **kwargs))
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the forward, which torch.export reads."""
+        code: CodeType = getattr(self._own or type(self._module).forward, "__code__")  # noqa: B009
+        return code
 
     def install(self) -> None:
         """Have calls of the module come here."""

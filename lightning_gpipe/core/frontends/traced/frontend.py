@@ -12,7 +12,13 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
-from lightning_gpipe.core.frontends.install import Installed, check_free, install
+from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.frontends.install import (
+    Installed,
+    check_free,
+    check_recordable,
+    install,
+)
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.traced.assumed import Assumed
 from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constants, tensors_in
@@ -96,6 +102,9 @@ class Traced(Frontend):
     @override
     def install(self, run: RunProgram) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if is_traced((args, kwargs), self._module.parameters()):
+                check_recordable(self._module)
+                return self._forward(*args, **kwargs)
             return self._program(args, kwargs)(run, tensors_in(args, kwargs))
 
         self._installed = install(self._module, call, self._name)
