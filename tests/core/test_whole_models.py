@@ -12,7 +12,7 @@ from lightning_gpipe import GPipe
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 from tests.support.traced import assert_same_run, images
-from tests.support.traced_models import GPipeUNet, ResNet, VisionTransformer
+from tests.support.traced_models import ResNet, UNet, VisionTransformer
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def partitions(pipeline: GPipe) -> list[str]:
 @pytest.mark.parametrize("balance", [[8, 9, 6], ["down2", "up1"], "parameters"], ids=str)
 def test_unet_as_it_is(balance: object, mode: object) -> None:
     torch.manual_seed(0)
-    plain = GPipeUNet()
+    plain = UNet()
     own = copy.deepcopy(plain)
     pipeline = GPipe(
         own,

@@ -4,7 +4,7 @@ They are as published but for the size of the images and the number of classes, 
 they are. Of a detector, which takes lists of images, it is the backbone that is pipelined. Dropout
 and stochastic depth are 0, as a pipeline draws other masks.
 
-Those with more than 60 million parameters are made smaller: of equal blocks one after another two
+Those with more than 25 million parameters are made smaller: of equal blocks one after another two
 stay; AlexNet and VGG pool to one place before their classifier; and the largest RegNet is narrower.
 """
 
@@ -26,7 +26,7 @@ from torchvision.ops import FrozenBatchNorm2d, StochasticDepth
 from tests.models.case import ROWS, Case
 
 _SIZES = {"inception_v3": 75, "maxvit_t": 224, "alexnet": 64, "vit_h_14": 28}
-_LARGE = 60e6  # parameters
+_LARGE = 25e6  # parameters
 _NARROW = {"regnet_y_128gf": (27, 56, 20.1, 2.52, 32)}
 
 
@@ -89,7 +89,7 @@ def _case(name: str) -> Case:
         partial(_images, size),
         dtype=torch.float64,
         mixes=True,
-        large=_published_size(name) > _LARGE / 2 or size > 200,
+        large=_published_size(name) > _LARGE or size > 200,
     )
 
 

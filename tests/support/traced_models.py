@@ -25,7 +25,7 @@ class DoubleConv(nn.Module):
         return self.layers(x)
 
 
-class GPipeUNet(nn.Module):
+class UNet(nn.Module):
     """Down and up again, with additions across."""
 
     def __init__(self, width: int = 2) -> None:
@@ -47,7 +47,7 @@ class GPipeUNet(nn.Module):
         return self.outc(x)
 
 
-class LargeModel(nn.Module):
+class NumberedLayers(nn.Module):
     """An embedding, many layers in attributes, a head."""
 
     def __init__(self, depth: int = 8, width: int = 4) -> None:
@@ -66,7 +66,7 @@ class LargeModel(nn.Module):
         return self.head(x)
 
 
-class GPipeTransformer(nn.Module):
+class Encoder(nn.Module):
     """PyTorch's encoder layers between an embedding with positions and a head."""
 
     def __init__(self, depth: int = 4, width: int = 4) -> None:

@@ -15,11 +15,11 @@ from tests.support.pipes import every_mode, with_and_without_threads
 from tests.support.traced import Tracing, assert_same_run, images, in_microbatches
 from tests.support.traced import tracing as tracing  # a fixture
 from tests.support.traced_models import (
-    GPipeTransformer,
-    GPipeUNet,
+    Encoder,
     Inception,
-    LargeModel,
+    NumberedLayers,
     ResNet,
+    UNet,
     VisionTransformer,
 )
 
@@ -32,9 +32,9 @@ def tokens() -> Tensor:
 
 
 MODELS: dict[str, tuple[type[nn.Module], Any]] = {
-    "unet": (GPipeUNet, images),
-    "large": (LargeModel, lambda: images().mean((2, 3))),
-    "transformer": (GPipeTransformer, tokens),
+    "unet": (UNet, images),
+    "large": (NumberedLayers, lambda: images().mean((2, 3))),
+    "transformer": (Encoder, tokens),
     "vision transformer": (VisionTransformer, images),
     "inception": (Inception, images),
 }
@@ -81,7 +81,7 @@ def test_residual_network_in_evaluation(tracing: Tracing, n: int) -> None:
 
 def test_argument_that_was_not_given_at_first(tracing: Tracing) -> None:
     torch.manual_seed(0)
-    plain = GPipeTransformer()
+    plain = Encoder()
     piped = tracing(plain, 3)
     mask = torch.zeros(7, 5, dtype=torch.bool)
     mask[:, 4] = True
