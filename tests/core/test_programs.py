@@ -149,7 +149,7 @@ def test_model_finds_what_has_most_of_its_parameters() -> None:
 
     assert [str(stage.partition) for stage in pipeline.stages] == [
         "blocks.0",
-        "blocks.1..blocks.3",
+        "blocks.1..3",
     ]
 
 

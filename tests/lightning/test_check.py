@@ -82,7 +82,7 @@ def test_blocks_in_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
     model = [f"{HERE}.Blocks", "--module=blocks", "--balance=[2, 2]", "--input=5", "--below=11"]
 
     assert check(model) == 0
-    assert "stage 1: blocks.2..blocks.3, 144 parameters" in capsys.readouterr().out
+    assert "stage 1: blocks.2..3, 144 parameters" in capsys.readouterr().out
 
 
 def test_what_stands_in_the_way_of_a_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_setup_has_a_line_for_each_module(tmp_path: Path, caplog: pytest.LogCapt
     first, second = message.splitlines()
     assert first == (
         "GPipe runs More.layers.encoder (ModuleList) as a pipeline: layers.encoder.0 on cpu, "
-        "layers.encoder.1..layers.encoder.2 on cpu."
+        "layers.encoder.1..2 on cpu."
     )
     assert second.startswith("GPipe runs More.layers.decoder (ModuleList) as a pipeline: ")
     assert second.endswith("; around, on cpu: 89 parameters; not piped: 'other'.")

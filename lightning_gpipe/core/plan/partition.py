@@ -66,7 +66,7 @@ class Partition:
         if not self.layers:
             return "no modules"
         if self.names:
-            return "..".join(dict.fromkeys([self.names[0], self.names[-1]]))
+            return _from_to(self.names[0], self.names[-1])
         if self.first == self.last:
             return f"layer {self.first}"
         return f"layers {self.first}..{self.last}"
@@ -88,6 +88,14 @@ def cut(module: nn.Sequential, balance: Sequence[int], name: str = "module") -> 
     layers = tuple(module)
     bounds = pairwise(accumulate(balance, initial=0))
     return [Partition(j, first, layers[first:end]) for j, (first, end) in enumerate(bounds)]
+
+
+def _from_to(first: str, last: str) -> str:
+    """Two names in one, such as ``model.layers.0..3``."""
+    if first == last:
+        return first
+    prefix, _, name = last.rpartition(".")
+    return f"{first}..{name if first.rpartition('.')[0] == prefix else last}"
 
 
 def is_plain(module: nn.Module) -> TypeGuard[nn.Sequential]:

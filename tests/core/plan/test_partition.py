@@ -45,8 +45,9 @@ def test_partition_with_names_prints_them() -> None:
     blocks = tuple(layers(3))
     named = Partition(1, 3, blocks, ("blocks.3", "blocks.4", "blocks.5"))
 
-    assert str(named) == "blocks.3..blocks.5"
+    assert str(named) == "blocks.3..5"
     assert named.titles == ["blocks.3", "blocks.4", "blocks.5"]
+    assert str(Partition(1, 3, blocks[:2], ("blocks.3", "head"))) == "blocks.3..head"
     assert str(Partition(1, 3, blocks[:1], ("blocks.3",))) == "blocks.3"
     assert Partition(1, 3, blocks).titles == ["layer 3", "layer 4", "layer 5"]
     assert str(Partition(1, 3, ())) == "no modules"
