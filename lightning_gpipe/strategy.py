@@ -28,11 +28,7 @@ from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, balance_of_each
-from lightning_gpipe.core.plan import (
-    check_activation_checkpointing,
-    check_around,
-    count_recomputed,
-)
+from lightning_gpipe.core.plan import check_activation_checkpointing, check_around, count_recomputed
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import MicroBatching, Rows
-from lightning_gpipe.core.faithful import Journal, check_batch_norms, not_compiled, rows_needed
+from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import StandIn, choose_devices, undispatch
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.pipelines import Pipelines
@@ -103,7 +103,6 @@ class GPipe(StandIn):
         chunks: As given.
         activation_checkpointing: As given.
         microbatching: How a mini-batch is split into micro-batches.
-        patches: The changes that a running verification has made in the layers.
 
     Raises:
         TypeError: If the model cannot run as a pipeline, or an argument has the wrong type.
@@ -208,11 +207,6 @@ class GPipe(StandIn):
         """How a mini-batch is split into micro-batches."""
         return self._pipeline.microbatching
 
-    @property
-    def patches(self) -> Journal:
-        """The changes that a running verification has made in the layers."""
-        return self._pipeline.patches
-
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what was taken of it runs in micro-batches.
@@ -230,10 +224,6 @@ class GPipe(StandIn):
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
         return self.taken[0].call(*args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run as :meth:`forward` does, with :attr:`patches` in force."""
-        return self.taken[0].run(*args, **kwargs)
 
     @property
     def taken(self) -> Sequence[Taken]:
