@@ -77,6 +77,7 @@ KINDS = {
             Run("memory", 240),
             Run("trainer_overhead", 180),
             Run("recomputation", 120),
+            Run("frontends", 120),
             Run("bubble_audit", 120),
             Run("stress", 60),
         ],
