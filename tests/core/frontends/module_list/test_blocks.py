@@ -1,0 +1,60 @@
+"""Blocks that are compiled, have hooks, or are frozen in part run as they do in the plain model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.compilation import has_dynamo
+from tests.support.loops import Around, looped, states
+from tests.support.models import assert_same_step
+
+
+@pytest.mark.skipif(not has_dynamo(), reason="torch.compile does not work here")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_blocks(in_place: bool):
+    plain = Around(depth=2)
+    model = copy.deepcopy(plain)
+    for k, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend="eager")
+        else:
+            compiled: Any = torch.compile(block, backend="eager")
+            model.blocks[k] = compiled
+    with looped(model) as loop:
+        torch.testing.assert_close(model(states()), plain(states()))
+        assert loop.runs == 1
+
+
+def test_hooks_of_blocks_run_for_each_micro_batch():
+    def doubled(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (args[0] * 2,)
+
+    def shifted(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        rows.append(len(output))
+        return output + 1
+
+    rows: list[int] = []
+    plain = Around(depth=2)
+    for block in plain.blocks:
+        block.register_forward_pre_hook(doubled)
+        block.register_forward_hook(shifted)
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
+    assert (rows.count(7), rows.count(3)) == (2, 2)  # of the plain model; of micro-batches
+
+
+@pytest.mark.parametrize("frozen", [[0], [1, 2], [3], [0, 1, 2, 3]])
+def test_blocks_that_are_frozen(frozen: list[int]):
+    plain = Around()
+    for k in frozen:
+        plain.blocks[k].requires_grad_(False)
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
