@@ -9,7 +9,7 @@ sample, and a folder as `save_pretrained` writes it. `--pretrained` takes such a
 another Llama: each tensor in it is read onto the device of its stage. `--lora` trains adapters of
 that rank on top, and needs peft (`pip install peft`).
 
-    python -m examples.finetune_llama               # 2 stages on 2 CPU cores, about 3 minutes
+    python -m examples.finetune_llama               # 2 stages on 2 CPU cores, some minutes
     python -m examples.finetune_llama --pretrained runs/finetune_llama/version_0/llama --lora 8
     python -m examples.finetune_llama --accelerator gpu --devices 4 --size large
 """
