@@ -33,7 +33,7 @@ if "SIMULATED_GPUS" in os.environ:
 # Cases are not made smaller in the suite: that takes longer than a test may.
 settings.register_profile(
     "suite",
-    max_examples=200,
+    max_examples=120,
     derandomize=True,
     deadline=None,
     phases=[Phase.generate],

@@ -73,9 +73,12 @@ def piped(pipe: Pipe, *, devices: int = 2) -> GPipe:
     return pipe(layers(), [3, 2], devices=devices, chunks=2, mode="always")
 
 
+STATE = layers().state_dict()
+
+
 def step(pipeline: GPipe) -> dict[str, Tensor]:
     """The gradients of a step and the buffers after it, from the same state whenever it is run."""
-    pipeline.load_state_dict(layers().state_dict())
+    pipeline.load_state_dict(STATE)
     pipeline.zero_grad()
     torch.manual_seed(3)
     backward(pipeline, pipeline(X))

@@ -1,4 +1,4 @@
-"""Promise: no hang, wherever and whenever something fails: 500 drawn faults.
+"""Promise: no hang, wherever and whenever something fails: 300 drawn faults.
 
 test_faults.py tests the possible faults one by one. Here the pipeline, the action that fails, the
 kind of failure and the step are drawn together.
@@ -214,7 +214,7 @@ reported_by_pytest = pytest.mark.filterwarnings(
 def test_drawn_faults(seed: int) -> None:
     generator = random.Random(seed)
     torch.manual_seed(seed)
-    for _ in range(50):
+    for _ in range(30):
         fault = drawn(generator)
         try:
             survive(fault)

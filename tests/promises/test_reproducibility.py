@@ -15,7 +15,7 @@ from tests.support.pipes import MODES, Pipe
 pytestmark = pytest.mark.usefixtures("own_generator")
 
 W, N, CHUNKS = 3, 3, 4
-TIMES = 100
+TIMES = 50
 UNEVEN = random.Random()  # not the generator of Python's random, whose draws a pipeline notices
 
 
