@@ -7,6 +7,7 @@ versions that it is of, and the page is written from all of them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -43,6 +44,7 @@ class Result:
         module = trial.case.module
         paths = [module] if isinstance(module, str) else list(module)
         said = trial.failures[0].what.strip().splitlines()[-1] if trial.failures else trial.refusal
+        said = re.sub(r"/\S*/site-packages/", "", said)  # which is where this machine has it
         versions = {name: version(name) for name in packages}
         paths = [path for path in paths if path]
         return cls(trial.case.name, paths, trial.settings, len(trial.failures), said, versions)

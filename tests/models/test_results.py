@@ -34,6 +34,12 @@ def test_results_are_kept_for_a_later_run(tmp_path: Path) -> None:
     assert later.in_order(["lion"])[0].paths == ["blocks"]
 
 
+def test_result_has_no_folder_of_the_machine() -> None:
+    failure = Failure(SOME[0], "Error\nat /home/me/site-packages/zoo/lion.py:3")
+
+    assert of(Trial(a_case("lion"), 1, [failure])).said == "at zoo/lion.py:3"
+
+
 def test_later_result_replaces_an_earlier_one_and_no_other(tmp_path: Path) -> None:
     results = Results("zoo", tmp_path)
     results.keep(of(Trial(a_case("lion"), 1, [Failure(SOME[0], "lost")])))
@@ -52,9 +58,7 @@ def test_page_of_what_was_the_same_refused_and_failed() -> None:
     versions = {"torch": "2.9", "zoo": "1.0"}
     found = [
         Result("lion", [], 6, 0, "", versions),
-        Result(
-            "bear", ["encoder", "decoder"], 1, 0, "no | way, at /x/site-packages/a.py", versions
-        ),
+        Result("bear", ["encoder", "decoder"], 1, 0, "no | way, at a.py", versions),
         Result("wolf", ["blocks"], 6, 2, "ValueError: x", {**versions, "zoo": "2.0"}),
     ]
 
