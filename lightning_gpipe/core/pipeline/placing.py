@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_gpipe.core.frontends import check_awaited, move, place, place_around
-from lightning_gpipe.core.plan import (
-    Layout,
-)
+from lightning_gpipe.core.plan import Layout
 
 
 def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
