@@ -9,7 +9,7 @@ them apart. A tensor whose dim 0 is the number of rows is cut; one of another si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,14 +84,21 @@ def reads_as_rows(tensor: Tensor, rows: int) -> bool:
     return len(shape) > 0 and shape[0] > 1 and shape[0] % rows == 0
 
 
-def default_reading(tensor: Tensor, rows: int) -> Reading:
-    """The first reading to try of a tensor that has several."""
-    return 1 if tensor.size(0) == rows else WHOLE
+def first_reading(tensor: Tensor, rows: int, sizes: Collection[int]) -> Reading:
+    """The first reading to try of a tensor that has several.
+
+    Args:
+        tensor: The tensor.
+        rows: The number of rows of the mini-batch.
+        sizes: Those of the other dims of all arguments: a table has as many entries as one of them.
+    """
+    cut = tensor.size(0) // rows
+    return WHOLE if cut > 1 and tensor.size(0) in sizes else cut
 
 
-def other_reading(tensor: Tensor, rows: int) -> Reading:
+def other_reading(tensor: Tensor, rows: int, first: Reading) -> Reading:
     """The second."""
-    return WHOLE if tensor.size(0) == rows else tensor.size(0) // rows
+    return tensor.size(0) // rows if first == WHOLE else WHOLE
 
 
 def title(path: Path, names: tuple[str, ...] = ()) -> str:

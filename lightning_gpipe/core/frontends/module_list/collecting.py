@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 Lists = dict[str, list[Any]]
+_STATES = "hidden_states"  # the list whose first value is of another kind
 
 
 class Collector:
@@ -44,7 +45,8 @@ class Collector:
         # be given by their indices.
         counts = {key: len(each) for key, each in self._outer.items() if isinstance(each, list)}
         chosen = len(counts) < len(self._outer)
-        return tuple((key, count if chosen else count > 0) for key, count in counts.items())
+        states = counts.get(_STATES, 0)
+        return tuple(counts), states if chosen else states > 0
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """A function that returns what ``run`` does, and what was collected in it."""

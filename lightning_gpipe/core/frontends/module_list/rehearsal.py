@@ -1,9 +1,10 @@
 """Runs calls on a few rows, to see what they return and how their arguments are cut.
 
-Most arguments are cut as their shapes say. Where a shape allows several readings, each is tried on
-a mini-batch of two rows: an attention mask of shape (rows, 1, length, length), given whole to two
+Most arguments are cut as their shapes say. Where shapes allow several readings, one run shows which
+are right of all arguments together: see :mod:`.evidence`. If it shows nothing of an argument, the
+other reading is tried too: an attention mask of shape (rows, 1, length, length), given whole to two
 rows, does not run; nor does a table of positions that happens to have as many entries as there are
-rows, when it is cut. If several run and return the same, the argument has no influence. If they
+rows, when it is cut. If both run and return the same, the argument has no influence. If they
 return different things, nothing can tell which is meant, and the user must.
 """
 
@@ -13,23 +14,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, count
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import tree_flatten
-from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.faithful import NOTHING, add_note
 from lightning_gpipe.core.frontends.module_list.arguments import (
     WHOLE,
     Arguments,
     Path,
     Reading,
-    default_reading,
+    first_reading,
     other_reading,
 )
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
 from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, copied, fingerprint
+from lightning_gpipe.core.frontends.module_list.evidence import Altered, equal_draws
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.results import Result, with_given
+from lightning_gpipe.core.frontends.module_list.results import Result, TensorLeaf, equal, with_given
 from lightning_gpipe.core.frontends.module_list.samples import few_of
 from lightning_gpipe.core.plan import is_own
 
@@ -91,20 +91,58 @@ class Rehearsal:
             ValueError: If arguments have several readings that make a difference.
             BaseException: What the call raises in all of them, with a note.
         """
+        if not unknown:
+            return self._learned(self._only(readings), {})
         tensors = {path: self._leaves[path] for path in unknown}
-        first = {path: default_reading(x, self._rows) for path, x in tensors.items()}
-        others = {path: other_reading(x, self._rows) for path, x in tensors.items()}
-        try:
-            found, settled = self._run({**readings, **first}), first
-        except Exception as error:
-            if not unknown:
-                raise self._failure(error, readings) from error.__cause__
-            found, settled = self._other_readings(readings, first, others, error)
-        else:
-            for path in unknown:
-                settled[path] = self._settled({**readings, **settled}, path, others[path], found)
-        result = Result.of(with_given(found.result, self._objects), self._few)
+        sizes = self._sizes_beside_rows()
+        first = {path: first_reading(x, self._rows, sizes) for path, x in tensors.items()}
+        others = {path: other_reading(x, self._rows, first[path]) for path, x in tensors.items()}
+        altered: Altered | None = Altered(tensors, first, self._rows)
+        found = self._attempt({**readings, **first}, altered=altered)
+        if found is None:
+            altered = None  # it may be that only the altered values raise an error
+            try:
+                found = self._run({**readings, **first})
+            except Exception as error:
+                return self._learned(*self._other_readings(readings, first, others, error))
+        settled = dict(first)
+        for path in unknown:
+            if altered is None or not altered.shown(path, found.result):
+                flipped = {**readings, **settled, path: others[path]}
+                again = self._attempt(flipped, altered=altered)
+                if again is not None and not equal(again.result, found.result):
+                    settled[path] = self._settled({**readings, **settled}, flipped, path)
+        return self._learned(found if altered is None else self._of_few(found, altered), settled)
+
+    def _learned(self, found: Try, settled: dict[Path, Reading]) -> tuple[Learned, Try]:
+        result = Result.of(found.result, self._few)
         return Learned(result, settled, found.filled), found
+
+    def _only(self, readings: Mapping[Path, Reading]) -> Try:
+        """What the call returns, if it is known how its arguments are cut."""
+        try:
+            return self._run(readings)
+        except Exception as error:
+            raise self._failure(error, readings) from error.__cause__
+
+    def _sizes_beside_rows(self) -> frozenset[int]:
+        """The sizes of the dims of all arguments but the first ones."""
+        found = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
+        known = (self._sample(x) if isinstance(x, Placeholder) else x for x in found)
+        return frozenset(size for x in known for size in x.shape[1:])
+
+    def _of_few(self, found: Try, altered: Altered) -> Try:
+        """What the call returned, of as many rows as there are samples."""
+        result = Result.of(found.result, altered.count)
+        flat = result.flat(found.result)
+        assert flat is not None, "the structure is that of this result"
+        cut = [
+            few_of(x, leaf.reading or WHOLE, altered.count, self._few)
+            if isinstance(leaf, TensorLeaf)
+            else x
+            for x, leaf in zip(flat, result.leaves, strict=True)
+        ]
+        return found._replace(result=result.tree(cut))
 
     def _other_readings(
         self,
@@ -120,7 +158,7 @@ class Rehearsal:
                 settled = {**first, **{path: others[path] for path in paths}}
                 if (found := self._attempt({**readings, **settled})) is not None:
                     run.append((found, settled))
-            if run and all(_equal(each.result, run[0][0].result) for each, _ in run):
+            if run and all(equal(each.result, run[0][0].result) for each, _ in run):
                 return run[0]
             if run:
                 differing = [p for p in first if len({settled[p] for _, settled in run}) > 1]
@@ -128,48 +166,66 @@ class Rehearsal:
         raise self._failure(error, {**readings, **first}) from error.__cause__
 
     def _settled(
-        self, readings: Mapping[Path, Reading], path: Path, other: Reading, found: Try
+        self, readings: Mapping[Path, Reading], flipped: Mapping[Path, Reading], path: Path
     ) -> Reading:
-        """The reading of an argument, if the first one runs.
+        """The reading of an argument, if two run, and make a difference.
 
         Raises:
-            Doubt: If the other one runs too, and makes a difference.
+            Doubt: If nothing tells which is right.
         """
-        flipped = {**readings, path: other}
-        again = self._attempt(flipped)
-        if again is None or _equal(again.result, found.result):
-            return readings[path]
         # One may run only because a block counts the rows of all its input together, as in
         # `x.view(rows, -1, width)`: not with a number of rows that does not divide it.
         few = _no_divisor(self._leaves[path].numel())
         first, second = self._attempt(readings, few), self._attempt(flipped, few)
-        if first is not None and (second is None or _equal(first.result, second.result)):
+        if first is not None and (second is None or equal(first.result, second.result)):
             return readings[path]
         if first is None and second is not None:
-            return other
+            return flipped[path]
         raise self._doubt([path])
 
-    def _attempt(self, readings: Mapping[Path, Reading], few: int | None = None) -> Try | None:
+    def _attempt(
+        self,
+        readings: Mapping[Path, Reading],
+        few: int | None = None,
+        *,
+        altered: Altered | None = None,
+    ) -> Try | None:
         """What the call returns, or None if it raises an error."""
         try:
-            return self._run(readings, few)
+            return self._run(readings, few, altered=altered)
         except Exception:
             return None
 
-    def _run(self, readings: Mapping[Path, Reading], few: int | None = None) -> Try:
-        """Run the call on a few rows of everything; another number of them than usual, if given."""
-        few = few or self._few
+    def _run(
+        self,
+        readings: Mapping[Path, Reading],
+        few: int | None = None,
+        *,
+        altered: Altered | None = None,
+    ) -> Try:
+        """Run the call on a few rows of everything.
+
+        Args:
+            readings: How tensors from outside are cut.
+            few: Another number of rows than usual.
+            altered: Copies of one row, in place of a few rows.
+        """
         device = self._call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
+        def cut(path: Path, x: Tensor, reading: Reading, rows: int | None) -> Tensor:
+            if rows is None or reading == WHOLE:
+                return x.detach()
+            if altered is not None:
+                return altered.copies(path, few_of(x, reading, rows, 1))
+            return few_of(x, reading, rows, few or self._few)
+
         def given(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                made = self._sample(leaf)
-                if few != self._few and self._few is not None:
-                    made = few_of(made, leaf.leaf.reading or WHOLE, self._few, few)
+                made = cut(path, self._sample(leaf), leaf.leaf.reading or WHOLE, self._few)
                 return made.to(device, copy=True)
             if isinstance(leaf, Tensor):
-                made = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
+                made = cut(path, leaf, readings[path], self._rows).to(device, copy=True)
             elif is_own(leaf):
                 made = copied(leaf)
             else:
@@ -177,7 +233,8 @@ class Rehearsal:
             copies[path] = made, fingerprint(made)
             return made
 
-        with Undisturbed(self._call.modules, device):
+        draws = NOTHING if altered is None else equal_draws()
+        with Undisturbed(self._call.modules, device), draws:
             args, kwargs = self._given.replaced(given(*each) for each in self._given.leaves)
             result = self._call.run(*args, **kwargs)
             changed = [path for path, (x, before) in copies.items() if fingerprint(x) != before]
@@ -244,19 +301,3 @@ def _flips(paths: list[Path]) -> Iterator[list[tuple[Path, ...]]]:
 def _no_divisor(number: int) -> int:
     """The smallest number from 2 that does not divide ``number``."""
     return next(k for k in count(2) if number % k)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two results are the same."""
-    (leaves, spec), (others, spec_of_other) = tree_flatten(one), tree_flatten(other)
-    return spec == spec_of_other and all(map(_same, leaves, others))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return one is other or (type(one) is type(other) and bool(one == other))
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not (one.dtype.is_floating_point or one.dtype.is_complex):
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

@@ -113,6 +113,12 @@ def map_given(function: Callable[[Path], Any], leaf: Any) -> Any:
     return function(leaf.path) if isinstance(leaf, Given) else leaf
 
 
+def equal(one: Any, other: Any) -> bool:
+    """Whether two results are the same, in every value."""
+    (leaves, spec), (others, spec_of_other) = tree_flatten(one), tree_flatten(other)
+    return spec == spec_of_other and all(map(_alike, leaves, others))
+
+
 def _leaf(leaf: Any, rows: int | None) -> TensorLeaf | Constant:
     if not isinstance(leaf, Tensor):
         return Constant(leaf)
@@ -124,3 +130,13 @@ def _leaf(leaf: Any, rows: int | None) -> TensorLeaf | Constant:
 
 def _same(value: Any, expected: Any) -> bool:
     return value is expected or (type(value) is type(expected) and bool(value == expected))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return one is other or (type(one) is type(other) and bool(one == other))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not (one.dtype.is_floating_point or one.dtype.is_complex):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

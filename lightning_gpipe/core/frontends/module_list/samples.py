@@ -29,7 +29,9 @@ def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tens
     tensor = tensor.detach()
     if reading == WHOLE or few is None:
         return tensor
-    chosen = [k % rows for k in range(few)]
+    # The last ones: a block may take the first entries of a table, and must not get the same ones
+    # of a table that is cut.
+    chosen = [(k - few) % rows for k in range(few)]
     return tensor.unflatten(0, (rows, reading))[chosen].flatten(0, 1)
 
 
@@ -101,9 +103,8 @@ class Samples:
     def _made(self, number: int) -> Any:
         if number in self._inputs:
             tensor, reading = self._inputs[number]
-            if self.few is not None and reading > 1:  # given by rows: see Recording
-                return tensor.detach()[[k % self._rows for k in range(self.few)]]
-            return few_of(tensor, reading, self._rows, self.few)
+            # What has several entries per row is given by rows: see Recording.
+            return few_of(tensor, min(reading, 1), self._rows, self.few)
         step = self.tape.steps[number]
         if number not in self.tape.calls:
             return step({each: self[each] for each in step.needs})

@@ -31,7 +31,7 @@ def collect(key: str) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         found = collector.get()
         if found is not None and key in found:
-            if key == "states" and not found[key]:
+            if key == "hidden_states" and not found[key]:
                 found[key].append(args[0])  # as the first hidden state is
             found[key].append(output)
 
@@ -56,10 +56,10 @@ class Model(Around):
     def __init__(self) -> None:
         super().__init__(block=Routed)
         for block in self.blocks:
-            block.register_forward_hook(collect("states"))
+            block.register_forward_hook(collect("hidden_states"))
 
     def forward(self, x: Any, **kwargs: Any) -> Any:
-        found: dict[str, list[Tensor]] = {"logits": [], "states": []}
+        found: dict[str, list[Tensor]] = {"logits": [], "hidden_states": []}
         token = collector.set(found)
         try:
             y = super().forward(x)

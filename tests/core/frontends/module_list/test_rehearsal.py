@@ -154,28 +154,6 @@ def test_one_rehearsal_per_kind_of_block_and_none_in_later_steps():
     assert calls == [2, 2]
 
 
-@pytest.mark.parametrize(
-    "shape, rehearsals",
-    [((1, LENGTH, WIDTH), 1), ((WIDTH,), 1), ((ROWS, 1, 1), 2)],
-)
-def test_one_more_rehearsal_for_an_argument_that_may_have_rows(
-    shape: tuple[int, ...], rehearsals: int
-):
-    calls: list[int] = []
-
-    class Counting(Taking):
-        def use(self, x: Tensor, other: Any) -> Tensor:
-            if is_recomputing():
-                calls.append(len(x))
-            return x + other
-
-    model = Around(block=Counting)
-    with looped(model):
-        for _ in range(2):
-            model(states(ROWS), other=random_of(*shape))
-    assert len(calls) == rehearsals
-
-
 class Changing(nn.Module):
     """Changes everything that a block can change, and draws from every generator."""
 
