@@ -107,6 +107,13 @@ def test_model_with_a_gpipe(pipe: Pipe, record: Record) -> None:
     assert_recorded(record, model, plain)
 
 
+@pytest.mark.parametrize("record", [traced, symbolic])
+def test_gpipe_itself(pipe: Pipe, record: Record) -> None:
+    plain = perceptron(4)
+
+    assert_recorded(record, pipe(plain), plain)
+
+
 @pytest.mark.parametrize("record", [traced, exported, proxied])
 def test_skip_connections(pipe: Pipe, record: Record) -> None:
     plain = Model(skipping())

@@ -207,7 +207,6 @@ class GPipe(StandIn):
         """How a mini-batch is split into micro-batches."""
         return self._pipeline.microbatching
 
-    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what was taken of it runs in micro-batches.
 
@@ -223,6 +222,12 @@ class GPipe(StandIn):
             RuntimeError: If a parameter was moved from its stage's device, or a layer replaced.
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
+        if type(args) is not tuple:  # torch.fx gives all positional arguments as one value
+            return self.taken[0].record(args)
+        return self._call(*args, **kwargs)
+
+    @not_compiled
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.taken[0].call(*args, **kwargs)
 
     @property

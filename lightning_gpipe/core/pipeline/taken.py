@@ -109,6 +109,18 @@ class Taken(ABC):
         self.pipeline.reset_patches()
         return self.run(*args, **kwargs)
 
+    def record(self, args: Any) -> Any:
+        """Call the model for torch.fx, which has ``args`` for all positional arguments.
+
+        Raises:
+            TypeError: If the model may have several.
+        """
+        raise TypeError(
+            "torch.fx must be given a model whose arguments have names: got a GPipe around "
+            f"{type(self.root).__name__}. Give it the {type(self.root).__name__} itself, which it "
+            "records as without a pipeline."
+        )
+
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the patches of a verification in force."""
         if self.path:
@@ -165,6 +177,10 @@ class Layers(Taken):
     @override
     def call(self, *args: Any, **kwargs: Any) -> Any:
         return super().call(*args, **kwargs) if self.path else self.forward(*args, **kwargs)
+
+    @override
+    def record(self, args: Any) -> Any:
+        return super().record(args) if self.path else self.forward(args[0])
 
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:

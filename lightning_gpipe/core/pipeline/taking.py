@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import MicroBatching, PaddedSequences
+from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows
 from lightning_gpipe.core.frontends import heaviest, locate
 from lightning_gpipe.core.pipeline.taken import Layers, Programs, Taken
 from lightning_gpipe.core.plan import (
@@ -123,7 +123,7 @@ def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken
 
 
 def check_entries(found: Sequence[Taken], microbatching: MicroBatching | None) -> None:
-    """Refuse to make micro-batches by the entries of a batch where layers do not get a batch.
+    """Refuse to make micro-batches by what only a whole batch has where layers do not get one.
 
     Raises:
         TypeError: Names the module.
@@ -135,6 +135,13 @@ def check_entries(found: Sequence[Taken], microbatching: MicroBatching | None) -
                 f"got {taken.name} ({type(taken.module).__name__}), whose layers get values of its "
                 "forward. Leave out microbatching, and sort the rows of a batch by their length if "
                 "most are short."
+            )
+        if isinstance(microbatching, Rows) and microbatching.dims and not isinstance(taken, Layers):
+            raise ValueError(
+                f"{microbatching} is for an nn.Sequential, whose layers get what the batch is: got "
+                f"{taken.name} ({type(taken.module).__name__}), whose layers get other values too, "
+                "and all must have their rows in dim 0. Let the model transpose its input before "
+                "its layers, with batch_first=True where they have it."
             )
 
 

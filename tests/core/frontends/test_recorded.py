@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_gpipe import GPipe, PaddedSequences
+from lightning_gpipe import GPipe, PaddedSequences, Rows
 from tests.support.models import assert_same
 
 WIDTH = 4
@@ -135,12 +135,26 @@ def test_pipeline_of_a_model(kind: str, record: Any) -> None:
     pipeline.close()
 
 
+def test_pipeline_of_a_model_is_refused_by_torch_fx(kind: str) -> None:
+    _, pipeline = piped(kind, whole=False)
+
+    with pytest.raises(TypeError, match=r"names: got a GPipe around Model. Give it the Model"):
+        symbolic(pipeline)
+    pipeline.close()
+
+
 def test_layers_on_several_devices_are_refused(kind: str) -> None:
     model, pipeline = piped(kind, whole=False)
     model.first = nn.Linear(WIDTH, WIDTH, device="meta")
 
     with pytest.raises(RuntimeError, match=r"on one device: got \['cpu', 'meta'\]. Record a copy"):
         torch.export.export(pipeline, (rows(),), strict=False)
+
+
+@pytest.mark.parametrize("rows", [Rows(dim=1), Rows(output_dim=1), Rows(dim={"x": 1})], ids=str)
+def test_rows_in_another_dim_are_refused(kind: str, rows: Rows) -> None:
+    with pytest.raises(ValueError, match=r"Rows\(.*\) is for an nn.Sequential, .* got Model\.body"):
+        piped(kind, whole=False, microbatching=rows)
 
 
 def test_sequences_with_lengths_are_refused(kind: str) -> None:

@@ -70,6 +70,11 @@ class Rows(MicroBatching):
             dims += f", output_dim={self._output_dim}"
         return f"Rows(at_least={self._at_least}{dims})"
 
+    @property
+    def dims(self) -> bool:
+        """Whether rows may be in another dim than the first."""
+        return self._dim != 0 or self._output_dim not in (None, 0)
+
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
         """Split ``batch`` into at most ``chunks`` micro-batches of the same structure.
