@@ -11,8 +11,8 @@ from lightning_gpipe.core.data import (
     whole,
 )
 from lightning_gpipe.core.faithful import is_recomputing
-from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Schedule, balance_by_parameters
+from lightning_gpipe.core.pipeline import GPipe, balance_by_memory, balance_by_time, profile
+from lightning_gpipe.core.plan import LayerProfile, ModelProfile, Schedule, balance_by_parameters
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.verify import Parity, verify
 from lightning_gpipe.strategy import GPipeStrategy
@@ -22,16 +22,21 @@ __version__ = "0.1.0"
 __all__ = [
     "GPipe",
     "GPipeStrategy",
+    "LayerProfile",
     "MicroBatching",
+    "ModelProfile",
     "PaddedSequences",
     "Parity",
     "Rows",
     "Schedule",
     "Timeline",
+    "balance_by_memory",
     "balance_by_parameters",
+    "balance_by_time",
     "collect_loss_terms",
     "is_recomputing",
     "loss_term",
+    "profile",
     "verify",
     "whole",
 ]

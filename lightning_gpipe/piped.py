@@ -8,12 +8,14 @@ before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_gpipe.core.frontends import (
     Installed,
@@ -27,8 +29,10 @@ from lightning_gpipe.core.frontends import (
     place_around,
 )
 from lightning_gpipe.core.pipeline import (
+    Entry,
     GPipe,
     Layers,
+    Measuring,
     Taken,
     balance_of_each,
     balances_for,
@@ -44,6 +48,7 @@ from lightning_gpipe.core.plan import (
     shared_with_outside,
 )
 from lightning_gpipe.core.verify import EachVerifiedOnce, Parity, VerifiedOnce
+from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
 
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
@@ -67,20 +72,21 @@ def taken_of(root: nn.Module, paths: str | Sequence[str] | None, balances: Any) 
 
 
 def cut_evenly(
-    found: Sequence[Taken], balances: Sequence[Any], devices: int, around: Around
+    found: Sequence[Taken], balances: Sequence[Any], measuring: Measuring, around: Around
 ) -> list[Sequence[int]]:
     """The number of units in each stage, of each of what was taken, checked.
 
     Args:
         found: What is cut.
         balances: As the user gave them.
-        devices: The number of devices.
+        measuring: Measures units, if a balance goes by that; knows the devices.
         around: Which stage what is around is with.
 
     Raises:
         TypeError, ValueError: If a balance does not fit the module or the number of devices.
     """
-    sizes = balances_for(found, balances, devices, around)
+    devices = len(measuring.devices)
+    sizes = balances_for(found, balances, measuring, around)
     for taken, balance in zip(found, sizes, strict=True):
         check_balance(balance, len(taken.units), taken.name)
         check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
@@ -99,6 +105,9 @@ class Piped:
         chunks: The number of micro-batches; None takes 4 per stage.
         around: Which stage's device has what is around the pipelines.
         verify: Whether to verify each pipeline on its first mini-batch.
+        kept: Balances that were measured before; gets those of this one.
+        sample: Tells what enters each pipeline, if its balance is measured.
+        optimizers: Tells the optimizers, if a balance goes by memory.
         options: Other arguments of :class:`~lightning_gpipe.GPipe`.
 
     Attributes:
@@ -116,11 +125,25 @@ class Piped:
         chunks: int | None,
         around: Around,
         verify: bool,
+        kept: KeptBalance,
+        sample: Callable[[Sequence[Taken]], list[Entry]],
+        optimizers: Callable[[], list[Optimizer]],
         **options: Any,
     ) -> None:
         balances = balance_of_each(paths, balance)
         self.found = taken_of(root, paths, balances)
-        sizes = cut_evenly(self.found, balances, len(devices), around)
+        measuring = Measuring(
+            self.found,
+            partial(sample, self.found),
+            devices,
+            chunks=chunks or _CHUNKS_PER_STAGE * len(devices),
+            activation_checkpointing=options["activation_checkpointing"],
+            microbatching=options["microbatching"],
+            optimizer=optimizers() if "memory" in map(str, balances) else None,
+        )
+        given = kept.given(self.found, balances, len(devices))
+        sizes = cut_evenly(self.found, given, measuring, around)
+        kept.keep(self.found, balances, sizes)
         self._root = root
         self._installed: Installed | None = None
         self._verified: EachVerifiedOnce | None = None
@@ -129,6 +152,12 @@ class Piped:
             "chunks": chunks or _CHUNKS_PER_STAGE * max(map(len, sizes)),
             "around": around,
         }
+        self._pipe(sizes, verify=verify, **options)
+        self.pipeline.profiles = measuring.done
+
+    def _pipe(self, sizes: Sequence[Sequence[int]], *, verify: bool, **options: Any) -> None:
+        """Make the pipelines."""
+        root = self._root
         if len(self.found) == 1 and isinstance(self.found[0], Layers):
             self._replace(self.found[0], sizes[0], verify=verify, **options)
             return

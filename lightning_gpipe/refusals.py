@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
+from lightning_gpipe.core.pipeline import FOUND, is_found
 from lightning_gpipe.core.plan import check_balance
+from lightning_gpipe.kept_balance import FROM_CHECKPOINT
 
 # For messages.
 AUTO_DEVICES = (
@@ -40,8 +42,9 @@ def check_module(module: Any) -> None:
 def check_any_balance(balance: Any) -> None:
     """Refuse a balance that fits no module."""
     if isinstance(balance, str):
-        if balance != "parameters":
-            raise ValueError(f"balance must be 'parameters' or a list: got {balance!r}.")
+        if not (is_found(balance) or balance == FROM_CHECKPOINT):
+            words = ", ".join(map(repr, (*FOUND, FROM_CHECKPOINT)))
+            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
     elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
         check_balance(balance)
 

@@ -30,8 +30,10 @@ from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, balance_of_each
 from lightning_gpipe.core.plan import check_activation_checkpointing, check_around, count_recomputed
 from lightning_gpipe.core.run import explain_second_backward
+from lightning_gpipe.core.show import show
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
+from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.one_process import OneProcess
 from lightning_gpipe.piped import Piped, must_stay
 from lightning_gpipe.refusals import (
@@ -45,6 +47,7 @@ from lightning_gpipe.refusals import (
     refuse_metrics_with_lists,
     refuse_several_processes,
 )
+from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.watch import Watches
 
 if TYPE_CHECKING:
@@ -59,11 +62,16 @@ class GPipeStrategy(OneProcess):
     them.
 
     Args:
-        balance: The number of layers in each stage, or the names of modules where stages begin, or
-            ``"parameters"`` to give each device one stage so that the largest has as few parameters
-            as possible, what is around the pipeline included. There may be several stages per
-            device: stage j is on device j mod d. For several modules, a balance for each, or
-            ``"parameters"`` for all.
+        balance: The number of layers in each stage, or the names of modules where stages begin.
+            There may be several stages per device: stage j is on device j mod d. Or what to go by,
+            with one stage per device: ``"parameters"``, so that the largest stage has as few
+            parameters as possible, what is around the pipeline included; ``"time"``, so that the
+            slowest stage is as fast as possible; ``"memory"``, so that the largest stage needs as
+            few bytes as possible, activations and optimizer state included. The last two measure
+            each layer on the module's ``example_input_array`` or, in a fit, the first training
+            batch; the balance is kept in checkpoints, and a run that is resumed takes it from
+            there. ``"checkpoint"`` takes no other. For several modules, a balance for each, or one
+            of these words for all.
         chunks: The number of micro-batches that a batch is split into; None takes 4 per stage,
             which makes the bubble small. A batch with fewer rows makes fewer.
         module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
@@ -99,7 +107,7 @@ class GPipeStrategy(OneProcess):
         | list[str]
         | list[list[int]]
         | list[list[str]]
-        | Literal["parameters"] = "parameters",
+        | Literal["parameters", "time", "memory", "checkpoint"] = "parameters",
         chunks: int | None = None,
         *,
         module: str | list[str] | None = None,
@@ -133,6 +141,7 @@ class GPipeStrategy(OneProcess):
         self._finetuning = Finetuning()
         self._watch: Watches | None = None
         self._logs = GuardedLogs()
+        self._kept = KeptBalance()
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -170,7 +179,7 @@ class GPipeStrategy(OneProcess):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         spread = undispatch(self.lightning_module)
-        self._set_up_pipeline()
+        self._set_up_pipeline(trainer)
         self.model_to_device()
         if spread is not None:
             rank_zero_info(str(spread))
@@ -215,7 +224,7 @@ class GPipeStrategy(OneProcess):
         assert self.parallel_devices, "the Trainer sets the devices"
         return self.parallel_devices
 
-    def _set_up_pipeline(self) -> None:
+    def _set_up_pipeline(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
         refuse_metrics_on_meta(module)
@@ -227,12 +236,17 @@ class GPipeStrategy(OneProcess):
             chunks=self._chunks,
             around=self._around,
             verify=self._verify,
+            kept=self._kept,
+            sample=partial(entries_in, module, trainer),
+            optimizers=partial(optimizers_of, module, trainer),
             activation_checkpointing=self._activation_checkpointing,
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
         )
         rank_zero_info(str(piped))
+        if piped.pipeline.profiles:
+            show(piped.pipeline.listing())
         runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
         self._watch = Watches(module, runs)
         self._logs.guard(module)
@@ -285,11 +299,13 @@ class GPipeStrategy(OneProcess):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        super().save_checkpoint(on_cpu(checkpoint), filepath, storage_options)
+        checkpoint = self._kept.save(on_cpu(checkpoint))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        self._kept.load(checkpoint)
         load_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     @override

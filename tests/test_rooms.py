@@ -26,6 +26,7 @@ check  cli
 strategy
 one_process  piped
 averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten  pretrained
+kept_balance  sampled
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

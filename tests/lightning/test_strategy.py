@@ -24,16 +24,21 @@ def test_public_names() -> None:
     assert lightning_gpipe.__all__ == [
         "GPipe",
         "GPipeStrategy",
+        "LayerProfile",
         "MicroBatching",
+        "ModelProfile",
         "PaddedSequences",
         "Parity",
         "Rows",
         "Schedule",
         "Timeline",
+        "balance_by_memory",
         "balance_by_parameters",
+        "balance_by_time",
         "collect_loss_terms",
         "is_recomputing",
         "loss_term",
+        "profile",
         "verify",
         "whole",
     ]
@@ -53,7 +58,7 @@ def test_public_names() -> None:
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, around='last')",
+            "microbatching=None, threads=True, around='last', sample=None, optimizer=None)",
         ),
     ],
 )
@@ -82,7 +87,7 @@ def test_name_is_known_to_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"balance": "time"}, ValueError, "balance must be 'parameters' or a list: got 'time'."),
+        ({"balance": "even"}, ValueError, "balance must be a list, or one of.*'time'.*got 'even'"),
         ({"balance": 4}, TypeError, "balance must be a list of ints"),
         ({"balance": []}, ValueError, r"at least one stage: got balance=\[\]"),
         ({"balance": [2, 0]}, ValueError, r"at least one layer.*got balance=\[2, 0\]"),

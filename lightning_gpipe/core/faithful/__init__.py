@@ -28,6 +28,7 @@ from lightning_gpipe.core.faithful.modes import (
     refuse_function_transforms,
 )
 from lightning_gpipe.core.faithful.notes import add_note
+from lightning_gpipe.core.faithful.preserved import preserved
 from lightning_gpipe.core.faithful.randomness import (
     OwnGenerators,
     Randomness,
@@ -79,6 +80,7 @@ __all__ = [
     "is_traced",
     "not_compiled",
     "on_engine_thread",
+    "preserved",
     "refuse_cached_parametrizations",
     "refuse_function_transforms",
     "rows_needed",

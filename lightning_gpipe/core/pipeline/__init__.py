@@ -4,28 +4,45 @@
 everything, and calls the model as it is; :class:`Pipeline` is what runs micro-batches then.
 """
 
-from lightning_gpipe.core.pipeline.gpipe import GPipe
-from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
-from lightning_gpipe.core.pipeline.taking import (
+from lightning_gpipe.core.pipeline.balancing import (
+    FOUND,
     balance_of_each,
     balances_for,
+    is_found,
     parameters_around,
+)
+from lightning_gpipe.core.pipeline.by_measure import balance_by_memory, balance_by_time
+from lightning_gpipe.core.pipeline.gpipe import GPipe
+from lightning_gpipe.core.pipeline.measuring import Measuring, profile
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.sampling import Entry, calling, entries_of, entries_with
+from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
+from lightning_gpipe.core.pipeline.taking import (
     take_all,
     taken_at,
 )
 
 __all__ = [
+    "FOUND",
     "Check",
+    "Entry",
     "GPipe",
     "Layers",
+    "Measuring",
     "Pipeline",
     "Programs",
     "Taken",
+    "balance_by_memory",
+    "balance_by_time",
     "balance_of_each",
     "balances_for",
+    "calling",
     "checked",
+    "entries_of",
+    "entries_with",
+    "is_found",
     "parameters_around",
+    "profile",
     "take_all",
     "taken_at",
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,20 +19,26 @@ from torch.utils.hooks import RemovableHandle
 from lightning_gpipe.core.data import MicroBatching, Rows
 from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import StandIn, choose_devices, undispatch
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
-from lightning_gpipe.core.pipeline.pipelines import Pipelines
-from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.taken import Taken
-from lightning_gpipe.core.pipeline.taking import (
+from lightning_gpipe.core.pipeline.balancing import (
     Balance,
     balance_of_each,
     balances_for,
+    measured_costs,
+)
+from lightning_gpipe.core.pipeline.measuring import Measuring
+from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
+from lightning_gpipe.core.pipeline.pipelines import Pipelines
+from lightning_gpipe.core.pipeline.placing import place_all
+from lightning_gpipe.core.pipeline.sampling import entries_with
+from lightning_gpipe.core.pipeline.taken import Taken
+from lightning_gpipe.core.pipeline.taking import (
     check_entries,
     laid_out,
     layers_in,
     take_all,
 )
 from lightning_gpipe.core.plan import ActivationCheckpointing, Around, Layout, RouteName
+from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
@@ -68,9 +75,12 @@ class GPipe(StandIn):
         model: The model.
         balance: The number of layers in each stage: of an nn.Sequential or nn.ModuleList its
             children, of any other module the calls of layers in its forward. Or the names of
-            modules where stages begin, such as ``["down3", "up2"]``. Or ``"parameters"``, so that
-            the largest stage has as few parameters as possible, what is around the pipeline
-            included, with one stage per device.
+            modules where stages begin, such as ``["down3", "up2"]``. Or what to go by, with one
+            stage per device: ``"parameters"``, so that the largest stage has as few parameters as
+            possible, what is around the pipeline included; ``"time"``, so that the slowest stage is
+            as fast as possible; ``"memory"``, so that the largest stage needs as few bytes as
+            possible, activations and optimizer state included. The last two run each layer by
+            itself on a ``sample``, on the first device.
         module: The path of what runs as a pipeline, such as ``"model.layers"``. None takes the
             model itself, unless the balance counts or names the layers of the nn.Sequential or
             nn.ModuleList with more than half of its parameters. Several paths, such as
@@ -96,6 +106,11 @@ class GPipe(StandIn):
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger, as is always done on one device.
+        sample: A mini-batch to measure the layers on, for ``balance="time"`` and ``"memory"``: a
+            tuple of arguments, a dict of named ones, or one argument. An nn.Sequential has one
+            argument, which may be a tuple.
+        optimizer: What ``balance="memory"`` counts as optimizer state: an optimizer, its class, or
+            a function that makes one of a list of parameters. None counts none.
 
     Attributes:
         balance: The number of layers in each stage.
@@ -103,6 +118,7 @@ class GPipe(StandIn):
         chunks: As given.
         activation_checkpointing: As given.
         microbatching: How a mini-batch is split into micro-batches.
+        profiles: What the layers cost, for each module, if the balance was found by measurement.
 
     Raises:
         TypeError: If the model cannot run as a pipeline, or an argument has the wrong type.
@@ -123,17 +139,29 @@ class GPipe(StandIn):
         microbatching: MicroBatching | None = None,
         threads: bool = True,
         around: Around = "last",
+        sample: Any = None,
+        optimizer: Optimizers = None,
     ) -> None:
         check_settings(chunks, activation_checkpointing, microbatching, around)
         balances = balance_of_each(module, balance)
         spread = undispatch(model) if isinstance(model, nn.Module) else None
         found = take_all(model, module, balances)
         check_entries(found, microbatching)
-        sizes = balances_for(found, balances, None if devices is None else len(devices), around)
+        measuring = Measuring(
+            found,
+            partial(entries_with, found, sample),
+            devices or (),
+            chunks=chunks,
+            activation_checkpointing=activation_checkpointing,
+            microbatching=microbatching,
+            optimizer=optimizer,
+        )
+        sizes = balances_for(found, balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         chosen = choose_devices(devices, *map(len, parts))
         layouts = [laid_out(*each, chosen, around) for each in zip(found, parts, strict=True)]
         super().__init__(model)
+        self.profiles = measuring.done
         if deferred_batch_norm:
             for layout in layouts:
                 check_batch_norms(*layers_in(layout))
@@ -159,6 +187,11 @@ class GPipe(StandIn):
     @property
     def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
+
+    @property
+    def _balances(self) -> list[list[int]]:
+        """The balance of each module."""
+        return [self.balance] if len(self.taken) == 1 else self.balance
 
     @property
     def layout(self) -> Layout:
@@ -241,7 +274,7 @@ class GPipe(StandIn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pipelines.copied([self.balance] if len(self.taken) == 1 else self.balance)
+        self._pipelines.copied(self._balances)
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -263,8 +296,15 @@ class GPipe(StandIn):
         self._pipeline.share(parameters, device)
 
     def listing(self) -> Table:
-        """A table of the stages: their devices, layers, parameters and skips that leave them."""
-        return stage_table([each.layout for each in self._pipelines], self._skip_bytes())
+        """A table of the stages: their devices, layers, parameters and skips that leave them.
+
+        If the balance was found by measurement, it has what a mini-batch costs each stage, too: the
+        time, and the memory at its peak.
+        """
+        layouts = [each.layout for each in self._pipelines]
+        mode, around = self.activation_checkpointing, self.layout.around
+        measured = measured_costs(self.profiles, self._balances, mode, around)
+        return stage_table(layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:
         """A table of the skip connections: between which layers, and which stages they cross.

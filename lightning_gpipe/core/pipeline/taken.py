@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,8 @@ from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
 from lightning_gpipe.core.profile import change_tensors, walk
 
+# Called with a program (None if layers run one after another) and the input; returns the output.
+Seen = Callable[[Program | None, Any], Any]
 # Called with what was taken, its program (None if layers run one after another) and the input.
 Check = Callable[["Taken", Program | None, Any], None]
 
@@ -100,6 +103,17 @@ class Taken(ABC):
     def release(self) -> None:
         """Let the model run as without a pipeline."""
 
+    def each_alone(self) -> list[Partition]:
+        """A partition for each unit."""
+        return self.partitions([1] * len(self.units))
+
+    @abstractmethod
+    def watched(self, seen: Seen) -> AbstractContextManager[None]:
+        """A ``with`` block in which calls of the model call ``seen`` in the place of its units.
+
+        It is cut by :meth:`each_alone`, and has no pipeline yet.
+        """
+
     @abstractmethod
     def plain(self) -> AbstractContextManager[None]:
         """A ``with`` block in which calls of the model run as without a pipeline."""
@@ -163,6 +177,15 @@ class Layers(Taken):
     def release(self) -> None:
         if self._installed is not None:
             self._installed.remove()
+
+    @contextmanager
+    @override
+    def watched(self, seen: Seen) -> Iterator[None]:
+        installed = install(self.module, partial(seen, None), self.name)
+        try:
+            yield
+        finally:
+            installed.remove()
 
     @contextmanager
     @override
@@ -270,6 +293,19 @@ class Programs(Taken):
     @override
     def release(self) -> None:
         self._frontend.remove()
+
+    @contextmanager
+    @override
+    def watched(self, seen: Seen) -> Iterator[None]:
+        def run(program: Program, values: Sequence[Any], *, chunks: int | None = None) -> list[Any]:
+            found: list[Any] = seen(program, values)
+            return found
+
+        self._frontend.install(run)
+        try:
+            yield
+        finally:
+            self._frontend.remove()
 
     @override
     def plain(self) -> AbstractContextManager[None]:

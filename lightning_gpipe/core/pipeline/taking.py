@@ -1,9 +1,9 @@
-"""Finds what to pipe in the user's model, and how it is cut."""
+"""Finds what to pipe in the user's model, and lays it out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice, permutations
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -16,18 +16,12 @@ from lightning_gpipe.core.plan import (
     Around,
     Layout,
     Partition,
-    check_enough_layers,
     check_outside,
     check_sharing,
-    counts_between,
     lay_out,
     shared_with_outside,
-    solve,
 )
 from lightning_gpipe.core.skip import routes_of, skips_of
-
-# Numbers of units, the names of where stages begin, or "parameters".
-Balance = Sequence[int] | Sequence[str] | str
 
 
 def take(root: nn.Module, path: str | Taken | None, balance: Any = None) -> Taken:
@@ -69,35 +63,6 @@ def _is_of(balance: Any, path: str, module: nn.Module) -> bool:
         layers = {name for name, _ in module.named_children()}
         return {each.removeprefix(f"{path}.") for each in balance} <= layers
     return sum(each for each in balance if isinstance(each, int)) == len(list(module.children()))
-
-
-def balance_of_each(paths: Any, balance: Any) -> list[Any]:
-    """The balance of each path of a list, or that of a single path; ``"parameters"`` is for all.
-
-    Raises:
-        ValueError: If there is not a balance for each.
-    """
-    if not isinstance(paths, list | tuple):
-        return [balance]
-    if balance == "parameters" and paths:
-        return [balance] * len(paths)
-    given = list(balance) if isinstance(balance, list | tuple) else [balance]
-    if len(given) != len(paths) or not all(map(_is_balance, given)):
-        what = "list" if isinstance(balance, list | tuple) else type(balance).__name__
-        raise ValueError(
-            f"balance must have a list for each path in module: got a {what} of {len(given)}, "
-            f"balance={balance!r}, for the {len(paths)} paths {list(map(_path_of, paths))}. Write "
-            "balance=[[2, 2], [3, 1]], or balance='parameters' for all."
-        )
-    return given
-
-
-def _is_balance(balance: Any) -> bool:
-    return isinstance(balance, list | tuple) or balance == "parameters"
-
-
-def _path_of(path: str | Taken) -> str:
-    return path.path if isinstance(path, Taken) else path
 
 
 def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Taken]:
@@ -176,66 +141,3 @@ def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:
     if isinstance(module, nn.Sequential):
         return Layers(root, path, module)
     return Programs(root, path, module)
-
-
-def balances_for(
-    found: Sequence[Taken], balances: Sequence[Any], devices: int | None, around: Around
-) -> list[Sequence[int]]:
-    """The number of units in each stage, of each of what was taken.
-
-    Args:
-        found: What is cut.
-        balances: As the user gave them: numbers, names of units where stages begin, or
-            ``"parameters"``, which counts what is on the devices already: what is around, and the
-            stages of those that were cut by it before.
-        devices: The number of devices, if it is known.
-        around: Which stage what is around is with.
-
-    Raises:
-        TypeError, ValueError: If a balance is none of these, or does not fit.
-    """
-    if not devices:
-        return [balance_for(taken, b, None) for taken, b in zip(found, balances, strict=True)]
-    held = [0] * devices
-    held[-1 if around == "last" else 0] = parameters_around(found)
-    sizes = []
-    for taken, balance in zip(found, balances, strict=True):
-        sizes.append(balance_for(taken, balance, devices, held))
-        if balance == "parameters":
-            costs = iter(taken.costs())
-            held = [h + sum(islice(costs, k)) for h, k in zip(held, sizes[-1], strict=True)]
-    return sizes
-
-
-def parameters_around(found: Sequence[Taken]) -> int:
-    """The number of parameters of a model that are in no unit of what was taken of it."""
-    total = sum(parameter.numel() for parameter in found[0].root.parameters())
-    return max(0, total - sum(sum(taken.costs()) for taken in found))
-
-
-def balance_for(
-    taken: Taken, balance: Any, stages: int | None, held: Sequence[int] = ()
-) -> Sequence[int]:
-    """The number of units in each stage.
-
-    Args:
-        taken: What is cut.
-        balance: As the user gave it, see :func:`balances_for`.
-        stages: The number of stages if the balance does not tell; None if nothing does.
-        held: The number of parameters that each stage's device has already.
-
-    Raises:
-        TypeError, ValueError: If the balance is none of these, or does not fit.
-    """
-    if balance == "parameters":
-        if stages is None:
-            raise ValueError(
-                "balance='parameters' gives each device a stage, so devices must be given: got "
-                "devices=None. Write devices=['cuda:0', 'cuda:1'], or a list of numbers."
-            )
-        check_enough_layers(len(taken.units), stages, taken.name)
-        return solve(taken.costs(), stages, held)
-    if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
-        return counts_between(balance, taken.units, taken.name, taken.path)
-    chosen: Sequence[int] = balance
-    return chosen  # whatever it is: who cuts by it says what is wrong with it

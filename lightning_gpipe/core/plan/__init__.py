@@ -6,8 +6,14 @@ What is shown, simulated and tested here is the same object that runs.
 from lightning_gpipe.core.plan.action import Action, Kind, successor
 from lightning_gpipe.core.plan.balance.by_names import counts_between
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
-from lightning_gpipe.core.plan.balance.costs import parameter_costs
-from lightning_gpipe.core.plan.balance.solver import solve
+from lightning_gpipe.core.plan.balance.by_profile import (
+    StageCosts,
+    memory_costs,
+    stage_costs,
+    time_costs,
+)
+from lightning_gpipe.core.plan.balance.costs import LayerCosts, Place, parameter_costs
+from lightning_gpipe.core.plan.balance.solver import solve, solve_on
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.held import (
     CONTAINERS,
@@ -28,6 +34,7 @@ from lightning_gpipe.core.plan.layout import (
     lay_out,
     one_each,
 )
+from lightning_gpipe.core.plan.measured import Carried, LayerProfile, ModelProfile, PerRow, slowest
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -60,18 +67,25 @@ __all__ = [
     "Action",
     "ActivationCheckpointing",
     "Around",
+    "Carried",
     "Holder",
     "Kind",
+    "LayerCosts",
+    "LayerProfile",
     "Layout",
     "Loss",
+    "ModelProfile",
     "Part",
     "Partition",
+    "PerRow",
+    "Place",
     "Program",
     "Route",
     "RouteName",
     "Schedule",
     "SkipName",
     "Slot",
+    "StageCosts",
     "Step",
     "Value",
     "balance_by_parameters",
@@ -96,11 +110,16 @@ __all__ = [
     "is_own",
     "is_plain",
     "lay_out",
+    "memory_costs",
     "one_each",
     "parameter_costs",
     "parameter_holders",
     "shared_with_outside",
+    "slowest",
     "solve",
+    "solve_on",
+    "stage_costs",
     "successor",
+    "time_costs",
     "within",
 ]

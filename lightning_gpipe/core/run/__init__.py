@@ -4,16 +4,19 @@ A mini-batch enters at stage 0 in micro-batches and leaves as one node in the ca
 workers in between interpret the schedule and decide nothing.
 """
 
+from lightning_gpipe.core.run.alone import pass_alone
 from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.run.stage_pass import in_layers
+from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 from lightning_gpipe.core.run.timeline import Timeline
 
 __all__ = [
     "Engine",
     "Stage",
+    "StagePass",
     "Timeline",
     "explain_second_backward",
     "in_layers",
+    "pass_alone",
 ]

@@ -43,7 +43,7 @@ from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
-from lightning_gpipe.core.run.work import Layers, Steps, Work
+from lightning_gpipe.core.run.work import work_of
 from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Transport
 
@@ -87,7 +87,7 @@ class MiniBatch:
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
-        self._works = [_work(stage, program) for stage in stages]
+        self._works = [work_of(stage, program) for stage in stages]
         self._transport = transport
         self._draws = draws
         self._library_draws = library_draws
@@ -307,12 +307,6 @@ class MiniBatch:
         for aside in asides:
             aside.refuse_gradients()
         return asides
-
-
-def _work(stage: Stage, program: Program | None) -> Work:
-    if program is None:
-        return Layers(stage)
-    return Steps(stage, program.parts[stage.partition.index])
 
 
 def _device_of(leaf: Any) -> torch.device | None:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
-from lightning_gpipe.core.plan import Part, Route, Step, Value
+from lightning_gpipe.core.plan import Part, Program, Route, Step, Value
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.skip import Table
 
@@ -127,6 +127,13 @@ class Steps(Work):
             _add_step(error, step)
             raise
         return [values[k] for k in part.gives], [values[k] for k in self._leaving]
+
+
+def work_of(stage: Stage, program: Program | None) -> Work:
+    """The work of a stage: its part of a program, or its layers."""
+    if program is None:
+        return Layers(stage)
+    return Steps(stage, program.parts[stage.partition.index])
 
 
 def _add_step(error: BaseException, step: Step | None) -> None:

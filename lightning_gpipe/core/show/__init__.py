@@ -3,6 +3,7 @@
 This is the only room that draws on a terminal.
 """
 
+from rich import print as show
 from rich.table import Table
 
 from lightning_gpipe.core.show.skips import skip_table
@@ -10,6 +11,7 @@ from lightning_gpipe.core.show.stages import stage_table
 
 __all__ = [
     "Table",
+    "show",
     "skip_table",
     "stage_table",
 ]

@@ -13,10 +13,14 @@ from itertools import islice
 from rich.table import Table
 from torch import nn
 
-from lightning_gpipe.core.plan import Layout, RouteName, parameter_costs
+from lightning_gpipe.core.plan import Layout, RouteName, StageCosts, parameter_costs
 
 
-def stage_table(layouts: Sequence[Layout], skip_bytes: Mapping[RouteName, int]) -> Table:
+def stage_table(
+    layouts: Sequence[Layout],
+    skip_bytes: Mapping[RouteName, int],
+    measured: Sequence[StageCosts] = (),
+) -> Table:
     """List the stages, one row each::
 
         stage  device  layers  number  kinds                    parameters  share  skips to
@@ -29,6 +33,7 @@ def stage_table(layouts: Sequence[Layout], skip_bytes: Mapping[RouteName, int]) 
     Args:
         layouts: What runs where; of several pipelines in one model, one after another.
         skip_bytes: The bytes of each skip tensor that was sent, if any was.
+        measured: What each stage costs, if that was measured: further columns.
     """
     rows = [(layout, j) for layout in layouts for j in range(layout.n)]
     costs = iter(parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers))
@@ -42,6 +47,8 @@ def stage_table(layouts: Sequence[Layout], skip_bytes: Mapping[RouteName, int]) 
     table.add_column("kinds")
     table.add_column("parameters", justify="right")
     table.add_column("share", justify="right")
+    for column in measured[0].columns if measured else ():
+        table.add_column(column, justify="right")
     if skips:
         table.add_column("skips to")
     for (layout, j), parameters in zip(rows, sizes, strict=True):
@@ -54,6 +61,7 @@ def stage_table(layouts: Sequence[Layout], skip_bytes: Mapping[RouteName, int]) 
             _kinds(partition.layers),
             f"{parameters:,}",
             f"{parameters / max(sum(sizes), 1):.1%}",
+            *(measured[len(table.rows)].cells if measured else ()),
             *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []),
         )
     return table

@@ -10,19 +10,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_gpipe.core.faithful import (
     Attributes,
-    AttributesPreserved,
-    Buffers,
     Journal,
-    LibraryGenerators,
     Manager,
     Write,
-    default_generator,
+    preserved,
 )
 from lightning_gpipe.core.verify.runs import Subject
 from lightning_gpipe.core.verify.whole import Whole
@@ -36,21 +32,12 @@ def state_preserved(pipeline: Subject | Whole) -> Iterator[None]:
     and generators, and the pipeline's records. Other changes by layers, as to their parameters, are
     not undone.
     """
-    generators = [default_generator(d) for d in {torch.device("cpu"), *pipeline.devices}]
-    states = [generator.get_state() for generator in generators]
-    library = LibraryGenerators()
-    library_state = library.get_state()
-    buffers = Buffers(pipeline.modules(), copied=lambda slot: True)
-    try:
-        modules = (module for layer in pipeline for module in layer.modules())
-        with AttributesPreserved(modules), pipeline.unchanged():
-            yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        library.set_state(library_state)
-        buffers.restore()
-        torch.clear_autocast_cache()  # its copies of weights belong to a graph that was freed
+    modules = (module for layer in pipeline for module in layer.modules())
+    with (
+        preserved(modules, pipeline.devices, buffers_of=pipeline.modules()),
+        pipeline.unchanged(),
+    ):
+        yield
 
 
 def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:

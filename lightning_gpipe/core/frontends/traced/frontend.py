@@ -91,6 +91,7 @@ class Traced(Frontend):
             for module, why in self._graphs[0].whole.items():
                 error.add_note(f"{type(module).__name__} is one layer: {why}")
             raise
+        self._programs = _Programs()  # those of another cut are for other stages
         self._own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
         for graph in self._graphs[1:]:
             self._own.extend(graph)

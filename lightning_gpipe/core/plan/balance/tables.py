@@ -52,7 +52,7 @@ def priced(costs: LayerCosts, places: Iterable[Place]) -> dict[Place, Priced]:
     for place in distinct:
         time = _sums(in_time.whole([each / place.speed for each in costs.times])) + crossing
         needed = held + in_bytes.whole([place.taken])
-        limit = NEVER if place.memory == inf else int(place.memory / in_bytes.size)
+        limit = NEVER if place.memory == inf else min(NEVER, int(place.memory / in_bytes.size))
         found[place] = Priced(
             _runs(time + in_time.whole([place.busy])),
             _runs(needed),

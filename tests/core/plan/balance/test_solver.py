@@ -223,6 +223,10 @@ def test_cut_goes_where_little_is_transferred() -> None:
     assert solve_on(LayerCosts([1] * 6, transfers=skip), [Place()] * 2) == [5, 1]
 
 
+def test_device_may_have_far_more_memory_than_is_needed() -> None:
+    assert solve_on(LayerCosts([1, 1], memory=[1e-9] * 2), [Place(memory=1e12)] * 2) == [1, 1]
+
+
 def test_memory_of_equally_fast_cuts_is_even() -> None:
     costs = LayerCosts([1, 0, 1], memory=[4, 4, 1])
 

@@ -1,0 +1,109 @@
+"""What is measured of a call: the seconds that it takes, or the operations that it makes."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+T = TypeVar("T")
+
+
+class Meter(ABC):
+    """Measures calls.
+
+    Attributes:
+        unit: The unit of what it measures.
+    """
+
+    unit: Literal["s", "FLOP"]
+
+    @abstractmethod
+    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
+        """Make a call; returns its result and its cost."""
+
+    @abstractmethod
+    def repeats(self, cost: float) -> int:
+        """How often to measure a call, in which something that costs so much is repeated."""
+
+
+class Seconds(Meter):
+    """The seconds until a call is over on a device.
+
+    Args:
+        device: The device.
+        least: The least number of measurements.
+    """
+
+    unit = "s"
+
+    def __init__(self, device: torch.device, *, least: int = 5) -> None:
+        self._device = device
+        self._least = least
+
+    @override
+    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
+        self._wait()
+        start = time.perf_counter()
+        result = call()
+        self._wait()
+        return result, time.perf_counter() - start
+
+    @override
+    def repeats(self, cost: float) -> int:
+        return max(self._least, min(5 * self._least, int(_ENOUGH / max(cost, 1e-9))))
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+_ENOUGH = 0.02  # seconds; what takes less is measured more often
+
+
+class Operations(Meter):
+    """The floating-point operations of matrix products, convolutions and attention."""
+
+    unit = "FLOP"
+
+    @override
+    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
+        with _Counting() as counting:
+            result = call()
+        return result, float(counting.total)
+
+    @override
+    def repeats(self, cost: float) -> int:
+        return 1
+
+
+class _Counting(TorchDispatchMode):
+    # PyTorch's FlopCounterMode does more: it registers hooks on all modules and their inputs.
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        count = flop_registry.get(function._overloadpacket)
+        if count is None and function is not torch.ops.prim.device.default:
+            with self:  # an operator that is made of others, such as attention on meta tensors
+                made = function.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        result = function(*args, **kwargs)
+        if count is not None:
+            self.total += count(*args, **kwargs, out_val=result)
+        return result

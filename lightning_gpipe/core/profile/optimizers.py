@@ -1,0 +1,95 @@
+"""The bytes that an optimizer keeps for each parameter.
+
+Adam keeps two tensors, SGD one or none, Adafactor a row and a column. So a step is made for each
+parameter on the meta device, where nothing is computed, and what the optimizer keeps is counted.
+An optimizer that looks at values makes its step on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.core.data import bytes_of, map_tensors
+
+# Optimizers over the parameters of a model, or what makes one of some parameters.
+Optimizers = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
+
+
+def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -> dict[int, int]:
+    """The bytes that are kept for each of the parameters that require a gradient, by its id.
+
+    Args:
+        parameters: The parameters.
+        optimizer: The optimizer, or several; or its class, or what else makes one of a list of
+            parameters, such as ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``. None keeps
+            nothing.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If it cannot make a step, so that nothing is known of its state.
+    """
+    if optimizer is None:
+        return {}
+    found = {id(each): each for each in parameters if each.requires_grad}
+    if isinstance(optimizer, Optimizer):
+        optimizer = [optimizer]
+    if isinstance(optimizer, list | tuple) and all(isinstance(o, Optimizer) for o in optimizer):
+        groups = [(o, group) for o in optimizer for group in o.param_groups]
+        return {
+            id(each): _of_one(each, _like(o, group))
+            for o, group in groups
+            for each in group["params"]
+            if id(each) in found
+        }
+    if not callable(optimizer):
+        raise TypeError(
+            "optimizer must be an optimizer, its class, or a function that makes one of a list of "
+            f"parameters: got {optimizer!r}. Write optimizer=torch.optim.AdamW, or "
+            "partial(torch.optim.SGD, lr=0.1, momentum=0.9)."
+        )
+    return {key: _of_one(each, optimizer) for key, each in found.items()}
+
+
+# How a step is computed, not what is kept for it; not all of it can be computed on meta tensors.
+_IMPLEMENTATIONS = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def _like(optimizer: Optimizer, group: dict[str, Any]) -> Callable[..., Optimizer]:
+    """Makes an optimizer of that class, with the options of a group."""
+    kind = type(optimizer)
+    taken = signature(kind).parameters.keys() - _IMPLEMENTATIONS
+    return partial(kind, **{name: value for name, value in group.items() if name in taken})
+
+
+def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
+    """The bytes that an optimizer keeps for one parameter."""
+    try:
+        state = _state_of(torch.empty_like(parameter, device="meta"), make)
+    except Exception:
+        try:  # some look at values
+            state = _state_of(torch.zeros_like(parameter, device="cpu"), make)
+        except Exception as error:
+            raise ValueError(
+                "an optimizer must be able to make a step, so that its state can be counted: "
+                f"{make!r} raised {type(error).__name__}: {error}. Pass another one whose state "
+                "is of the same size, such as optimizer=torch.optim.AdamW, or None."
+            ) from error
+    sizes: list[int] = []
+    map_tensors(lambda tensor: sizes.append(bytes_of(tensor)), state)
+    return sum(sizes)
+
+
+def _state_of(stand_in: Tensor, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Any]:
+    """What an optimizer keeps for a parameter after a step."""
+    parameter = nn.Parameter(stand_in.detach())
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    return dict(optimizer.state[parameter])

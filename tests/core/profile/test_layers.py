@@ -1,0 +1,250 @@
+"""What layers cost is measured one by one, and leaves no trace."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import profile, whole
+from tests.support.clocks import Between, Clock, Looped, Takes
+from tests.support.skip_layers import pair
+
+ROWS, WIDTH = 8, 4
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    clock.replace(monkeypatch)
+    return clock
+
+
+def batch(rows: int = ROWS, width: int = WIDTH) -> Tensor:
+    return torch.linspace(-1, 1, rows * width).reshape(rows, width)
+
+
+KINDS: dict[str, Any] = {
+    "sequential": (lambda *layers: nn.Sequential(*layers), None),
+    "blocks": (Looped, "blocks"),
+    "traced": (Between, None),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_times_of_layers(kind: str, clock: Clock) -> None:
+    build, path = KINDS[kind]
+    layers = [Takes(clock, 1.0, 2.0), Takes(clock, 3.0, 1.0, fixed=8.0), Takes(clock, 0.5)]
+
+    costs = profile(build(*layers), batch(), module=path, chunks=2)
+
+    assert (costs.rows, costs.chunks, costs.unit, costs.device) == (4, 2, "s", "cpu")
+    times = [(x.forward.at(1), x.dropping.at(1), x.backward.at(1)) for x in costs.layers]
+    assert times == [(1, 1, 2), (11, 11, 9), (0.5, 0.5, 0)]
+    assert [layer.time(4) for layer in costs.layers] == [12, 32, 2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_layers(kind: str) -> None:
+    build, path = KINDS[kind]
+    layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
+
+    costs = profile(build(*layers), batch(), module=path, chunks=2, optimizer=torch.optim.Adam)
+
+    row, weights = 4 * WIDTH, 4 * (WIDTH * WIDTH + WIDTH)
+    # A linear saves its input, a ReLU its output, which is the input of the second linear.
+    assert [layer.saved.at(1) for layer in costs.layers] == [row, row, 0]
+    assert [(c.maker, c.user, c.size.at(2)) for c in costs.carried] == [
+        (0, 1, 2 * row),
+        (1, 2, 2 * row),
+    ]
+    assert [layer.parameters for layer in costs.layers] == [20, 0, 20]
+    assert [layer.held_bytes for layer in costs.layers] == [4 * weights + 8, 0, 4 * weights + 8]
+    assert costs.around.parameters == (0 if path is None else 20 + 10)
+
+
+def test_shared_parameter_counts_for_the_first_layer() -> None:
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    second.weight = first.weight
+
+    costs = profile(nn.Sequential(first, second), batch())
+
+    assert [layer.parameters for layer in costs.layers] == [20, 4]
+
+
+def test_frozen_layers_have_no_gradients() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    layers[0].requires_grad_(False)
+
+    costs = profile(layers, batch(), optimizer=torch.optim.Adam)
+
+    frozen, trained = costs.layers
+    assert (frozen.gradient_bytes, frozen.optimizer_bytes, frozen.backward.at(8)) == (0, 0, 0)
+    assert frozen.saved.at(8) == 0
+    assert trained.gradient_bytes == 80
+
+
+def test_skip_tensors_are_carried_to_the_layer_that_pops_them() -> None:
+    stash, pop = pair()
+    layers = nn.Sequential(stash, nn.Linear(WIDTH, WIDTH), nn.Tanh(), pop)
+
+    costs = profile(layers, batch(), chunks=2)
+
+    carried = {(c.maker, c.user): c.size.at(1) for c in costs.carried}
+    assert carried == {(0, 1): 16, (0, 3): 16, (1, 2): 16, (2, 3): 16}
+
+
+def test_values_that_every_micro_batch_gets_whole() -> None:
+    class Adds(nn.Module):
+        def forward(self, inputs: Any) -> Any:
+            x, y = inputs
+            return x + y, y
+
+    costs = profile(nn.Sequential(Adds(), Adds()), (batch(), whole(batch(1))), chunks=2)
+
+    (carried,) = costs.carried
+    assert (carried.size.fixed, carried.size.per_row) == (16, 16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_are_counted_on_the_meta_device(kind: str) -> None:
+    build, path = KINDS[kind]
+    layers = [nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)]
+    model = build(*layers)
+    if path is None:
+        model = model.to("meta")
+
+    costs = profile(model, batch(), module=path, device="meta")
+
+    product = 2 * ROWS * WIDTH * 2 * WIDTH
+    first = product if path is None else 2 * product  # of the embedding's output too
+    assert (costs.unit, costs.device) == ("FLOP", "meta")
+    assert [layer.forward.at(ROWS) for layer in costs.layers] == [product, 0, product]
+    assert [layer.backward.at(ROWS) for layer in costs.layers] == [first, 0, 2 * product]
+    assert all(p.device.type == ("meta" if path is None else "cpu") for p in model.parameters())
+
+
+class Counts(nn.Module):
+    """Changes whatever a layer may change in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.seen: Tensor
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        return x
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {key: value.clone() for key, value in model.state_dict().items()}
+    found["grads"] = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    found["modes"] = [module.training for module in model.modules()]
+    found["ids"] = [id(x) for x in (*model.parameters(), *model.buffers())]
+    found["hooks"] = [len(module._forward_hooks) for module in model.modules()]
+    found["attributes"] = [sorted(vars(module)) for module in model.modules()]
+    found["calls"] = [m.calls for m in model.modules() if isinstance(m, Counts)]
+    found["random"] = torch.get_rng_state()
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_profiling_leaves_no_trace(kind: str, device: str) -> None:
+    build, path = KINDS[kind]
+    model = build(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counts(), nn.Dropout(), nn.Linear(4, 4)
+    )
+    model(batch()).sum().backward()
+    fired: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(fired.append)
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()
+    plain = deepcopy(model)
+    before = state_of(model)
+
+    profile(model, batch(), module=path, device=device, chunks=2)
+
+    after = state_of(model)
+    for name, value in before.items():
+        same = torch.equal(after[name], value) if isinstance(value, Tensor) else None
+        assert str(after[name]) == str(value) if same is None else same, name
+    assert not fired
+    torch.testing.assert_close(model(batch()), plain(batch()), rtol=0, atol=0)
+
+
+def test_profiling_where_gradients_are_disabled() -> None:
+    with torch.no_grad():
+        costs = profile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), batch())
+
+    assert costs.layers[0].saved.at(1) == 16
+
+
+def test_inputs_stay_as_they_are() -> None:
+    x = batch().requires_grad_()
+
+    profile(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)), x.detach())
+    profile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), x)
+
+    assert torch.equal(x, batch()) and x.grad is None
+
+
+def test_batch_norms_get_two_rows() -> None:
+    costs = profile(nn.Sequential(nn.BatchNorm1d(WIDTH)), batch(), chunks=8)
+
+    assert (costs.rows, costs.chunks) == (2, 4)
+
+
+# What cannot be profiled.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layer_that_rejects_its_input_is_named(kind: str) -> None:
+    build, path = KINDS[kind]
+    model = build(nn.Tanh(), nn.Linear(7, WIDTH))
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        profile(model, batch(), module=path)
+
+    if kind != "blocks":  # it was rehearsed before it was measured
+        (note,) = raised.value.__notes__[-1:]
+        assert "(Linear), which ran by itself on a micro-batch of 8 rows, on cpu" in note
+
+
+def test_layer_that_cannot_run_alone_is_named() -> None:
+    class Expects(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) < ROWS:
+                raise ValueError("the whole batch, please")
+            return x
+
+    with pytest.raises(ValueError, match="the whole batch, please") as raised:
+        profile(nn.Sequential(nn.Tanh(), Expects()), batch(), chunks=2)
+
+    assert "raised in layer 1 (Expects)" in str(raised.value.__notes__)
+
+
+def test_sample_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="a tensor with a batch dimension"):
+        profile(nn.Sequential(nn.Tanh()), torch.tensor(1.0))
+
+
+def test_sample_with_which_no_block_is_called_is_refused() -> None:
+    class Sometimes(Looped):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.size(0) > 4 else super().forward(x)
+
+    with pytest.raises(RuntimeError, match="must call the blocks|must reach what is balanced"):
+        profile(Sometimes(nn.Linear(4, 4), nn.Linear(4, 4)), batch(), module="blocks")
+
+
+def test_no_sample_is_refused() -> None:
+    with pytest.raises(ValueError, match="got sample=None. Write sample=x"):
+        profile(nn.Sequential(nn.Tanh()), None)

@@ -1,0 +1,239 @@
+"""A Trainer's balance by time or memory: what it is measured on, and where it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.core.pipeline.measuring import Measuring
+from tests.support.clocks import Clock, Takes
+from tests.support.lightning_modules import (
+    FEATURES,
+    WIDTH,
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    rows,
+    trainer,
+    weights,
+)
+
+
+class Slow(Classifier):
+    """Whose second layer takes most of the time, by the clock."""
+
+    clock: Clock
+
+    def __init__(self, **options: Any) -> None:
+        layers = [nn.Linear(FEATURES, WIDTH), Takes(self.clock, 4.0), *(nn.Tanh() for _ in "abc")]
+        super().__init__(layers=nn.Sequential(*layers, Takes(self.clock, 1.0)), **options)
+
+
+class WithExample(Slow):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.example_input_array = torch.zeros(4, FEATURES)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    Slow.clock = Clock()
+    Slow.clock.replace(monkeypatch)
+    return Slow.clock
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was measured so far."""
+    found: list[Any] = []
+    measure = Measuring._on
+
+    def counted(self: Measuring, device: torch.device) -> Any:
+        found.append(measure(self, device))
+        return found[-1]
+
+    monkeypatch.setattr(Measuring, "_on", counted)
+    return found
+
+
+class Seen(L.Callback):
+    """Remembers the balance."""
+
+    def __init__(self) -> None:
+        self.balance: Any = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, GPipeStrategy) and strategy.pipeline is not None
+        self.balance = strategy.pipeline.balance
+
+
+def run(root: Path, balance: Any = "time", **options: Any) -> tuple[Any, L.Trainer]:
+    seen = Seen()
+    strategy = GPipeStrategy(balance, chunks=2, module="layers")
+    made = fitted(root, strategy, devices=2, callbacks=[seen], **{"build": Slow, **options})
+    return seen.balance, made
+
+
+@pytest.mark.parametrize("build", [Slow, WithExample])
+def test_measured_on_an_example_or_the_first_batch(
+    tmp_path: Path, build: Any, measured: list[Any]
+) -> None:
+    balance, _ = run(tmp_path, build=build, max_epochs=1)
+
+    assert balance == [2, 4]
+    ((costs,),) = measured
+    assert (costs.rows, costs.chunks) == ((2, 2) if build is WithExample else (4, 2))
+
+
+def test_by_memory_with_the_optimizer_of_the_module(tmp_path: Path, measured: list[Any]) -> None:
+    def build() -> Classifier:
+        return Classifier(optimizer="adam")
+
+    run(tmp_path, "memory", build=build, max_epochs=1)
+
+    ((costs,),) = measured
+    first = costs.layers[0]
+    assert first.optimizer_bytes == 2 * first.parameter_bytes + 2 * 4
+    assert costs.around.parameters == sum(p.numel() for p in Classifier().head.parameters())
+
+
+def test_balance_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, max_epochs=2)
+
+    printed = capsys.readouterr().out
+    assert printed.count("┃ stage ┃") == 1 and "ms" in printed
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_fit_computes_what_it_does_with_the_balance_as_a_list(
+    tmp_path: Path, shuffle: bool
+) -> None:
+    balance, measured = run(tmp_path, shuffle=shuffle)
+    _, given = run(tmp_path, balance, shuffle=shuffle)
+
+    assert all(map(torch.equal, weights(measured).values(), weights(given).values()))
+    assert_same_weights(measured, fitted(tmp_path, build=Slow, shuffle=shuffle))
+
+
+def test_resumed_run_has_the_balance_of_its_checkpoint(tmp_path: Path, measured: list[Any]) -> None:
+    balance, made = run(tmp_path, max_epochs=1)
+    made.save_checkpoint(tmp_path / "saved.ckpt")
+    assert len(measured) == 1
+
+    again, resumed = run(tmp_path, ckpt_path=tmp_path / "saved.ckpt", max_epochs=2)
+    resumed.save_checkpoint(tmp_path / "again.ckpt")
+
+    assert again == balance and len(measured) == 1
+    kept = [torch.load(tmp_path / f"{name}.ckpt")["lightning_gpipe"] for name in ("saved", "again")]
+    assert kept == [{"balance": {"layers": balance}}] * 2
+
+
+def test_checkpoint_balance(tmp_path: Path, measured: list[Any]) -> None:
+    balance, made = run(tmp_path, max_epochs=1)
+    made.save_checkpoint(tmp_path / "saved.ckpt")
+
+    again, _ = run(tmp_path, "checkpoint", ckpt_path=tmp_path / "saved.ckpt", max_epochs=2)
+
+    assert again == balance and len(measured) == 1
+
+
+def test_balance_of_a_checkpoint_for_other_devices_is_not_taken(
+    tmp_path: Path, measured: list[Any]
+) -> None:
+    _, made = run(tmp_path, max_epochs=1)
+    made.save_checkpoint(tmp_path / "saved.ckpt")
+
+    strategy = GPipeStrategy("time", chunks=2, module="layers")
+    fitted(
+        tmp_path,
+        strategy,
+        devices=3,
+        build=Slow,
+        max_epochs=2,
+        ckpt_path=tmp_path / "saved.ckpt",
+    )
+
+    assert len(measured) == 2
+
+
+def test_checkpoint_of_a_balance_that_was_given_is_plain(tmp_path: Path) -> None:
+    _, made = run(tmp_path, [2, 4], max_epochs=1)
+    made.save_checkpoint(tmp_path / "saved.ckpt")
+
+    assert "lightning_gpipe" not in torch.load(tmp_path / "saved.ckpt", weights_only=False)
+
+
+def test_evaluation_with_an_example(tmp_path: Path, measured: list[Any]) -> None:
+    strategy = GPipeStrategy("time", chunks=2, module="layers")
+
+    trainer(tmp_path, strategy, devices=2).test(WithExample(), datamodule=Data(), verbose=False)
+
+    assert len(measured) == 1
+
+
+# What is refused.
+
+
+def test_evaluation_without_an_example_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, GPipeStrategy("time", module="layers"), devices=2)
+
+    with pytest.raises(ValueError, match="outside of a fit, and Slow.example_input_array is None"):
+        made.test(Slow(), datamodule=Data(), verbose=False)
+
+
+def test_checkpoint_without_a_balance_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="balance='checkpoint'.*got none, for the 6 units"):
+        run(tmp_path, "checkpoint")
+
+
+def test_training_step_that_cannot_run_before_the_fit_says_what_to_do(tmp_path: Path) -> None:
+    class LogsFirst(Slow):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("rows", float(len(batch[0])))
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match="log") as raised:
+        run(tmp_path, build=LogsFirst)
+
+    assert "Give the LightningModule self.example_input_array" in str(raised.value.__notes__)
+
+
+def test_example_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    class Wrong(Slow):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = {"images": torch.zeros(1)}
+
+    with pytest.raises(TypeError, match="images") as raised:
+        run(tmp_path, build=Wrong)
+
+    assert "a call with example_input_array" in str(raised.value.__notes__)
+
+
+def test_batches_that_do_not_begin_anew_are_refused(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any], Iterator[Any]):
+        def __init__(self) -> None:
+            data = rows(20, seed=1)
+            self.rows = (data[k] for k in range(len(data)))
+
+        def __iter__(self) -> Iterator[Any]:
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.rows)
+
+    made = trainer(tmp_path, GPipeStrategy("time", module="layers"), devices=2)
+
+    with pytest.raises(ValueError, match="can begin anew: got Stream, an iterator"):
+        made.fit(Slow(), DataLoader(Stream(), 4), Data().val_dataloader())
