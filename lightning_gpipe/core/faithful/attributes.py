@@ -140,8 +140,12 @@ class StageAttributes:
             held.append(_Held(slot, contents, known))
         return Before(self._owners, values, held, first)
 
-    def after(self, before: Before) -> tuple[Moved, frozenset[Slot]]:
+    def after(self, before: Before, *, linked: bool) -> tuple[Moved, frozenset[Slot]]:
         """What moved since ``before``, and the attributes whose contents changed.
+
+        Args:
+            before: What was saved.
+            linked: Whether layers use tensors that they found there, and their gradients.
 
         Raises:
             RuntimeError: If contents changed that were not saved, because earlier runs did not
@@ -156,7 +160,11 @@ class StageAttributes:
                 raise RuntimeError(_lost(each.slot))
         writes: list[Write] = []
         left: list[Left] = []
-        edited = {key: value for each in changed for key, value in each.contents.values()}
+        edited = {
+            key: value
+            for each in changed
+            for key, value in each.contents.values(_titled(each.slot), linked=linked)
+        }
         for each in changed:
             writes += each.contents.writes(edited)
             left += each.contents.left()
@@ -202,6 +210,11 @@ def _restoring(
         if holder.slots.get(name, ABSENT) is not value or id(value) in values:
             yield holder.slots, name, values.get(id(value), value)
     yield from ((holder.slots, name, ABSENT) for name in holder.held if name not in old)
+
+
+def _titled(slot: Slot) -> str:
+    module, name = slot
+    return f"the attribute {name!r} of {type(module).__name__}"
 
 
 def _lost(slot: Slot) -> str:

@@ -29,8 +29,9 @@ class Behavior:
             first run.
         changed_attributes: The slots of the Python attributes whose contents they change, or None
             before the first run.
-        captures: Whether they use tensors from outside that require a gradient, or None before the
-            first run.
+        captures: Whether they were seen to use tensors that require a gradient from outside, or
+            from an earlier run.
+        searches: How many runs were searched for such tensors.
     """
 
     __slots__ = (
@@ -39,12 +40,14 @@ class Behavior:
         "edited_buffers",
         "edited_inputs",
         "edited_parameters",
+        "searches",
     )
 
     def __init__(self) -> None:
         self.edited_inputs: dict[tuple[int, ...], set[int]] = {}
         self.edited_buffers: set[Slot] | None = None
-        self.captures: bool | None = None
+        self.captures = False
+        self.searches = 0
         self.edited_parameters: frozenset[Slot] | None = None
         self.changed_attributes: frozenset[Slot] | None = None
 

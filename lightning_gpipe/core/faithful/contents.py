@@ -12,10 +12,12 @@ import math
 import sys
 from collections.abc import Iterable, Iterator
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.autograd.function import Function
 
 from lightning_gpipe.core.faithful.journal import Slots, Write, value_in
 from lightning_gpipe.core.faithful.values import same_value, version_of
@@ -118,9 +120,23 @@ class Contents:
             each.copy is None for each in self._values
         )
 
-    def values(self) -> Iterable[tuple[int, Tensor]]:
-        """The copies of tensors, by the ids of the tensors."""
-        return ((id(each.tensor), each.copy) for each in self._values if each.copy is not None)
+    def values(self, title: str, *, linked: bool) -> Iterator[tuple[int, Tensor]]:
+        """The copies of tensors, by the ids of the tensors.
+
+        Args:
+            title: What errors call the object.
+            linked: Whether layers use tensors with a gradient that they find there, so that those
+                that were not edited must stay, and their graphs with them. The copies of others
+                refuse a gradient.
+        """
+        for tensor, version, copy in self._values:
+            if copy is None:
+                continue
+            if not tensor.requires_grad:
+                yield id(tensor), copy
+            elif not linked or version_of(tensor) != version:
+                anchor = torch.empty(0, requires_grad=True)
+                yield id(tensor), _Unlinked.apply(title, copy, anchor)
 
     def writes(self, values: dict[int, Tensor]) -> Iterable[Write]:
         """Restore the containers, with ``values`` instead of tensors that were edited."""
@@ -140,6 +156,24 @@ class Contents:
                 old = copy is not None and (key in copy if keyed else key < size)
                 if not (old and copy[key] is container[key]):
                     yield from left_in(container, key)
+
+
+class _Unlinked(Function):
+    """A copy of a tensor whose graph is not kept; it may be edited in place."""
+
+    @staticmethod
+    def forward(ctx: Any, title: str, copy: Tensor, anchor: Tensor) -> Tensor:
+        ctx.title = title
+        return copy.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "layers must use tensors with a gradient that they left in an earlier forward always "
+            f"or never: {ctx.title} has one that is used for the first time, and without its graph "
+            "the gradient would be lost on recomputation. Compute the tensor in each forward, or "
+            "keep it without its graph: value.detach()."
+        )
 
 
 def has_contents(value: Any) -> bool:

@@ -82,7 +82,7 @@ class Snapshot:
         self._before.buffers.restore()
         if self._before.parameters is not None:
             self._before.parameters.restore()
-        moved, _ = self._attributes.after(self._before.attributes)
+        moved, _ = self._attributes.after(self._before.attributes, linked=True)
         Journal().write([*moved.writes, *self._before.generators])
 
 
@@ -126,7 +126,7 @@ class StageState:
             RuntimeError: If something changed that did not before, and was not saved therefore.
         """
         self._buffers.after(behavior, before.buffers)
-        moved, changed = self._attributes.after(before.attributes)
+        moved, changed = self._attributes.after(before.attributes, linked=behavior.captures)
         if before.parameters is None:
             return Saved(before.buffers, None, moved, before.generators)
         parameters, edited = self._parameters.after(before.parameters)
@@ -150,5 +150,5 @@ class AttributesPreserved:
         self._before = self._attributes.before(None)
 
     def __exit__(self, *error: object) -> None:
-        moved, _ = self._attributes.after(self._before)
+        moved, _ = self._attributes.after(self._before, linked=True)
         Journal().write([*moved.writes, *self._states])

@@ -1,8 +1,9 @@
 """Gradients that reach a stage by another way than through the pipeline's output.
 
-A layer may keep a tensor aside, in an attribute or through a hook that stores outputs, and the user
-may add a loss of it. Its graph ends in the shadows and the inputs of one stage, where a gradient
-would be lost: the parameters, and the stages before, never get it.
+A layer may keep a tensor aside, in an attribute or through a hook that stores outputs. The user may
+add a loss of it, and the layer may use it again, for another micro-batch or mini-batch. Its graph
+ends in the shadows and the inputs of one stage, where a gradient would be lost: the parameters, and
+the stages before, never get it.
 
 Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
 those that outlive their mini-batch belong to one, and get a hook that raises. A gradient that
@@ -12,13 +13,15 @@ arrives earlier is found in the leaf.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Shadows, add_note
+from lightning_gpipe.core.run.kept_aside import names_of_kept
 from lightning_gpipe.core.run.stage import Stage
 
 
@@ -27,25 +30,20 @@ class Asides:
 
     Args:
         stage: The stage.
+        shadows: The shadows of its parameters.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, shadows: Shadows) -> None:
         self._stage = stage
         self._inputs: list[weakref.ref[Tensor]] = []
-        self._shadows: list[tuple[weakref.ref[Tensor], nn.Parameter]] = []
-
-    def watch_inputs(self, leaves: Iterable[Any]) -> None:
-        """Watch those of ``leaves`` that require a gradient."""
-        self._inputs += [
-            weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
-        ]
-
-    def watch_shadows(self, shadows: Shadows) -> None:
-        """Watch the shadows of parameters."""
-        self._shadows += [
+        self._shadows = [
             (weakref.ref(shadows.shadow_of(parameter)), parameter)
             for parameter in shadows.parameters
         ]
+
+    def watch_inputs(self, leaves: Iterable[Any]) -> None:
+        """Watch the inputs of a micro-batch."""
+        self._inputs += [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
     def check(self) -> None:
         """Raise if a leaf has a gradient before the backward of the pipeline.
@@ -54,8 +52,7 @@ class Asides:
             RuntimeError: Names the leaf.
         """
         self.check_shadows()
-        if any(map(_has_gradient, self._inputs)):
-            _refuse(self._stage, None)
+        self.check_inputs(reference() for reference in self._inputs)
 
     def check_shadows(self) -> None:
         """Raise if a shadow has a gradient after the backward, which has taken all of them.
@@ -63,19 +60,101 @@ class Asides:
         Raises:
             RuntimeError: Names the parameter.
         """
-        for shadow, parameter in self._shadows:
+        for reference, parameter in self._shadows:
+            shadow = reference()
             if _has_gradient(shadow):
-                _refuse(self._stage, parameter)
+                _refuse(self._stage, parameter, shadow)
+
+    def check_inputs(self, leaves: Iterable[Any]) -> None:
+        """Raise if one of these inputs has a gradient that nobody will take.
+
+        Raises:
+            RuntimeError: Names the stage.
+        """
+        for leaf in leaves:
+            if _has_gradient(leaf):
+                _refuse(self._stage, None, leaf)
+
+    def check_captured(self, captured: Sequence[Tensor]) -> None:
+        """Raise if a leaf is among those that layers captured, whose gradients go to the caller.
+
+        Raises:
+            RuntimeError: Names the leaf.
+        """
+        ids = set(map(id, captured))
+        for reference, parameter in self._all():
+            leaf = reference()
+            if leaf is not None and id(leaf) in ids:
+                _refuse_use(self._stage, parameter, leaf)
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""
-        inputs: list[tuple[weakref.ref[Tensor], nn.Parameter | None]]
-        inputs = [(leaf, None) for leaf in self._inputs]
-        for reference, parameter in [*inputs, *self._shadows]:
+        for reference, parameter in self._all():
             leaf = reference()
-            if leaf is not None:
+            if leaf is not None and leaf.requires_grad:
                 refuse = partial(_refuse, self._stage, parameter)
                 leaf.register_post_accumulate_grad_hook(refuse)
+
+    def _all(self) -> list[tuple[weakref.ref[Any], nn.Parameter | None]]:
+        return [*((reference, None) for reference in self._inputs), *self._shadows]
+
+
+class _Forward(NamedTuple):
+    """A mini-batch whose backward has not run."""
+
+    minibatch: weakref.ref[Any]
+    asides: Sequence[Asides]
+
+
+class Unfinished:
+    """The leaves of the mini-batches of a pipeline whose backward has not run.
+
+    It never will if nothing refers to the mini-batch any more. A layer that uses a tensor of it
+    nevertheless would lose the gradient.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: list[_Forward] = []
+
+    def add(self, minibatch: object, asides: Sequence[Asides]) -> None:
+        """Add a mini-batch, after its forward."""
+        self._forwards.append(_Forward(weakref.ref(minibatch), asides))
+
+    def remove(self, minibatch: object) -> None:
+        """Remove one, before its backward."""
+        self._forwards = [each for each in self._forwards if each.minibatch() is not minibatch]
+
+    def settle(self) -> None:
+        """Let gradients raise that arrive, or have arrived, in mini-batches that are gone.
+
+        Raises:
+            RuntimeError: If one has arrived there, or in the latest mini-batch.
+        """
+        if not self._forwards:
+            return
+        forwards, latest = self._forwards, self._forwards[-1]
+        gone = [each for each in forwards if each.minibatch() is None]
+        self._forwards = [each for each in forwards[:-1] if each.minibatch() is not None]
+        for asides in chain.from_iterable(each.asides for each in gone):
+            asides.refuse_gradients()
+        checked = gone if latest.minibatch() is None else [*gone, latest]
+        for asides in chain.from_iterable(each.asides for each in checked):
+            asides.check()
+        if checked is not gone:
+            self._forwards.append(latest)
+
+    def check_captured(self, captured: Sequence[Tensor]) -> None:
+        """Raise if layers of a further mini-batch captured leaves of one of these.
+
+        Raises:
+            RuntimeError: Names the leaf.
+        """
+        if captured:
+            for asides in chain.from_iterable(each.asides for each in self._forwards):
+                asides.check_captured(captured)
+
+    def __reduce__(self) -> tuple[type[Unfinished], tuple[()]]:
+        return Unfinished, ()  # a copied pipeline has no mini-batches
 
 
 def explain_second_backward(error: RuntimeError) -> None:
@@ -87,19 +166,42 @@ def explain_second_backward(error: RuntimeError) -> None:
             "graph with the pipeline's output, and both are in the loss. Let the layer return it "
             "as a part of its output, or hand it out with loss_term(name, value). Or a layer uses "
             "a tensor without being given it, which did not require a gradient in the first "
-            "mini-batch: pass it with the input, marked by whole(tensor).",
+            "mini-batch: pass it with the input, marked by whole(tensor). Or a layer computes a "
+            "tensor from its parameters, keeps it, and uses it for several micro-batches, which it "
+            "did not do in the first ones: let it compute the tensor in each forward.",
         )
 
 
-def _has_gradient(reference: weakref.ref[Tensor]) -> bool:
-    leaf = reference()
-    return leaf is not None and leaf.grad is not None
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.grad is not None
 
 
-def _refuse(stage: Stage, parameter: nn.Parameter | None, *_: Tensor) -> NoReturn:
-    leaf = "the input of" if parameter is None else f"{stage.name_of(parameter)} in"
+def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor | None) -> NoReturn:
     raise RuntimeError(
-        f"a loss term must be handed out of its layer: got a gradient for {leaf} {stage} that did "
-        "not come through the pipeline's output, so it would be lost. In the layer write "
-        "loss_term(name, value), and collect_loss_terms() around its call."
+        "a tensor with a graph must be handed out of its layer: got a gradient for "
+        f"{_called(stage, parameter)} that does not come through the pipeline's output, so it "
+        f"would be lost.{_kept(stage, leaf)} If it is a loss term, write loss_term(name, value) in "
+        "the layer, and collect_loss_terms() around its call. If the layer uses it again in a "
+        f"later forward, {_INSTEAD}"
     )
+
+
+def _refuse_use(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a layer must not use a tensor with a graph that it computed from another micro-batch or "
+        f"in another mini-batch: got one computed from {_called(stage, parameter)}, whose gradient "
+        f"would be lost.{_kept(stage, leaf)} Instead, {_INSTEAD}"
+    )
+
+
+_INSTEAD = "compute it in each forward, or keep it without its graph: value.detach()."
+
+
+def _called(stage: Stage, parameter: nn.Parameter | None) -> str:
+    of = "the input of" if parameter is None else f"{stage.name_of(parameter)} in"
+    return f"{of} {stage}"
+
+
+def _kept(stage: Stage, leaf: Tensor | None) -> str:
+    names = [] if leaf is None else names_of_kept(stage, leaf)
+    return f" Such tensors are kept in {', '.join(names)}." if names else ""

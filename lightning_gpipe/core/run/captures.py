@@ -16,7 +16,16 @@ from torch import Tensor
 from lightning_gpipe.core.faithful import Behavior
 from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import Root, gradients_of, leaves_behind, run_backward
+from lightning_gpipe.core.run.roots import (
+    Root,
+    gradients_of,
+    leaves_behind,
+    revisits,
+    root_of,
+    run_backward,
+)
+
+_SEARCHES = 2  # the second, for what the first left
 
 
 class Captures:
@@ -31,17 +40,30 @@ class Captures:
         self._any = False
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
 
-    def record(self, behavior: Behavior, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def record(
+        self, behavior: Behavior, inputs: Sequence[Any], outputs: Sequence[Any], since: int
+    ) -> None:
         """Record which leaves take part in a micro-batch, and whether any was captured.
+
+        Args:
+            behavior: The layers' behavior.
+            inputs: The inputs.
+            outputs: The outputs.
+            since: The time before the layers ran.
 
         Raises:
             RuntimeError: If a captured tensor has a hook.
         """
-        search = behavior.captures is not False
+        search = behavior.captures or behavior.searches < _SEARCHES
         found = self._participation.record(outputs, inputs, captures=search)
-        self._any |= bool(found)
-        if search and not behavior.captures:
-            behavior.captures = bool(found)
+        if not search:
+            return
+        # Of what a layer computes from its parameters, keeps, and uses for the next micro-batches
+        # too, the graph is needed for each of them, as the plain module needs it for all rows.
+        any_captured = bool(found) or revisits(map(root_of, outputs), since)
+        self._any |= any_captured
+        behavior.searches += 1
+        behavior.captures |= any_captured
         for leaf in filter(self._participation.foreign, found):
             if leaf._backward_hooks:
                 raise RuntimeError(
@@ -68,6 +90,8 @@ class Captures:
             if self._participation.captured(leaf):
                 _, before = self._gradients.get(id(leaf), (leaf, None))
                 self._gradients[id(leaf)] = leaf, _sum(before, gradient)
+            elif leaf._post_accumulate_grad_hooks:  # such as those that refuse a gradient
+                run_backward([root_of(leaf)], [gradient])
             else:
                 leaf.grad = _sum(leaf.grad, gradient)
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
 from lightning_gpipe.core.plan import Layout, Program, Schedule
-from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.asides import Unfinished
 from lightning_gpipe.core.run.autograd import attach
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.library_draws import LibraryDraws
@@ -49,7 +49,7 @@ class Engine:
             Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in range(layout.n)
         )
         self.timeline: Timeline | None = None
-        self._asides: list[Asides] = []  # of the latest mini-batch, if its backward has not run
+        self._unfinished = Unfinished()
         self._draws = Draws(layout.devices)
         self._library_draws = LibraryDraws()
         self._side_channels = SideChannels(self.stages)
@@ -91,7 +91,8 @@ class Engine:
             For each micro-batch its output, and the loss terms of its layers in their order; both
             in the caller's graph.
         """
-        self._check_asides()
+        with self._transport.exclusive():  # in another thread's backward gradients are on the way
+            self._unfinished.settle()
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -101,22 +102,16 @@ class Engine:
             draws=self._draws,
             terms=terms,
             library_draws=self._library_draws,
+            unfinished=self._unfinished,
         )
         shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
         self._side_channels.end(shared)
-        self.timeline, self._asides = minibatch.timeline, minibatch.asides
+        self.timeline = minibatch.timeline
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return minibatch.caller.split(outputs)
-
-    def _check_asides(self) -> None:
-        """Raise if gradients arrived in the latest mini-batch that no backward will take."""
-        with self._transport.exclusive():  # in another thread's backward gradients are on the way
-            asides, self._asides = self._asides, []
-            for each in asides:
-                each.check()
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -150,4 +145,4 @@ class Engine:
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "timeline": None, "_observers": OrderedDict(), "_asides": []}
+        return {**self.__dict__, "timeline": None, "_observers": OrderedDict()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class Kept(NamedTuple):
         versions: The version counters of the inputs, likewise.
         terms: The number of the leaves of its loss terms, likewise.
         sizes: The number of the leaves of each way on which it leaves; only if there are several.
+        former: If it was recomputed: the inputs of its first forward, in whose graph nothing may
+            run backward.
     """
 
     inputs: FlatTree
@@ -29,6 +32,7 @@ class Kept(NamedTuple):
     versions: tuple[int, ...] = ()
     terms: int = 0
     sizes: tuple[int, ...] = ()
+    former: Sequence[Any] = ()
 
     @classmethod
     def dropped(cls, inputs: FlatTree, saved: Saved | None, terms: int) -> Kept:

@@ -34,7 +34,7 @@ from lightning_gpipe.core.faithful import (
     on_engine_thread,
 )
 from lightning_gpipe.core.plan import Layout, Program, Schedule
-from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.asides import Asides, Unfinished
 from lightning_gpipe.core.run.caller import Caller, Sent
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
@@ -62,13 +62,13 @@ class MiniBatch:
         draws: Records whether the layers draw random numbers.
         terms: Whether to collect loss terms.
         library_draws: Records whether they do so from Python's or NumPy's generator.
+        unfinished: Mini-batches whose backward has not run; this one is added.
 
     Attributes:
         timeline: What ran when.
         caller: What the caller sends and gets.
         leaves: After forward, those that will have a gradient, each once: parameters, and those
             that layers captured from outside.
-        asides: Between forward and backward, what watches for other gradients on each stage.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class MiniBatch:
         transport: Transport,
         draws: Draws,
         library_draws: LibraryDraws,
+        unfinished: Unfinished,
         terms: bool = False,
     ) -> None:
         self._passes: list[StagePass] = []
@@ -91,6 +92,7 @@ class MiniBatch:
         self._transport = transport
         self._draws = draws
         self._library_draws = library_draws
+        self._unfinished = unfinished
         self._library: LibraryGenerators | None = None  # if their states must be saved
         self._context = Context.capture(layout.devices)
         self._streams = Streams.capture(layout.devices)
@@ -103,7 +105,6 @@ class MiniBatch:
         self.caller = Caller(layout.n, program, terms=terms)
         self._terms = terms
         self.leaves: list[Tensor] = []
-        self.asides: list[Asides] = []
 
     def forward(
         self, microbatches: Sequence[FlatTree], division: Callable[[], Division | None]
@@ -135,19 +136,20 @@ class MiniBatch:
                 self._flags, alone=alone, recomputed=self._recomputes
             )
             self._library = library.saved
-            outputs = self._draws.run(
-                self._flags,
-                partial(self._forward, microbatches, watches),
-                generators=generators,
-                snapshots=self._snapshots if self._context.grad else None,
-                modes=bool(self._context.modes),
-                recomputed=self._recomputes,
-            )
-            for each in self._passes:
-                each.finish_forward()
+            try:
+                outputs = self._draws.run(
+                    self._flags,
+                    partial(self._forward, microbatches, watches),
+                    generators=generators,
+                    snapshots=self._snapshots if self._context.grad else None,
+                    modes=bool(self._context.modes),
+                    recomputed=self._recomputes,
+                )
+                self._finish_forward()
+            except BaseException:
+                self._abandon_passes()
+                raise
             library.end()
-        self.asides = [each.asides for each in self._passes]
-        self.leaves = self._participation.leaves()
         return outputs
 
     def backward(self, output_gradients: Sequence[Gradients]) -> tuple[list[Gradients], Gradients]:
@@ -180,6 +182,20 @@ class MiniBatch:
             each.check_shadows()
         return input_gradients, gradients
 
+    def _finish_forward(self) -> None:
+        """Check what layers did in forward, and record whose gradients backward will compute."""
+        for each in self._passes:
+            each.finish_forward()
+        self.leaves = self._participation.leaves()
+        if self._context.grad:
+            self._unfinished.add(self, [each.asides for each in self._passes])
+            self._unfinished.check_captured(self._participation.foreign_leaves)
+
+    def _abandon_passes(self) -> None:
+        """Let a gradient raise that arrives in passes that will have no backward."""
+        for each in self._passes:
+            each.asides.refuse_gradients()
+
     def _forward(
         self,
         microbatches: Sequence[FlatTree],
@@ -193,6 +209,7 @@ class MiniBatch:
 
     def _begin(self, watches: Sequence[RowWatch | None], shared: SharedGenerators | None) -> None:
         """Make new passes, workers and a new timeline."""
+        self._abandon_passes()  # there are some if forward runs again, because layers draw
         context, schedule = self._context, self._schedule
         recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
         shadows = [
@@ -238,7 +255,8 @@ class MiniBatch:
 
     def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
         """Run the second phase; the exchange returned has the gradients of the inputs."""
-        self.asides.clear()  # the next forward need not check them: this backward does
+        self._unfinished.remove(self)  # this backward checks it
+        self._unfinished.settle()
         sent = self.caller.output_gradients(output_gradients)
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward

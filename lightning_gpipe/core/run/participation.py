@@ -8,7 +8,7 @@ A layer may also use a tensor that is neither its input nor a parameter of its s
 another network has computed, a learned code in a list. Autograd would write the gradients of such
 leaves itself, also under ``torch.autograd.grad``, and free the graph that all micro-batches share
 after the first of them. So the leaves behind it are further inputs of the pipeline's node. The
-first run of each call signature is searched for them, and later runs only if there were some.
+first runs of each call signature are searched for them, and later runs only if there were some.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ class Participation:
     def captured(self, leaf: Tensor) -> bool:
         """Whether ``leaf`` was captured from outside."""
         return id(leaf) in self._captured
+
+    @property
+    def foreign_leaves(self) -> list[Tensor]:
+        """Those that were captured and are no parameters of the pipeline."""
+        return [leaf for leaf in self._captured.values() if self.foreign(leaf)]
 
     def foreign(self, leaf: Tensor) -> bool:
         """Whether ``leaf`` is no parameter of the pipeline, used by a stage that has not got it."""

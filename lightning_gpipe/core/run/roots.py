@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,29 @@ def gradients_of(
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
     """The leaves that backward from ``roots`` would reach."""
+    return _behind(roots)[0]
+
+
+# The time by which autograd orders the nodes that the calling thread makes.
+now: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def revisits(roots: Iterable[Root | None], since: int) -> bool:
+    """Whether backward from ``roots`` would need what a node saved before a time of :func:`now`.
+
+    Nodes without saved tensors do not count, such as those of the weights that autocast has cast.
+    """
+    return any(node._sequence_nr() < since and _saves(node) for node in _behind(roots)[1])
+
+
+def _saves(node: Any) -> bool:
+    return any(name.startswith("_raw_saved") for name in dir(node))
+
+
+def _behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
+    """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients."""
     found: list[Tensor] = []
+    nodes: list[Any] = []
     waiting = []
     for root in roots:
         if isinstance(root, Tensor) and root.grad_fn is None:
@@ -74,10 +96,12 @@ def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
         node = waiting.pop()
         if hasattr(node, "variable"):
             found.append(node.variable)
+        else:
+            nodes.append(node)
         new = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= new
         waiting += new
-    return found
+    return found, nodes
 
 
 def _node_of(root: Root) -> Any:

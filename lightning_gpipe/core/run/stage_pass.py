@@ -47,7 +47,7 @@ from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
 from lightning_gpipe.core.run.kept import Kept
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import root_of
+from lightning_gpipe.core.run.roots import now, root_of
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.work import Work
@@ -107,7 +107,7 @@ class StagePass:
         self._flags = stage.training_flags
         self._microbatches: dict[int, Kept] = {}
         self._captures = Captures(participation)
-        self.asides = Asides(stage)
+        self.asides = Asides(stage, shadows)
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
@@ -126,18 +126,22 @@ class StagePass:
         if not self._context.grad:
             outputs, self._terms[i] = self._run(i, inputs, first=True)
             return outputs
+        since = now()
+        self.asides.watch_inputs(inputs.leaves)
         if i in self._recomputed:
             self.randomness.save(i)
             behavior = self._behavior(inputs)
             before = self.stage.state.before(behavior)
             with self._context.dropping():
                 outputs, terms = self._run(i, inputs, first=True)
-            saved = self.stage.state.after(behavior, before)
             if self.stage.last:
                 outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
-            kept = Kept.dropped(inputs, saved, len(terms.leaves))  # its sizes come with its roots
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            if needed:
+                self._captures.record(behavior, inputs.leaves, leaves, since)
+            saved = self.stage.state.after(behavior, before)
+            kept = Kept.dropped(inputs, saved, len(terms.leaves))  # its sizes come with its roots
         else:
             with self._context.saving():
                 outputs, terms = self._run(i, inputs, first=True)
@@ -145,10 +149,10 @@ class StagePass:
             roots = [root_of(leaf) for leaf in leaves]
             kept = Kept(inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ())
             needed = bool([root for root in roots if root is not None])
+            if needed:
+                self._captures.record(self._behavior(inputs), inputs.leaves, leaves, since)
         if needed:
             self._microbatches[i] = kept
-            self._captures.record(self._behavior(inputs), inputs.leaves, leaves)
-            self.asides.watch_inputs(inputs.leaves)
         if self.terms:
             self._terms[i] = terms.detached()
         return sent(outputs, self.stage.partition.index, self.work.leaving)
@@ -183,6 +187,8 @@ class StagePass:
             roots = []
         with self.randomness.drawing_in_backward(i):
             self._captures.run_backward(roots, gradients.leaves)
+        if kept.former:
+            self.asides.check_inputs(kept.former)
         return FlatTree(gradients_in(leaves), kept.inputs.spec)
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
@@ -202,7 +208,6 @@ class StagePass:
         """
         check_hooks(self.stage, self.shadows)
         check_edits(self.stage, self.shadows)
-        self.asides.watch_shadows(self.shadows)
         if self._watch is not None:
             self._watch.close()
         self.shadows.record_versions()
@@ -216,7 +221,7 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        inputs = self._microbatches[i].inputs
+        former = inputs = self._microbatches[i].inputs
         with together([*self._as_in_forward(), self._context.saving()]):
             inputs = inputs.detached()  # without hooks that layers registered on them in forward
             outputs, terms = self._run(i, inputs, first=False)
@@ -228,9 +233,8 @@ class StagePass:
         leaves = [*outputs.leaves, *terms.leaves]
         self.asides.watch_inputs(inputs.leaves)
         roots = [root_of(leaf) for leaf in leaves]
-        self._microbatches[i] = Kept(
-            inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ()
-        )
+        sizes = self._sizes(outputs, terms) if self._routed else ()
+        self._microbatches[i] = Kept(inputs, roots, sizes=sizes, former=former.leaves)
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.run.roots import gradients_of, leaves_behind, root_of, run_backward
+from lightning_gpipe.core.run.roots import (
+    gradients_of,
+    leaves_behind,
+    now,
+    revisits,
+    root_of,
+    run_backward,
+)
 
 
 class Double(torch.autograd.Function):
@@ -68,3 +75,24 @@ def test_gradients_that_are_not_accumulated_and_leave_the_graph() -> None:
         torch.testing.assert_close((dx, dy), (y.detach(), x.detach()))
     assert x.grad is None
     assert gradients_of([x], [root_of(product)], [None]) == [None]
+
+
+@pytest.mark.parametrize(
+    "function, saves",
+    [
+        (lambda x: x.exp(), True),
+        (lambda x: x[torch.tensor([0])], True),
+        (Double.apply, True),  # a node that is written in Python may
+        (lambda x: x.half(), False),
+        (lambda x: x.view(1, 2), False),
+    ],
+)
+def test_nodes_that_saved_something_earlier(function: Any, saves: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = now()
+    y = function(x)
+    after = now()
+    root = root_of(y + x)
+
+    assert not revisits([root, root_of(x), None], before)
+    assert revisits([None, root], after) == saves
