@@ -29,6 +29,7 @@ from lightning_gpipe.core.verify import verify
 from lightning_gpipe.strategy import GPipeStrategy
 
 _ROWS = 4  # in the input of a step
+_INPUT = "sizes of a row of input, as 3,64,64; with spaces between those of several arguments"
 _OF_ONE_STEP = {
     "accelerator": "cpu",
     "fast_dev_run": "true",
@@ -51,7 +52,7 @@ def check(arguments: Sequence[str]) -> int:
             _check_configuration(arguments)
         else:
             _check_model(_parser().parse_args(list(arguments)))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever the user's model raises stands in the way
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
         return 1
     return 0
@@ -82,7 +83,7 @@ def _parser() -> ArgumentParser:
         help="as of GPipe",
     )
     parser.add_argument("--stages", type=int, default=2, help="how many, if the balance leaves it")
-    parser.add_argument("--input", type=str | None, help="sizes of a row of input, as 3,64,64")
+    parser.add_argument("--input", type=str | None, help=_INPUT)
     parser.add_argument("--below", type=int | None, help="the input is integers below this one")
     return parser
 
@@ -99,8 +100,9 @@ def _check_model(options: Namespace) -> None:
         if options.input is None:
             print("It was not run. Give --input, the sizes of a row, to compare a step.")
             return
+        inputs = [_input(sizes, options.below) for sizes in options.input.split()]
         for training in (True, False):
-            parity = verify(pipeline.train(training), _input(options.input, options.below))
+            parity = verify(pipeline.train(training), *inputs)
             print(f"in {'training' if training else 'evaluation'}, {parity}")
             parity.check()
 

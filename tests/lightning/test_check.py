@@ -92,6 +92,44 @@ def test_what_stands_in_the_way_of_a_trace(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"across the rows .*test_check.py:\d+ computes mean along dim 0", found)
 
 
+TRANSFORMER = ["torch.nn.Transformer", "--stages=2"]
+SMALL = '--init={"d_model": 8, "nhead": 2, "dim_feedforward": 8, "dropout": 0, "batch_first": %s}'
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+def test_model_of_two_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    small = SMALL % "true"
+
+    assert check([*TRANSFORMER, small, "--module=decoder.layers", "--input=5,8 3,8"]) == 0
+
+    *_, training, evaluation = capsys.readouterr().out.splitlines()
+    assert training.startswith("in training, verified: ")
+    assert evaluation.startswith("in evaluation, verified: ")
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize(
+    "batch_first, given, message",
+    [
+        ("true", "--input=5,8", "TypeError: .*missing 1 required positional argument: 'tgt'"),
+        ("false", "--input=5,8 5,8", "Doubt: it must be clear .*: got memory of shape"),
+        ("true", "--input=5,9 3,9", "RuntimeError: .*must be equal to d_model"),
+    ],
+)
+def test_last_line_says_what_stands_in_the_way(
+    capsys: pytest.CaptureFixture[str], batch_first: str, given: str, message: str
+) -> None:
+    assert check([*TRANSFORMER, SMALL % batch_first, given]) == 1
+
+    assert re.match(message, capsys.readouterr().out.splitlines()[-1])
+
+
+def test_error_of_any_type_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(["torch.nn.Transformer", "--init.nhead=7"]) == 1
+
+    assert "AssertionError: embed_dim must be divisible by num_heads" in capsys.readouterr().out
+
+
 def test_what_stands_in_the_way_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     code = check([f"{HERE}.Blocks", "--init.last=3", "--module=blocks", "--input=5", "--below=11"])
 

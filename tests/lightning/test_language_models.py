@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.cli import main
-from tests.support.language_models import LanguageModel, Looped, Text
+from lightning_gpipe.pretrained import parameters_on_meta
+from tests.support.language_models import NETWORKS, LanguageModel, Looped, Text
 from tests.support.lightning_modules import trainer, weights
 
 PATHS: dict[str, Any] = {
@@ -31,7 +32,7 @@ every_kind = pytest.mark.parametrize("kind", [*KINDS, "llama"])
 
 @pytest.fixture(autouse=True)
 def _needs_transformers(request: pytest.FixtureRequest) -> None:
-    if "llama" in request.node.name:
+    if "llama" in request.node.name or "t5" in request.node.name:
         pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
 
 
@@ -72,6 +73,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"build": Twice},
     {"precision": "bf16-mixed", "tolerance": 3e-2},
     {"precision": "bf16-true", "tolerance": 6e-2},
+    {"precision": "16-true", "tolerance": 1e-2},
 ]
 FEW: dict[str, Any] = {"build": Twice, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
 
@@ -150,6 +152,18 @@ def test_generation_in_validation_of_a_llama(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("balance", [[[1, 2], [3, 1]], "parameters"], ids=str)
+def test_fit_of_both_stacks_of_a_t5(tmp_path: Path, balance: Any) -> None:
+    plain = fitted(tmp_path, "t5", max_epochs=1)
+    stacks = GPipeStrategy(
+        balance, 3, module=["net.encoder.block", "net.decoder.block"], verify=True
+    )
+
+    piped = fitted(tmp_path, "t5", stacks, max_epochs=1)
+
+    same(piped, plain)
+
+
 class Late(LanguageModel):
     """Builds the model in configure_model, on the meta device."""
 
@@ -159,25 +173,30 @@ class Late(LanguageModel):
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = Looped().double()
+            # A Llama computes buffers that no checkpoint has.
+            llama = self.hparams["kind"] == "llama"
+            with parameters_on_meta() if llama else torch.device("meta"):
+                self.net = NETWORKS[self.hparams["kind"]]().double()
 
 
-def test_model_built_on_meta_gets_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
-    begun = fitted(tmp_path, "looped", max_epochs=1)
+@every_kind
+def test_model_built_on_meta_gets_the_weights_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    begun = fitted(tmp_path, kind, max_epochs=1)
     path = tmp_path / "first.ckpt"
     begun.save_checkpoint(path)
-    plain = fitted(tmp_path, "looped")
+    plain = fitted(tmp_path, kind)
 
-    piped = fitted(tmp_path, "looped", strategy("looped"), build=Late, ckpt_path=path)
+    piped = fitted(tmp_path, kind, strategy(kind), build=Late, ckpt_path=path)
 
     same(piped, plain)
-    model: Any = piped.lightning_module
-    assert model.net.head.weight is model.net.embedding.weight
+    models: list[Any] = [made.lightning_module for made in (piped, plain)]
+    one, other = ([*dict(each.named_parameters())] for each in models)
+    assert one == other, "what was tied is tied"
 
 
-def test_model_built_on_meta_is_initialised(tmp_path: Path) -> None:
-    piped = fitted(tmp_path, "looped", strategy("looped"), build=Late, max_epochs=1)
+@pytest.mark.parametrize("kind", ["looped", "traced"])
+def test_model_built_on_meta_is_initialised(tmp_path: Path, kind: str) -> None:
+    piped = fitted(tmp_path, kind, strategy(kind), build=Late, max_epochs=1)
 
     assert all(tensor.isfinite().all() for tensor in weights(piped).values())
 

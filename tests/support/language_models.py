@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -84,16 +85,44 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def t5() -> nn.Module:
+    """A T5 of transformers with a few thousand parameters and no dropout."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformers import T5Config, T5ForConditionalGeneration
+    config = T5Config(
+        vocab_size=TOKENS,
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=3,
+        num_decoder_layers=4,
+        num_heads=2,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "looped": Looped,
+    "traced": Traced,
+    "llama": llama,
+    "t5": t5,
+}
+
+
 class LanguageModel(L.LightningModule):
     """A language model, its loss, and what it would say."""
 
     def __init__(self, kind: str = "looped") -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = {"looped": Looped, "traced": Traced, "llama": llama}[kind]().double()
+        self.net = NETWORKS[kind]().double()
 
     def loss(self, ids: Tensor) -> Tensor:
-        if self.hparams["kind"] == "llama":
+        if self.hparams["kind"] in ("llama", "t5"):
             return self.net(input_ids=ids, labels=ids).loss
         return F.cross_entropy(self.net(ids)[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 

@@ -1,4 +1,4 @@
-"""Grad mode and autocast as a forward sets them around some of its calls.
+"""Grad mode, autocast and the default device as a forward sets them around some of its calls.
 
 ``with torch.no_grad():`` in a forward leaves no trace in a graph. So each recorded call is compared
 with the state in which the forward began, and runs under its own where that differs. Settings of
@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx.proxy import TraceError
+from torch.utils._device import DeviceContext
 
 _DEVICES = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
-    """Grad mode, and what autocast does on each kind of device."""
+    """Grad mode, what autocast does on each kind of device, and the default device."""
 
     grad: bool
     autocast: tuple[tuple[bool, torch.dtype], ...]
+    device: torch.device | None
 
     @classmethod
     def now(cls) -> Modes:
@@ -32,6 +34,7 @@ class Modes(NamedTuple):
                 (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each))
                 for each in _DEVICES
             ),
+            next((each.device for each in reversed(_stack()) if _is_device(each)), None),
         )
 
     @contextmanager
@@ -44,6 +47,8 @@ class Modes(NamedTuple):
                 if mine != other:
                     enabled, dtype = mine
                     stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            if self.device is not None and self.device != outer.device:
+                stack.enter_context(self.device)
             yield
 
 
@@ -79,6 +84,19 @@ def check_settings(before: Mapping[str, Any]) -> None:
     for name, value in settings().items():
         if name in before and before[name] != value:
             raise TraceError(f"it changes what {name} sets, which no stage would know of")
+
+
+def function_modes() -> int:
+    """How many function modes the thread is in, besides that of ``with torch.device(...)``."""
+    return sum(not _is_device(each) for each in _stack())
+
+
+def _stack() -> list[Any]:
+    return [torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack())]
+
+
+def _is_device(mode: Any) -> bool:
+    return isinstance(mode, DeviceContext)
 
 
 class Under:

@@ -14,7 +14,12 @@ from typing_extensions import override
 
 from lightning_gpipe.core.frontends.traced.calls import Given
 from lightning_gpipe.core.frontends.traced.lines import checkpointed_line, current_line
-from lightning_gpipe.core.frontends.traced.modes import Modes, check_settings, settings
+from lightning_gpipe.core.frontends.traced.modes import (
+    Modes,
+    check_settings,
+    function_modes,
+    settings,
+)
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
 from lightning_gpipe.core.frontends.traced.values import Kind, kind_of
 from lightning_gpipe.core.frontends.traced.watching import (
@@ -81,6 +86,7 @@ class Tracer(fx.Tracer):
         self._forward: Callable[..., list[Any]] = list
         self._inputs: Sequence[Given] = ()
         self._settings: dict[str, Any] = {}
+        self._function_modes = 0
 
     def record(
         self,
@@ -98,6 +104,7 @@ class Tracer(fx.Tracer):
         self._forward, self._inputs = forward, inputs
         self._settings = settings()
         with same_randomness(), Recording(self), any_arguments(self), functions_whole(self):
+            self._function_modes = function_modes()
             return self.trace(root)
 
     def held(self, node: fx.Node) -> Tensor | None:
@@ -166,12 +173,20 @@ class Tracer(fx.Tracer):
             return forward(*args, **kwargs)  # such as layers[1:], of an nn.Sequential
         with self._inside(self._paths[m]):
             if m in self._layers or is_layer(m):
+                self._check_function_modes()
                 return self.create_proxy("call_module", self._paths[m], args, kwargs)
             try:
                 return forward(*args, **kwargs)
             except Exception:
                 self.failed = self.failed or m
                 raise
+
+    def _check_function_modes(self) -> None:
+        if function_modes() > self._function_modes:
+            raise TraceError(
+                "it calls a layer in a TorchFunctionMode, which no stage would know of: enter the "
+                "mode around the whole model, or within the layer"
+            )
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[None]:

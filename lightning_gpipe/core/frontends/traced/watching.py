@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,13 +53,15 @@ class Recording(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Collection[type],
+        types: tuple[type, ...],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if any(issubclass(each, Proxy) for each in types):
-            return func(*args, **kwargs)
+        symbolic = next((each for each in types if issubclass(each, Proxy)), None)
+        if symbolic is not None:
+            # Function modes of the caller are entered when the call runs, and not now as well.
+            return symbolic.__torch_function__(func, types, args, kwargs)
         if func in self._random:
             raise TraceError(_DRAWN)
         if func in self._factories and is_users(sys._getframe(1).f_code.co_filename):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import whole
@@ -26,6 +27,13 @@ WIDTH = 4
 def rows(count: int = 7, *more: int) -> Tensor:
     shape = (count, *more, WIDTH)
     return torch.linspace(-1, 1, torch.Size(shape).numel(), dtype=torch.float64).view(shape).sin()
+
+
+class OtherRelu(TorchFunctionMode):
+    """Makes torch.relu another function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 2 * torch.tanh(*args) if func is torch.relu else func(*args, **(kwargs or {}))
 
 
 class Model(nn.Module):
@@ -377,3 +385,64 @@ def test_arguments_that_are_known_at_the_call_only(tracing: Tracing) -> None:
     batch = {"x": rows(), "y": rows()}
 
     torch.testing.assert_close(tracing(plain, 4)(batch), plain(batch))
+
+
+def with_a_device(model: Model, x: Tensor) -> Tensor:
+    y = model.a(x)
+    with torch.device("cpu"):
+        y = model.b(y + torch.arange(WIDTH))
+        return y * torch.ones(WIDTH, dtype=y.dtype)
+
+
+def with_another_function(model: Model, x: Tensor) -> Tensor:
+    y = model.a(x)
+    with OtherRelu():
+        y = torch.relu(y)
+    return torch.relu(model.b(y) + torch.relu(y))
+
+
+@every_mode
+@pytest.mark.parametrize("run", [with_a_device, with_another_function])
+def test_function_modes_in_forward(tracing: Tracing, run: Any) -> None:
+    assert_same_run(tracing(Model(run)), Model(run), rows())
+
+
+@pytest.mark.parametrize("mode", ["always"])
+@pytest.mark.parametrize("threads", [True])
+def test_forward_that_is_first_called_in_a_function_mode(tracing: Tracing) -> None:
+    plain = Model(lambda model, x: torch.relu(model.b(torch.relu(model.a(x)))))
+    with OtherRelu():
+        model = tracing(plain)
+        found, expected = model(rows()), plain(rows())
+
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(model(rows()), plain(rows()))
+
+
+@every_mode
+def test_layer_called_with_a_default_device_runs_with_it(tracing: Tracing) -> None:
+    def run(model: Model, x: Tensor) -> Tensor:
+        y = model.a(x)
+        with torch.device("meta"):
+            y = model.b(y)
+        return model.c(y)
+
+    piped, seen = tracing(Model(run)), set()
+    for name in "abc":
+
+        def hook(*_: Any, name: str = name) -> None:
+            seen.add((name, str(torch.get_default_device())))
+
+        piped.get_submodule(name).register_forward_hook(hook)
+    piped(rows()).sum().backward()
+
+    assert seen == {("a", "cpu"), ("b", "meta"), ("c", "cpu")}
+
+
+def test_layer_called_in_a_function_mode_is_refused(tracing: Tracing) -> None:
+    def run(model: Model, x: Tensor) -> Tensor:
+        with OtherRelu():
+            return model.b(model.a(x))
+
+    with pytest.raises(TypeError, match=r"calls a layer in a TorchFunctionMode.*forwards.py:\d+"):
+        tracing(Model(run))(rows())
