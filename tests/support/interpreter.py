@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_gpipe.core.data import Rows
-from lightning_gpipe.core.plan import Program, Value
+from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.plan.route import Route
 
 
@@ -39,24 +39,23 @@ class Interpreter:
 def run_once(program: Program, values: Sequence[Any]) -> list[Any]:
     """Run a program on one micro-batch."""
     inputs = dict(zip(program.inputs, values, strict=True))
-    flying: dict[Route, Any] = {route: inputs[number(route)] for route in program.given}
+    flying: dict[Route, Any] = {
+        route: [inputs[number] for number in route.numbers] for route in program.given
+    }
     handed = {key: inputs[key] for key in program.first}
-    outputs: dict[int, Any] = {}
     for part in program.parts:
         assert set(handed) == set(part.takes)
         known = dict(handed)
-        known |= {number(route): flying.pop(route) for route in part.arriving}
+        for route in part.arriving:
+            known |= zip(route.numbers, flying.pop(route), strict=True)
         for step, dropped in zip(part.steps, part.drops, strict=True):
             known[step.value] = step(known)
             for key in dropped:
                 del known[key]
-        flying |= {route: known[number(route)] for route in part.leaving}
+        flying |= {route: [known[number] for number in route.numbers] for route in part.leaving}
         handed = {key: known[key] for key in part.gives}
-    outputs = handed | {number(route): flying.pop(route) for route in program.returned}
+    outputs = handed
+    for route in program.returned:
+        outputs |= zip(route.numbers, flying.pop(route), strict=True)
     assert not flying
     return [outputs[key] for key in program.outputs]
-
-
-def number(route: Route) -> int:
-    assert isinstance(route.name, Value)
-    return route.name.number

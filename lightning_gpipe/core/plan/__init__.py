@@ -50,7 +50,7 @@ from lightning_gpipe.core.plan.recompute import (
     check_activation_checkpointing,
     count_recomputed,
 )
-from lightning_gpipe.core.plan.route import Route, RouteName, SkipName, Value
+from lightning_gpipe.core.plan.route import Route, RouteName, SkipName, Value, Values
 from lightning_gpipe.core.plan.schedule import Loss, Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
@@ -88,6 +88,7 @@ __all__ = [
     "StageCosts",
     "Step",
     "Value",
+    "Values",
     "balance_by_parameters",
     "check_activation_checkpointing",
     "check_around",

@@ -6,7 +6,7 @@ written as a function, whose local variables are the values, each step in a line
 
     def run(takes, arriving):
         [v0] = takes
-        [v1] = arriving
+        [[v1]] = arriving
         v2 = r0(v0, mask=v1); del v0
         v3 = r1(v2, (v1, c1), mask=v1); del v1, v2
         return [v3], []
@@ -24,6 +24,10 @@ from typing import Any
 from lightning_gpipe.core.plan.route import Value
 from lightning_gpipe.core.plan.step import Step, values_in
 
+# Called with the values that come with the micro-batch and those of each route that arrives;
+# returns those that go on with it and those of each route that leaves.
+Call = Callable[[Sequence[Any], Sequence[Sequence[Any]]], tuple[list[Any], list[list[Any]]]]
+
 _FIRST = 4  # the line of the first step
 
 
@@ -33,8 +37,11 @@ class Function:
     Args:
         steps: The steps.
         drops: For each step, the values that nothing needs after it.
-        takes, arriving: The numbers of the values that they are given, in two lists.
-        gives, leaving: Those of the values that they return, in two lists.
+        takes, gives: The numbers of the values that come and go with the micro-batch.
+        arriving, leaving: For each route, those of the values that it carries.
+
+    Attributes:
+        call: Calls the steps.
     """
 
     def __init__(
@@ -43,35 +50,30 @@ class Function:
         drops: Sequence[Sequence[int]],
         *,
         takes: Iterable[int],
-        arriving: Iterable[int],
+        arriving: Iterable[Iterable[int]],
         gives: Iterable[int],
-        leaving: Iterable[int],
+        leaving: Iterable[Iterable[int]],
     ) -> None:
         self._steps = steps
         names: dict[str, Any] = {}
         lines = [
             "def run(takes, arriving):",
             f"    {_list(takes)} = takes",
-            f"    {_list(arriving)} = arriving",
+            f"    {_lists(arriving)} = arriving",
         ]
         for k, (step, dropped) in enumerate(zip(steps, drops, strict=True)):
             lines.append(f"    v{step.value} = {_call(k, step, names)}")
             if dropped:
                 lines[-1] += f"; del {', '.join(f'v{number}' for number in dropped)}"
-        lines.append(f"    return {_list(gives)}, {_list(leaving)}")
+        lines.append(f"    return {_list(gives)}, {_lists(leaving)}")
         exec("\n".join(lines), names)
-        self._run: Callable[[Any, Any], tuple[list[Any], list[Any]]] = names["run"]
-
-    def __call__(
-        self, takes: Sequence[Any], arriving: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        """Call the steps."""
-        return self._run(takes, arriving)
+        self.call: Call = names["run"]
+        self._code = names["run"].__code__
 
     def step_of(self, error: BaseException) -> Step | None:
         """The step that raised an error."""
         found = error.__traceback__
-        while found is not None and found.tb_frame.f_code is not self._run.__code__:
+        while found is not None and found.tb_frame.f_code is not self._code:
             found = found.tb_next
         k = -1 if found is None else found.tb_lineno - _FIRST
         return self._steps[k] if 0 <= k < len(self._steps) else None
@@ -79,6 +81,10 @@ class Function:
 
 def _list(numbers: Iterable[int]) -> str:
     return f"[{', '.join(f'v{number}' for number in numbers)}]"
+
+
+def _lists(numbers: Iterable[Iterable[int]]) -> str:
+    return f"[{', '.join(map(_list, numbers))}]"
 
 
 def _call(k: int, step: Step, names: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ made. Every step belongs to a stage, and none needs a value of a later stage::
 
 From this follows what travels. A value goes to the next stage with the micro-batch: here %3. To any
 other stage, and between the caller and the middle of the pipeline, it goes straight, by a route, as
-a skip tensor does: here %1 to stage 1. A stage drops a value after the last step that needs it.
+a skip tensor does: here %1 to stage 1. All values from one place to another one go by one route. A
+stage drops a value after the last step that needs it.
 
 The program of one mini-batch may differ from that of the next, so it is given with the mini-batch.
 """
@@ -21,13 +22,12 @@ The program of one mini-batch may differ from that of the next, so it is given w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 from lightning_gpipe.core.plan.function import Function
-from lightning_gpipe.core.plan.route import Route, Value
+from lightning_gpipe.core.plan.route import Route, Values
 from lightning_gpipe.core.plan.step import Step
 
 CALLER = -1  # in the place of a stage: where inputs come from
@@ -44,7 +44,6 @@ class Part:
         arriving: The routes of values from other places than the previous stage.
         leaving: The routes of values to other places than the next stage.
         drops: For each step, the values that nothing needs after it.
-        uses: Counts the mini-batches that use it.
     """
 
     steps: tuple[Step, ...]
@@ -53,7 +52,6 @@ class Part:
     arriving: tuple[Route, ...]
     leaving: tuple[Route, ...]
     drops: tuple[tuple[int, ...], ...]
-    uses: Iterator[int] = field(default_factory=count)
 
     @cached_property
     def signature(self) -> tuple[Any, ...]:
@@ -68,9 +66,9 @@ class Part:
             self.steps,
             self.drops,
             takes=self.takes,
-            arriving=(route.number for route in self.arriving),
+            arriving=[route.numbers for route in self.arriving],
             gives=self.gives,
-            leaving=(route.number for route in self.leaving),
+            leaving=[route.numbers for route in self.leaving],
         )
 
 
@@ -99,7 +97,7 @@ class Program:
         self._steps = sorted(steps, key=lambda step: step.stage)  # stable: in order within a stage
         self._made = dict.fromkeys(self.inputs, CALLER) | {s.value: s.stage for s in steps}
         self._check()
-        self._used = self._uses()
+        self._ways = self._travels()
         self.parts = tuple(self._part(j) for j in range(n))
 
     @property
@@ -107,15 +105,15 @@ class Program:
         """The inputs that stage 0 needs: what a micro-batch is at first."""
         return self.parts[0].takes
 
-    @property
+    @cached_property
     def given(self) -> tuple[Route, ...]:
         """The routes of inputs to later stages."""
-        return tuple(r for part in self.parts for r in part.arriving if r.source == CALLER)
+        return tuple(self._routes((CALLER, j) for j in range(1, self.n)))
 
-    @property
+    @cached_property
     def returned(self) -> tuple[Route, ...]:
         """The routes of outputs that earlier stages than the last make."""
-        return tuple(r for part in self.parts for r in part.leaving if r.target == self.n)
+        return tuple(self._routes((j, self.n) for j in range(self.n - 1)))
 
     def title_of(self, number: int) -> str:
         """What errors call the step that makes a value."""
@@ -140,44 +138,34 @@ class Program:
         if given := sorted(set(self.outputs) & set(self.inputs)):
             raise ValueError(f"outputs must be made by steps: got %{given[0]}, an input.")
 
-    def _uses(self) -> dict[int, list[int]]:
-        """For each value the stages that need it, in order; n for the caller."""
+    def _travels(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """For each place and each later one that needs values made there, these values."""
         used: dict[int, set[int]] = {number: set() for number in self._made}
         for step in self._steps:
             for number in step.needs:
                 used[number].add(step.stage)
         for number in self.outputs:
             used[number].add(self.n)
-        return {number: sorted(stages) for number, stages in used.items()}
+        ways: dict[tuple[int, int], list[int]] = {}
+        for number, targets in used.items():
+            for target in targets - {self._made[number]}:
+                ways.setdefault((self._made[number], target), []).append(number)
+        return {way: tuple(numbers) for way, numbers in ways.items()}
 
     def _part(self, j: int) -> Part:
         steps = tuple(step for step in self._steps if step.stage == j)
-        takes = tuple(self._between(j - 1, j))
-        gives = tuple(self._between(j, j + 1)) if j < self.n - 1 else self._last_outputs()
-        arriving = tuple(
-            Route(Value(number), self._made[number], j)
-            for number, stages in self._used.items()
-            if j in stages and self._made[number] not in (j, j - 1)
-        )
-        leaving = tuple(
-            Route(Value(number), j, target)
-            for number, stages in self._used.items()
-            for target in stages
-            if self._made[number] == j and target not in (j, j + 1)
-        )
-        kept = {*gives, *(route.number for route in leaving)}
-        held = {*takes, *(route.number for route in arriving)}
+        takes, gives = self._ways.get((j - 1, j), ()), self._ways.get((j, j + 1), ())
+        arriving = tuple(self._routes((source, j) for source in range(CALLER, j - 1)))
+        leaving = tuple(self._routes((j, target) for target in range(j + 2, self.n + 1)))
+        held = {*takes, *(number for route in arriving for number in route.numbers)}
+        kept = {*gives, *(number for route in leaving for number in route.numbers)}
         return Part(steps, takes, gives, arriving, leaving, tuple(_drops(steps, held, kept)))
 
-    def _between(self, source: int, target: int) -> Iterator[int]:
-        """The values that go from a stage to the next one, or from the caller to the first."""
-        for number, stages in self._used.items():
-            if self._made[number] == source and target in stages:
-                yield number
-
-    def _last_outputs(self) -> tuple[int, ...]:
-        made_there = (number for number in self.outputs if self._made[number] == self.n - 1)
-        return tuple(dict.fromkeys(made_there))
+    def _routes(self, ways: Iterable[tuple[int, int]]) -> Iterator[Route]:
+        """The routes of those ways that values go."""
+        for way in ways:
+            if way in self._ways:
+                yield Route(Values(self._ways[way]), *way)
 
 
 def _drops(

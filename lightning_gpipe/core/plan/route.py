@@ -1,4 +1,4 @@
-"""The stage that sends a skip tensor, or a value of a program, and the stage that it is sent to."""
+"""The stage that sends a skip tensor, or values of a program, and the stage that gets them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ class Value(NamedTuple):
         return f"%{self.number}"
 
 
-RouteName = SkipName | Value
+class Values(NamedTuple):
+    """The values of a program that go the same way, in one tree."""
+
+    numbers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"%{number}" for number in self.numbers)
+
+
+RouteName = SkipName | Values
 
 
 class Route(NamedTuple):
@@ -42,10 +51,10 @@ class Route(NamedTuple):
     target: int
 
     @property
-    def number(self) -> int:
-        """That of the value that it carries."""
-        assert isinstance(self.name, Value), "a skip tensor has no number"
-        return self.name.number
+    def numbers(self) -> tuple[int, ...]:
+        """Those of the values that it carries."""
+        assert isinstance(self.name, Values), "a skip tensor has no number"
+        return self.name.numbers
 
     def __str__(self) -> str:
         return f"{self.name}: stage {self.source} -> {self.target}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,35 +21,50 @@ def sent(outputs: FlatTree, j: int, leaving: Sequence[Route]) -> FlatTree:
     """
     if not leaving:
         return outputs.detached()
-    trees = [each.detached() for each in parted(outputs)]  # one by one: each gets its gradient
-    return join(mark_shared(trees, [j + 1, *(route.target for route in leaving)]))
+    trees = parted(outputs)
+    shared = _shared(trees, [j + 1, *(route.target for route in leaving)])
+    # One by one: each gets its gradient.
+    return join([_marked(tree.detached(), tree, shared) for tree in trees])
 
 
-def mark_shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatTree]:
-    """The trees, with marks on the tensors whose memory goes to several targets.
+def handed(trees: Sequence[FlatTree], targets: Sequence[int]) -> list[FlatTree]:
+    """What the caller sends, with new objects for its tensors in each of the trees.
 
     Args:
-        trees: What is sent.
+        trees: What it sends.
         targets: The stage to which each of them is sent.
     """
-    memories = [[memory(leaf) for leaf in tree.leaves] for tree in trees]
-    targets_of: dict[int | None, set[int]] = {}
-    for found, target in zip(memories, targets, strict=True):
-        for each in found:
-            targets_of.setdefault(each, set()).add(target)
-    shared = {key for key, to in targets_of.items() if key is not None and len(to) > 1}
+    shared = _shared(trees, targets)
+    return [_marked(tree.aliased(), tree, shared) for tree in trees]
+
+
+def _shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> set[int]:
+    """The ids of the tensors whose memory goes to several targets."""
+    targets_of: dict[int, set[int]] = {}
+    memory_of: dict[int, int | None] = {}
+    for tree, target in zip(trees, targets, strict=True):
+        for leaf in tree.leaves:
+            key = id(leaf)
+            if key not in memory_of:
+                memory_of[key] = memory(leaf)
+            address = memory_of[key]
+            if address is not None:
+                targets_of.setdefault(address, set()).add(target)
+    several = {address for address, found in targets_of.items() if len(found) > 1}
+    return {key for key, address in memory_of.items() if address in several} if several else set()
+
+
+def _marked(new: FlatTree, old: FlatTree, shared: Collection[int]) -> FlatTree:
+    """A tree, with marks on those tensors that were shared before, each a new object."""
     if not shared:
-        return list(trees)
-    return [
-        FlatTree(
-            [
-                _marked(leaf) if each in shared else leaf
-                for leaf, each in zip(leaves, found, strict=True)
-            ],
-            spec,
-        )
-        for (leaves, spec), found in zip(trees, memories, strict=True)
-    ]
+        return new
+    leaves = list(new.leaves)
+    for k, leaf in enumerate(old.leaves):
+        if id(leaf) in shared:
+            if leaves[k] is leaf:
+                leaves[k] = copy_marks(leaf, leaf.detach())
+            mark_aliased(leaves[k])
+    return FlatTree(leaves, new.spec)
 
 
 def apart(outputs: FlatTree, inputs: FlatTree) -> FlatTree:
@@ -77,10 +92,3 @@ def gradients_in(leaves: list[Any]) -> list[Tensor | None]:
         leaf.grad if isinstance(leaf, Tensor) and first[id(leaf)] == k else None
         for k, leaf in enumerate(leaves)
     ]
-
-
-def _marked(leaf: Tensor) -> Tensor:
-    """The leaf with a mark; a new object if it may be the caller's own."""
-    marked = leaf if leaf.requires_grad else copy_marks(leaf, leaf.detach())
-    mark_aliased(marked)
-    return marked

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
 from lightning_gpipe.core.plan import CALLER, Action, Kind, Program, Route, SkipName
-from lightning_gpipe.core.run.borders import mark_shared
+from lightning_gpipe.core.run.borders import handed
 from lightning_gpipe.core.run.gradients import Gradients
 from lightning_gpipe.core.transport import Exchange
 
@@ -59,14 +59,13 @@ class Caller:
                 yield to, x.aliased(), None
                 continue
             value_of = dict(zip(self._program.inputs, parted(x), strict=True))
-            main = join([value_of[number] for number in self._program.first])
             routes = self._program.given
-            trees = [main, *(value_of[route.number] for route in routes)]
-            targets = [0, *(route.target for route in routes)]
-            sent = mark_shared([each.aliased() for each in trees], targets)
-            yield to, sent[0], None
-            for route, tree in zip(routes, sent[1:], strict=True):
-                yield to._replace(j=route.target), tree, route
+            ways = [self._program.first, *(route.numbers for route in routes)]
+            trees = [join([value_of[number] for number in numbers]) for numbers in ways]
+            main, *others = handed(trees, [0, *(route.target for route in routes)])
+            yield to, main, None
+            for route, tree in zip(routes, others, strict=True):
+                yield Action(Kind.FORWARD, i, route.target), tree, route
 
     def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
         """What it gets of a forward: for each micro-batch one tree, joined if there are routes."""
@@ -112,7 +111,7 @@ class Caller:
             number: [None] * len(tree.leaves) for number, tree in devices_of.items()
         }
         ways = [(self._program.first, main)]
-        ways += [((r.number,), exchange.receive(end, r)) for r in self._program.given]
+        ways += [(route.numbers, exchange.receive(end, route)) for route in self._program.given]
         for numbers, gradients in ways:
             leaves = iter(gradients.leaves)
             for number in numbers if gradients.leaves else ():
@@ -142,7 +141,7 @@ class Caller:
             return main
         value_of = dict(zip(self._program.parts[-1].gives, parted(main), strict=True))
         for route, tree in zip(self._returned, returned, strict=True):
-            value_of[route.number] = tree
+            value_of |= zip(route.numbers, parted(tree), strict=True)
         return join([value_of[number] for number in self._program.outputs])
 
 

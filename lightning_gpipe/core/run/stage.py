@@ -8,6 +8,8 @@ between a mini-batch's forward and its backward belongs to its pass, see
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from lightning_gpipe.core.faithful import (
     StageState,
     TrainingFlags,
 )
-from lightning_gpipe.core.plan import Layout, Partition, Route, RouteName, followed_slots
+from lightning_gpipe.core.plan import Layout, Part, Partition, Route, RouteName, followed_slots
 from lightning_gpipe.core.skip import declared_in
 
 
@@ -63,6 +65,7 @@ class Stage:
         self.skip_bytes: dict[RouteName, int] = {}
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
+        self._parts: WeakSet[Part] = WeakSet()
         self._set_modules(self.modules_now())
         self.follow(layout)
 
@@ -125,6 +128,13 @@ class Stage:
         slots = self._behaviors.edited_parameters
         return [module._parameters.get(name) for module, name in slots]
 
+    def has_run(self, part: Part) -> bool:
+        """Whether an earlier mini-batch ran this part of a program; asked once in each."""
+        if part in self._parts:
+            return True
+        self._parts.add(part)
+        return False
+
     def watch(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:
@@ -153,6 +163,9 @@ class Stage:
                 if other is parameter:
                     return f"{title}.{name}"
         return "a parameter"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parts": WeakSet()}  # programs are not copied
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
         """Set :attr:`modules`, without any recorded behavior."""

@@ -51,7 +51,6 @@ from lightning_gpipe.core.run.roots import now, root_of
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.work import Work
-from lightning_gpipe.core.skip import Table, in_flight, leaving_in, table_of, using_table
 
 _NO_TERMS = tree_flatten([])
 
@@ -99,7 +98,7 @@ class StagePass:
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or work.tabled or watch or terms)
+        self._bare = not (randomness.redirected or self.statistics or watch or terms)
         self._routed = bool(work.leaving or terms)  # whether its outputs leave on several ways
         ends = [stage.partition.index == 0, *(route.source == CALLER for route in work.arriving)]
         self._from_caller = any(ends)
@@ -252,23 +251,21 @@ class StagePass:
         # The caller must not find its tensors edited.
         marked = not self._context.grad and not self._from_caller
         guard = MutationGuard(self._behavior(inputs), inputs.leaves, marked=marked)
-        x, table = self._arrived(FlatTree(guard.leaves, inputs.spec))
+        arrived = tree_unflatten(FlatTree(guard.leaves, inputs.spec))
         terms: list[Term] = []
         bare = first and self._bare and self.shadows.in_place
-        with NOTHING if bare else self._around(i, table, terms, first=first):
-            outputs = work.run(x, table, guard)
+        with NOTHING if bare else self._around(i, terms, first=first):
+            outputs, *leaving = work.run(arrived if work.arriving else [arrived], guard)
         guard.close()
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
-        table = table if work.tabled else in_flight()
-        if table or work.leaving:
-            leaving = leaving_in(table, work.leaving)
-            for route, tensor in zip(stage.leaving, leaving, strict=False):  # those of skips
-                stage.skip_bytes[route.name] = 0 if tensor is None else bytes_of(tensor)
-            outputs = join([outputs, *map(tree_flatten, leaving)])
+        if leaving:
+            for route, (leaves, _) in zip(stage.leaving, leaving, strict=False):  # those of skips
+                stage.skip_bytes[route.name] = sum(bytes_of(x) for x in leaves if x is not None)
+            outputs = join([outputs, *leaving])
         return outputs, tree_flatten(terms) if terms else _NO_TERMS
 
-    def _around(self, i: int, table: Table, terms: list[Term], *, first: bool) -> Manager:
+    def _around(self, i: int, terms: list[Term], *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
         found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
         if not self.shadows.in_place:
@@ -277,8 +274,6 @@ class StagePass:
             found.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
             found.append(self._watch.watching(i, self.stage.journal))
-        if self.work.tabled:
-            found.append(using_table(table))
         if self.terms:
             found.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
@@ -287,24 +282,17 @@ class StagePass:
             found += saved.swapped_in(self.stage.journal)
         return together(found)
 
-    def _arrived(self, inputs: FlatTree) -> tuple[Any, Table]:
-        """What came with the micro-batch, and the table with what came by routes."""
-        arriving = self.work.arriving
-        if not arriving:
-            return tree_unflatten(inputs), {}
-        main, *others = map(tree_unflatten, parted(inputs))
-        return main, table_of(arriving, others)
-
     def _sizes(self, outputs: FlatTree, terms: FlatTree) -> tuple[int, ...]:
         """The number of the leaves on each of several ways."""
         ways = parted(outputs) if self.work.leaving else [outputs]
         return tuple(len(each.leaves) for each in (*ways, *([terms] if self.terms else [])))
 
     def _behavior(self, inputs: FlatTree) -> Behavior:
-        if self._latest is None or self._latest[0] is not inputs.spec:
-            structure = inputs.spec, self.work.signature
-            self._latest = inputs.spec, self.stage.behavior(self._flags, structure)
-        return self._latest[1]
+        latest, spec = self._latest, inputs.spec
+        if latest is None or (latest[0] is not spec and latest[0] != spec):
+            structure = spec, self.work.signature
+            self._latest = latest = spec, self.stage.behavior(self._flags, structure)
+        return latest[1]
 
 
 def _filled(gradients: FlatTree, sizes: Sequence[int]) -> FlatTree:

@@ -1,8 +1,8 @@
 """What a stage does with a micro-batch: run its layers one after another, or steps of a program.
 
 Either takes what came with the micro-batch and by routes, and leaves what goes on with it and by
-routes. Values on a route are in a table, by the name of the route; so are skip tensors, which the
-layers themselves take out and put in.
+routes. A route carries a skip tensor, which the layers themselves take out of a table and put into
+it, or values of a program.
 """
 
 from __future__ import annotations
@@ -15,38 +15,60 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
-from lightning_gpipe.core.plan import Part, Program, Route, Step, Value
+from lightning_gpipe.core.plan import Part, Program, Route, Step
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.skip import Table
+from lightning_gpipe.core.skip import in_flight, leaving_in, table_of, using_table
 
 
 class Work(ABC):
     """What a stage does with a micro-batch.
 
+    Args:
+        stage: The stage.
+        arriving: The routes of values to it.
+        leaving: The routes of values from it.
+
     Attributes:
-        arriving: The routes to the stage, in the order of what arrives.
-        leaving: The routes from it, in the order of what leaves.
+        arriving: All routes to the stage, in the order of what arrives.
+        leaving: All routes from it, in the order of what leaves.
         signature: Equal for work that makes the same calls.
-        tabled: Whether it needs a table of its own.
     """
 
-    arriving: tuple[Route, ...]
-    leaving: tuple[Route, ...]
-    signature: Hashable
-    tabled: bool
+    signature: Hashable = None
 
-    @abstractmethod
-    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
+    def __init__(
+        self, stage: Stage, arriving: tuple[Route, ...] = (), leaving: tuple[Route, ...] = ()
+    ) -> None:
+        self.arriving = (*stage.arriving, *arriving)
+        self.leaving = (*stage.leaving, *leaving)
+        self._skips = stage.skips
+        self._arriving_skips, self._leaving_skips = stage.arriving, stage.leaving
+
+    def run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
         """Do it.
 
         Args:
-            x: What came with the micro-batch.
-            table: What came by routes; afterwards what leaves by routes.
-            guard: Notices edits of ``x`` in place, and is told what may have made one.
+            arrived: What came with the micro-batch, and then what came by each route.
+            guard: Notices edits in place of what arrived, and is told what may have made one.
 
         Returns:
-            What goes on with the micro-batch.
+            What goes on with the micro-batch, and then what leaves by each route.
         """
+        if not self._skips:
+            outputs = self._run(arrived, guard)
+            if table := in_flight():
+                leaving_in(table, ())
+            return outputs
+        k = 1 + len(self._arriving_skips)
+        table = table_of(self._arriving_skips, arrived[1:k])
+        with using_table(table):
+            main, *values = self._run([arrived[0], *arrived[k:]], guard)
+        skips = leaving_in(table, self._leaving_skips)
+        return [main, *map(tree_flatten, skips), *values]
+
+    @abstractmethod
+    def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
+        """Do it, with the table of skip tensors in place."""
 
 
 class Layers(Work):
@@ -57,18 +79,17 @@ class Layers(Work):
     """
 
     def __init__(self, stage: Stage) -> None:
-        self.arriving, self.leaving = stage.arriving, stage.leaving
-        self.signature = None
-        self.tabled = stage.skips
+        super().__init__(stage)
         self._layers = stage.titled
 
     @override
-    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
+    def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
+        [x] = arrived
         after = guard.after
         for layer, title in self._layers:
             x = layer(x)
             after(title)
-        return tree_flatten(x)
+        return [tree_flatten(x)]
 
 
 class Steps(Work):
@@ -80,43 +101,40 @@ class Steps(Work):
     """
 
     def __init__(self, stage: Stage, part: Part) -> None:
-        self.arriving = (*stage.arriving, *part.arriving)
-        self.leaving = (*stage.leaving, *part.leaving)
+        super().__init__(stage, part.arriving, part.leaving)
         self.signature = part.signature
-        self.tabled = bool(stage.skips or self.arriving or self.leaving)
         self._part = part
-        self._again = next(part.uses) > 0  # it is worth while to make a function of it
+        self._again = stage.has_run(part)  # it is worth while to make a function of it
         self._title = str(stage)
-        self._arriving = [each.number for each in part.arriving]
-        self._leaving = [each.number for each in part.leaving]
 
     @override
-    def run(self, x: Any, table: Table, guard: MutationGuard) -> FlatTree:
-        arriving = [table.pop(Value(number)) for number in self._arriving]
+    def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
+        takes, *arriving = arrived
         # Until it is known that nothing is edited in place, each step must be asked.
-        call = self._call_at_once if self._again and guard.expects_none else self._call_each
-        gives, leaving = call(x, arriving, guard)
-        guard.after(self._title)
-        for number, value in zip(self._leaving, leaving, strict=True):
-            table[Value(number)] = value
-        return join(list(map(tree_flatten, gives)))
+        if self._again and guard.expects_none:
+            gives, leaving = self._call_at_once(takes, arriving)
+            guard.after(self._title)
+        else:
+            gives, leaving = self._call_each(takes, arriving, guard)
+        return [_joined(gives), *map(_joined, leaving)]
 
     def _call_at_once(
-        self, takes: Sequence[Any], arriving: Sequence[Any], _: MutationGuard
-    ) -> tuple[list[Any], list[Any]]:
+        self, takes: Sequence[Any], arriving: Sequence[Sequence[Any]]
+    ) -> tuple[list[Any], list[list[Any]]]:
         function = self._part.function
         try:
-            return function(takes, arriving)
+            return function.call(takes, arriving)
         except BaseException as error:
             _add_step(error, function.step_of(error))
             raise
 
     def _call_each(
-        self, takes: Sequence[Any], arriving: Sequence[Any], guard: MutationGuard
-    ) -> tuple[list[Any], list[Any]]:
+        self, takes: Sequence[Any], arriving: Sequence[Sequence[Any]], guard: MutationGuard
+    ) -> tuple[list[Any], list[list[Any]]]:
         part, step = self._part, None
         values = dict(zip(part.takes, takes, strict=True))
-        values |= zip(self._arriving, arriving, strict=True)
+        for route, arrived in zip(part.arriving, arriving, strict=True):
+            values |= zip(route.numbers, arrived, strict=True)
         try:
             for step, dropped in zip(part.steps, part.drops, strict=True):
                 values[step.value] = step(values)
@@ -126,7 +144,12 @@ class Steps(Work):
         except BaseException as error:
             _add_step(error, step)
             raise
-        return [values[k] for k in part.gives], [values[k] for k in self._leaving]
+        leaving = [[values[number] for number in route.numbers] for route in part.leaving]
+        return [values[number] for number in part.gives], leaving
+
+
+def _joined(values: Sequence[Any]) -> FlatTree:
+    return join(list(map(tree_flatten, values)))
 
 
 def work_of(stage: Stage, program: Program | None) -> Work:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_gpipe.core.plan import RouteName
 
-Table = dict[RouteName, Any]  # skip tensors, or values of a program
+Table = dict[RouteName, Any]
 
 
 class _Threads(threading.local):

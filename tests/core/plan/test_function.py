@@ -32,9 +32,9 @@ def returned(*args: Any, **kwargs: Any) -> Any:
 )
 def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step = Step(returned, args, 2, 0, kwargs)
-    function = Function([step], [()], takes=[0], arriving=[1], gives=[2], leaving=[0, 2])
+    function = Function([step], [()], takes=[0], arriving=[[1]], gives=[2], leaving=[[0, 2]])
 
-    (found,), leaving = function(["zero"], [1])
+    (found,), [leaving] = function.call(["zero"], [[1]])
 
     assert found == step({0: "zero", 1: 1})
     assert leaving == ["zero", found]
@@ -56,7 +56,7 @@ def test_value_is_dropped_after_the_step_that_needs_it_last() -> None:
         Step(lambda: Held.alive, (), 2, 0),
     ]
     function = Function(steps, [(), (0, 1), ()], takes=[], arriving=[], gives=[2], leaving=[])
-    assert function([], []) == ([0], [])
+    assert function.call([], []) == ([0], [])
 
 
 def test_step_that_raised_an_error() -> None:
@@ -65,9 +65,9 @@ def test_step_that_raised_an_error() -> None:
     function = Function(steps, [()] * 3, takes=[], arriving=[], gives=[2], leaving=[])
 
     with pytest.raises(ZeroDivisionError) as caught:
-        function([], [])
+        function.call([], [])
     assert function.step_of(caught.value) is steps[1]
 
     with pytest.raises(ValueError) as outside:
-        function([1], [])
+        function.call([1], [])
     assert function.step_of(outside.value) is None

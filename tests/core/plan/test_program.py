@@ -8,7 +8,7 @@ from textwrap import dedent
 import pytest
 
 from lightning_gpipe.core.plan.program import CALLER, Program
-from lightning_gpipe.core.plan.route import Route, Value
+from lightning_gpipe.core.plan.route import Route, Value, Values
 from lightning_gpipe.core.plan.step import Step
 
 
@@ -52,16 +52,28 @@ def test_value_for_the_next_stage_goes_with_the_micro_batch():
 
 def test_value_for_another_stage_goes_straight():
     parts = example().parts
-    assert parts[0].leaving == (Route(Value(2), 0, 3), Route(Value(3), 0, 2))
-    assert parts[1].arriving == (Route(Value(1), CALLER, 1),)
-    assert parts[2].arriving == (Route(Value(3), 0, 2),)
+    assert parts[0].leaving == (Route(Values((3,)), 0, 2), Route(Values((2,)), 0, 3))
+    assert parts[1].arriving == (Route(Values((1,)), CALLER, 1),)
+    assert parts[2].arriving == (Route(Values((3,)), 0, 2),)
+
+
+def test_values_that_go_the_same_way_share_a_route():
+    steps = [step(2, 0, 0), step(3, 0, 2), step(4, 1, 3), step(5, 2, 4, 2, 3, 1, 0)]
+    program = Program(steps, inputs=[0, 1], outputs=[2, 5, 3], n=3)
+    assert program.parts[0].leaving == (Route(Values((2, 3)), 0, 2), Route(Values((2, 3)), 0, 3))
+    assert program.parts[2].arriving == (
+        Route(Values((0, 1)), CALLER, 2),
+        program.parts[0].leaving[0],
+    )
+    assert program.given == (Route(Values((0, 1)), CALLER, 2),)
+    assert program.returned == (Route(Values((2, 3)), 0, 3),)
 
 
 def test_caller_gives_and_gets_by_the_same_routes():
     program = example()
     assert program.first == (0, 1)
-    assert program.given == (Route(Value(1), CALLER, 1),)
-    assert program.returned == (Route(Value(2), 0, 3),)
+    assert program.given == (Route(Values((1,)), CALLER, 1),)
+    assert program.returned == (Route(Values((2,)), 0, 3),)
 
 
 def test_value_is_dropped_after_the_last_step_that_needs_it():
