@@ -25,6 +25,7 @@ from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
     FlatTree,
     join,
+    joined,
     map_instances,
     map_tensors,
     named_leaves,
@@ -61,6 +62,7 @@ __all__ = [
     "is_aliased",
     "is_whole",
     "join",
+    "joined",
     "loss_term",
     "map_instances",
     "map_tensors",

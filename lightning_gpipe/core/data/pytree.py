@@ -87,16 +87,29 @@ def tree_unflatten(flat: FlatTree) -> Any:
     if flat.spec is LEAF_SPEC:
         return flat.leaves[0]
     if isinstance(flat.spec, Joined):
-        return list(map(tree_unflatten, parted(flat)))
+        return _values(flat, flat.spec)
     assert flat.spec is not None, "leaves without a structure cannot be unflattened"
     return _pytree.tree_unflatten(flat.leaves, flat.spec)
 
 
 def join(trees: Sequence[FlatTree]) -> FlatTree:
     """Several trees as one; :func:`parted` has them again."""
+    if len(trees) == 1:
+        [(leaves, spec)] = trees
+        return FlatTree(leaves, Joined((spec,), (len(leaves),)))
     leaves = [leaf for tree in trees for leaf in tree.leaves]
-    specs, sizes = tuple(tree.spec for tree in trees), tuple(len(tree.leaves) for tree in trees)
-    return FlatTree(leaves, Joined(specs, sizes))
+    specs = tuple([tree.spec for tree in trees])
+    return FlatTree(leaves, Joined(specs, tuple([len(tree.leaves) for tree in trees])))
+
+
+def joined(values: Sequence[Any]) -> FlatTree:
+    """The trees of several values as one."""
+    for value in values:
+        if type(value) is not Tensor:
+            return join(list(map(tree_flatten, values)))
+    # Most often all are tensors. Programs join values in every micro-batch on every stage.
+    n = len(values)
+    return FlatTree(list(values), Joined((LEAF_SPEC,) * n, (1,) * n))
 
 
 def parted(flat: FlatTree) -> list[FlatTree]:
@@ -107,6 +120,14 @@ def parted(flat: FlatTree) -> list[FlatTree]:
         found.append(FlatTree(leaves[start : start + size], spec))
         start += size
     return found
+
+
+def _values(flat: FlatTree, joined: Joined) -> list[Any]:
+    """The values of joined trees."""
+    for spec in joined.specs:
+        if spec is not LEAF_SPEC:
+            return list(map(tree_unflatten, parted(flat)))
+    return list(flat.leaves)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

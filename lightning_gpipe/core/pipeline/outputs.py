@@ -8,7 +8,7 @@ returned once; otherwise only the model's author knows what the whole mini-batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,36 +22,39 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
     whole,
 )
-from lightning_gpipe.core.plan import Program
 
 
 def once_or_per_row(
-    program: Program, outputs: Sequence[list[Any]], division: Division | None
-) -> list[list[Any]]:
-    """The outputs, with marks on those that are to be returned once.
+    values: Sequence[Any], title: Callable[[], str], division: Division | None
+) -> Sequence[Any]:
+    """The values of one output, with marks on those that are to be returned once.
 
     Args:
-        program: What made them.
-        outputs: For each micro-batch, the values of the program's outputs.
+        values: Its value for each micro-batch.
+        title: Returns what errors call it.
         division: How many rows each micro-batch has, if that is known.
 
     Raises:
-        ValueError: If an output has no rows, and differs between micro-batches. Names its step.
+        ValueError: If it has no rows, and differs between micro-batches.
     """
-    result = [list(values) for values in outputs]
-    for k, number in enumerate(program.outputs):
-        flats = [tree_flatten(values[k]) for values in outputs]
-        marked = [list(flat.leaves) for flat in flats]
-        for at, column in enumerate(zip(*marked, strict=False)):
-            if not _lacks_rows(column, division):
-                continue
-            if not _same(column):
-                raise ValueError(_refusal(program.title_of(number), column))
-            for leaves, leaf in zip(marked, column, strict=True):
-                leaves[at] = whole(leaf)
-        for values, leaves, flat in zip(result, marked, flats, strict=True):
-            values[k] = tree_unflatten(FlatTree(leaves, flat.spec))
-    return result
+    flats = list(map(tree_flatten, values))
+    columns = list(zip(*(flat.leaves for flat in flats), strict=False))
+    lacking = [_lacks_rows(column, division) for column in columns]
+    if not any(lacking):
+        return values
+    marked = [
+        _marked(column, title) if lacks else column
+        for column, lacks in zip(columns, lacking, strict=True)
+    ]
+    trees = zip(zip(*marked, strict=True), flats, strict=True)
+    return [tree_unflatten(FlatTree(list(leaves), flat.spec)) for leaves, flat in trees]
+
+
+def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tensor]:
+    """The tensors, marked as one that is returned once."""
+    if not _same(column):
+        raise ValueError(_refusal(title(), column))
+    return list(map(whole, column))
 
 
 def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:

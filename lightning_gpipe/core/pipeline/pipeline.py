@@ -15,12 +15,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
+    Division,
     FlatTree,
     MicroBatching,
     check_chunks,
     check_microbatching,
-    join,
+    joined,
     map_tensors,
+    parted,
     reduced,
     term_receiver,
     tree_flatten,
@@ -108,7 +110,8 @@ class Pipeline:
 
     def run(self, input: Any) -> Any:
         """Run the layers one after another on ``input`` in micro-batches, and merge the output."""
-        return self._run(input, self.chunks, tree_flatten)
+        outputs, _ = self._run(input, self.chunks, tree_flatten)
+        return self._merged(list(map(tree_unflatten, outputs)), input)
 
     def run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
@@ -118,8 +121,18 @@ class Pipeline:
         Raises:
             ValueError: If an output has no row per sample, and differs between micro-batches.
         """
-        merged: list[Any] = self._run(list(values), chunks or self.chunks, _joined, program)
-        return merged
+        # One value is split like the input of layers, and each output is merged like theirs.
+        one = len(values) == 1
+        batch, flatten = (values[0], _alone) if one else (list(values), joined)
+        outputs, division = self._run(batch, chunks or self.chunks, flatten, program)
+        found = zip(*(map(tree_unflatten, parted(each)) for each in outputs), strict=True)
+        if len(outputs) == 1:
+            return [self._merged(each, batch) for each in found]
+        known = division()
+        return [
+            self._merged(once_or_per_row(each, partial(program.title_of, number), known), batch)
+            for number, each in zip(program.outputs, found, strict=True)
+        ]
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
@@ -143,7 +156,8 @@ class Pipeline:
         chunks: int,
         flatten: Callable[[Any], FlatTree],
         program: Program | None = None,
-    ) -> Any:
+    ) -> tuple[list[FlatTree], Callable[[], Division | None]]:
+        """Run a mini-batch; returns the output of each micro-batch, and what knows their rows."""
         refuse_function_transforms()
         refuse_cached_parametrizations()
         pieces = self.microbatching.split(batch, chunks)
@@ -166,9 +180,9 @@ class Pipeline:
         if receiver is not None:
             for term in reduced(terms, division):
                 receiver(term._replace(value=self._sent_back(term.value)))
-        outputs = list(map(tree_unflatten, flat))
-        if program is not None and m > 1:
-            outputs = once_or_per_row(program, outputs, division())
+        return flat, division
+
+    def _merged(self, outputs: Sequence[Any], batch: Any) -> Any:
         return self._sent_back(self.microbatching.merge(outputs, batch))
 
     def _sent_back(self, output: Any) -> Any:
@@ -211,8 +225,8 @@ def check_settings(
     check_microbatching(microbatching)
 
 
-def _joined(values: Iterable[Any]) -> FlatTree:
-    return join(list(map(tree_flatten, values)))
+def _alone(value: Any) -> FlatTree:
+    return joined([value])
 
 
 def _connect(layout: Layout, workers: Workers | None, *, threads: bool) -> Transport:

@@ -32,7 +32,8 @@ class Flow:
         values = dict(zip(program.inputs, trees, strict=True))
         self._main = join([values[number] for number in program.first])
         for route in program.given:
-            self._by_route[route.name, route.target] = values[route.number]
+            tree = join([values[number] for number in route.numbers])
+            self._by_route[route.name, route.target] = tree
 
     def arriving(self, j: int, routes: Sequence[Route]) -> FlatTree:
         """What stage ``j`` takes; what comes by routes is joined with it."""

@@ -46,7 +46,13 @@ class Caller:
 
     def __init__(self, n: int, program: Program | None = None, *, terms: bool = False) -> None:
         self._n = n
-        self._program = program
+        # Programs whose inputs are not what the first stage takes, or outputs not what the last
+        # one gives.
+        self._spread = self._gathered = program
+        if program is not None and program.first == program.inputs and not program.given:
+            self._spread = None
+        if program is not None and program.outputs == program.parts[-1].gives:
+            self._gathered = None
         self._returned = program.returned if program is not None else ()
         self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
         self._structures: list[Any] = []  # of what came back for micro-batch i, if joined
@@ -55,14 +61,14 @@ class Caller:
         """What it sends for a forward."""
         for i, x in enumerate(microbatches):
             to = Action(Kind.FORWARD, i, 0)
-            if self._program is None:
+            if self._spread is None:
                 yield to, x.aliased(), None
                 continue
-            value_of = dict(zip(self._program.inputs, parted(x), strict=True))
-            routes = self._program.given
-            ways = [self._program.first, *(route.numbers for route in routes)]
+            value_of = dict(zip(self._spread.inputs, parted(x), strict=True))
+            routes = self._spread.given
+            ways = [self._spread.first, *[route.numbers for route in routes]]
             trees = [join([value_of[number] for number in numbers]) for numbers in ways]
-            main, *others = handed(trees, [0, *(route.target for route in routes)])
+            main, *others = handed(trees, [0, *[route.target for route in routes]])
             yield to, main, None
             for route, tree in zip(routes, others, strict=True):
                 yield Action(Kind.FORWARD, i, route.target), tree, route
@@ -104,20 +110,22 @@ class Caller:
         """
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
-        if self._program is None:
+        if self._spread is None:
             return _on_devices(main.leaves, x.leaves)
-        devices_of = dict(zip(self._program.inputs, parted(x), strict=True))
+        devices_of = dict(zip(self._spread.inputs, parted(x), strict=True))
         found: dict[int, Gradients] = {
             number: [None] * len(tree.leaves) for number, tree in devices_of.items()
         }
-        ways = [(self._program.first, main)]
-        ways += [(route.numbers, exchange.receive(end, route)) for route in self._program.given]
+        ways = [(self._spread.first, main)]
+        ways += [(route.numbers, exchange.receive(end, route)) for route in self._spread.given]
         for numbers, gradients in ways:
             leaves = iter(gradients.leaves)
             for number in numbers if gradients.leaves else ():
-                before = found[number]
-                own = _on_devices([next(leaves) for _ in before], devices_of[number].leaves)
-                found[number] = list(map(_sum, before, own))
+                sums = found[number]
+                for k, device in enumerate(devices_of[number].leaves):
+                    if (gradient := next(leaves)) is not None:
+                        moved, before = gradient.to(device), sums[k]
+                        sums[k] = moved if before is None else before + moved
         return [gradient for gradients in found.values() for gradient in gradients]
 
     def split(self, outputs: Sequence[FlatTree]) -> tuple[list[FlatTree], list[list[Term]]]:
@@ -126,8 +134,7 @@ class Caller:
         With a program an output is joined of the values of its outputs, in order.
         """
         if not self._returned and not self._terms:
-            alone = self._program is None
-            return list(outputs) if alone else [self._output(each, []) for each in outputs], []
+            return [self._output(each, ()) for each in outputs], []
         mains, handed_out = [], []
         for output in outputs:
             main, *others = parted(output)
@@ -137,12 +144,12 @@ class Caller:
         return mains, handed_out if self._terms else []
 
     def _output(self, main: FlatTree, returned: Sequence[FlatTree]) -> FlatTree:
-        if self._program is None:
+        if self._gathered is None:
             return main
-        value_of = dict(zip(self._program.parts[-1].gives, parted(main), strict=True))
+        value_of = dict(zip(self._gathered.parts[-1].gives, parted(main), strict=True))
         for route, tree in zip(self._returned, returned, strict=True):
             value_of |= zip(route.numbers, parted(tree), strict=True)
-        return join([value_of[number] for number in self._program.outputs])
+        return join([value_of[number] for number in self._gathered.outputs])
 
 
 def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:
@@ -151,9 +158,3 @@ def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> G
         None if gradient is None else gradient.to(device)
         for gradient, device in zip(gradients, devices, strict=True)
     ]
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other

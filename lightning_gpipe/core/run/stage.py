@@ -165,7 +165,12 @@ class Stage:
         return "a parameter"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_parts": WeakSet()}  # programs are not copied
+        # Programs are not copied, and a set of weak references cannot be.
+        return {name: value for name, value in self.__dict__.items() if name != "_parts"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._parts = WeakSet()
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
         """Set :attr:`modules`, without any recorded behavior."""

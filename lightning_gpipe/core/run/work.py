@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_gpipe.core.data import FlatTree, join, tree_flatten
+from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
 from lightning_gpipe.core.plan import Part, Program, Route, Step
 from lightning_gpipe.core.run.stage import Stage
@@ -116,7 +116,7 @@ class Steps(Work):
             guard.after(self._title)
         else:
             gives, leaving = self._call_each(takes, arriving, guard)
-        return [_joined(gives), *map(_joined, leaving)]
+        return [joined(gives), *map(joined, leaving)]
 
     def _call_at_once(
         self, takes: Sequence[Any], arriving: Sequence[Sequence[Any]]
@@ -146,10 +146,6 @@ class Steps(Work):
             raise
         leaving = [[values[number] for number in route.numbers] for route in part.leaving]
         return [values[number] for number in part.gives], leaving
-
-
-def _joined(values: Sequence[Any]) -> FlatTree:
-    return join(list(map(tree_flatten, values)))
 
 
 def work_of(stage: Stage, program: Program | None) -> Work:

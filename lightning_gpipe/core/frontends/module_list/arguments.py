@@ -63,6 +63,29 @@ class Arguments:
         return _rebuilt(self.tree, iter(leaves))
 
 
+def alike(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
+    """Whether two trees have leaves in equal places of equal containers, each pair the same.
+
+    Args:
+        one: A tree in a container.
+        other: The other one.
+        same: Whether two leaves are.
+    """
+    if type(one) is not type(other) or len(one) != len(other):
+        return False
+    if type(one) is dict:
+        if list(one) != list(other):
+            return False
+        one, other = one.values(), other.values()
+    # Not a generator: see _collect.
+    for each, its_other in zip(one, other, strict=True):
+        kind = type(each)
+        nested = kind not in _LEAVES and (kind in _CONTAINERS or _is_named(each))
+        if not (alike(each, its_other, same) if nested else same(each, its_other)):
+            return False
+    return True
+
+
 def reading_of(tensor: Tensor, rows: int, learned: Reading | None) -> Reading | None:
     """How a tensor is cut; None if that must be found out.
 
@@ -147,4 +170,5 @@ def _is_named(tree: Any) -> bool:
     return isinstance(tree, tuple) and hasattr(type(tree), "_fields") and type(tree) is not Value
 
 
-_LEAVES = frozenset({Tensor, bool, int, float, str, type(None)})  # the most frequent ones
+_CONTAINERS = frozenset({tuple, list, dict})
+_LEAVES = frozenset({Tensor, Value, bool, int, float, str, type(None)})  # the most frequent ones

@@ -9,8 +9,10 @@ the hooks of the caller, who has no values yet.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from itertools import chain
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +20,20 @@ from torch import nn
 
 from lightning_gpipe.core.faithful import not_compiled
 
-# Whether a block runs: one that it calls runs as it is.
+# Whether blocks run when they are called: in stages, where the caller's context variables hold.
 _RUNNING = ContextVar("_RUNNING", default=False)
+
+
+class running:
+    """Lets blocks run when they are called, for the duration of a ``with`` block."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __enter__(self) -> None:
+        self._token = _RUNNING.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _RUNNING.reset(self._token)
 
 
 class Receiver(Protocol):
@@ -40,6 +54,7 @@ class Block:
 
     Attributes:
         module, k, name, stage: As given.
+        run: Runs the block with its hooks.
         parameters: The names of the positional parameters of its forward.
         device: Where it runs; None for a block without parameters and buffers.
     """
@@ -50,23 +65,16 @@ class Block:
         self.device = _device_of(module)
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
+        self.run: Callable[..., Any] = MethodType(type(module)._call_impl, module)
+        if self._compiled is not None:
+            self.run = self._compiled
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind."""
         # An index or a size is no reason to return something else.
-        held = vars(self.module).items()
-        return (type(self.module), *((k, v) for k, v in held if v is None or type(v) in _FLAGS))
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block with its hooks."""
-        token = _RUNNING.set(True)
-        try:
-            if self._compiled is not None:
-                return self._compiled(*args, **kwargs)
-            return type(self.module)._call_impl(self.module, *args, **kwargs)
-        finally:
-            _RUNNING.reset(token)
+        held = self.module.__dict__.items()
+        return (type(self.module), *[(k, v) for k, v in held if v is None or type(v) in _FLAGS])
 
     def install(self, receive: Receiver) -> None:
         """Have calls of the block received by ``receive``."""
@@ -90,18 +98,17 @@ class BlockCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Most often the caller is a forward that is not compiled already.
         if torch.compiler.is_compiling():
-            return self._not_compiled(*args, **kwargs)
-        return self._call(*args, **kwargs)
+            return self._not_compiled(args, kwargs)
+        return self._call(args, kwargs)
 
     @not_compiled
-    def _not_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+    def _not_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._call(args, kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        block = self._block
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _RUNNING.get():
-            return block.run(*args, **kwargs)
-        return self._receive(block.k, args, kwargs)
+            return self._block.run(*args, **kwargs)
+        return self._receive(self._block.k, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
@@ -109,7 +116,7 @@ class BlockCall:
         return getattr, (self._block.module, "_call_impl")
 
 
-_FLAGS = (bool, str)
+_FLAGS = frozenset({bool, str})
 
 
 def _device_of(module: nn.Module) -> torch.device | None:

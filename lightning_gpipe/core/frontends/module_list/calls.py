@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.results import Result, with_given
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A block, or an operator that the user's forward applies between two blocks.
 
     Attributes:
@@ -43,7 +42,8 @@ class Call:
 
     def same(self, other: Call) -> bool:
         """Whether it is the same thing, called in the same line."""
-        return (self.run, self.kind, self.line) == (other.run, other.kind, other.line)
+        # Compared piece by piece: every call of a block is.
+        return self.run == other.run and self.line == other.line and self.kind == other.kind
 
     def titles(self, paths: Sequence[Path]) -> str:
         """The arguments at these paths, as the user knows them."""
@@ -85,12 +85,13 @@ class Expecting:
         self, call: Call, result: Result, objects: Sequence[tuple[Path, Any]] = ()
     ) -> None:
         self._run, self._name = call.run, call.name
-        self._result, self._objects = result, objects
+        self._result, self._single, self._objects = result, result.single, objects
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = with_given(self._run(*args, **kwargs), self._objects)
-        if type(result) is Tensor and self._result.single:
+        result = self._run(*args, **kwargs)
+        if self._single and type(result) is Tensor:
             return result
+        result = with_given(result, self._objects)
         leaves = self._result.flat(result)
         if leaves is None:
             raise RuntimeError(
@@ -99,7 +100,7 @@ class Expecting:
                 "gone on with the former. Let all blocks of a class return the same structure, and "
                 "put numbers that depend on the input into tensors."
             )
-        return leaves[0] if self._result.single else leaves
+        return leaves[0] if self._single else leaves
 
 
 class Pick:

@@ -19,6 +19,7 @@ from lightning_gpipe.core.faithful import (
     StageState,
     default_generator,
 )
+from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.plan import within
 
 
@@ -48,13 +49,13 @@ class Undisturbed:
         self._buffers = Buffers(self._modules, copied=lambda slot: True)
         self._token = RECOMPUTING.set(True)
         # What is warned of is warned of again when it runs.
-        self._without = (torch.no_grad(), receiving(_drop), warnings.catch_warnings())
-        for manager in self._without:
+        self._managers = (running(), torch.no_grad(), receiving(_drop), warnings.catch_warnings())
+        for manager in self._managers:
             manager.__enter__()
         warnings.simplefilter("ignore")
 
     def __exit__(self, *error: Any) -> None:
-        for manager in reversed(self._without):
+        for manager in reversed(self._managers):
             manager.__exit__(*error)
         RECOMPUTING.reset(self._token)
         self._snapshot.restore()

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.frontends.interface import RunProgram
+from lightning_gpipe.core.frontends.lines import calling_line
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.blocks import Block
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.calls import Call
 from lightning_gpipe.core.frontends.module_list.collecting import Collector
-from lightning_gpipe.core.frontends.module_list.lines import user_line
 from lightning_gpipe.core.frontends.module_list.outputs import run_recorded
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.recording import Recording
@@ -103,7 +103,9 @@ class Calls:
             return block.run(*args, **kwargs)
         if session.recording is None and is_traced((args, kwargs), block.module.parameters()):
             return block.run(*args, **kwargs)
-        recording = self._recording(session, block, args, kwargs)
+        recording = session.recording
+        if recording is None or k != session.expected:
+            recording = self._begun(session, block, args, kwargs)
         try:
             collector = Collector.active()
             call = _call_of(block, collector, recording.device)
@@ -123,13 +125,11 @@ class Calls:
             recording.end("A call of these blocks has failed.")
             raise
 
-    def _recording(
+    def _begun(
         self, session: _Session, block: Block, args: Any, kwargs: dict[str, Any]
     ) -> Recording:
-        """The recording that a call of this block belongs to."""
+        """The new recording that a call of this block begins, which must be the first one."""
         recording = session.recording
-        if recording is not None and block.k == session.expected:
-            return recording
         tensors = [leaf for _, leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
         if recording is not None:
             again = len(session.forwards) == session.depth > 0
@@ -146,7 +146,7 @@ class Calls:
         if first is None:
             raise TypeError(
                 f"the first block of a pipeline must be called with a tensor that has rows: got "
-                f"none in the call of {block.name} at {user_line()}."
+                f"none in the call of {block.name} at {calling_line()}."
             )
         device = self._device(first)
         state = session.forwards[-1] if session.forwards else ThreadState.now(device)
@@ -173,7 +173,7 @@ class Calls:
         self._drop(session, "The blocks were not called in order.")
         raise RuntimeError(
             "each block of a pipeline must be called once in every forward, in order: got a call "
-            f"of {block.name} at {user_line()} where {expected} is next. A forward that skips "
+            f"of {block.name} at {calling_line()} where {expected} is next. A forward that skips "
             "blocks by chance does so with layerdrop: set it to 0. One that runs blocks several "
             "times, or in another order, cannot be cut here."
         )
@@ -200,9 +200,9 @@ class Calls:
 def _call_of(block: Block, collector: Collector | None, device: torch.device) -> Call:
     return Call(
         block.run if collector is None else collector.around(block.run),
-        (block.kind, block.module.training, collector and collector.kind),
+        (block.kind, collector and collector.kind),
         block.name,
-        user_line(),
+        calling_line(),
         block.stage,
         block.device or device,
         (block.module,),

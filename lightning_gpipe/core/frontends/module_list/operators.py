@@ -12,6 +12,9 @@ from lightning_gpipe.core.frontends.module_list.calls import Learned
 from lightning_gpipe.core.frontends.module_list.rehearsal import Try
 from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
 
+NEEDS_VALUE = "needs a value"
+EDITS_OUTSIDE = "edits a tensor in place that was made outside of the blocks"
+
 _IN_PLACE = frozenset(
     f"__i{name}__"
     for name in ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift")
@@ -52,9 +55,9 @@ def objection(learned: Learned, found: Try, given: Any, rows: int, few: int | No
         few: How many were tried; None for all.
     """
     if not all(isinstance(leaf, TensorLeaf) for leaf in learned.result.leaves):
-        return "needs a value"
+        return NEEDS_VALUE
     if found.edited:
-        return "edits a tensor in place that was made outside of the blocks"
+        return EDITS_OUTSIDE
     if few is None:
         return ""
     results = [x for _, x in leaves_in(found.result) if isinstance(x, Tensor) and x.dim()]

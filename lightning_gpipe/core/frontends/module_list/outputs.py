@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import whole
 from lightning_gpipe.core.frontends.interface import RunProgram
 from lightning_gpipe.core.frontends.module_list.arguments import WHOLE
+from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder, become
 from lightning_gpipe.core.frontends.module_list.recording import Recording
 from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
@@ -35,7 +36,7 @@ def run_recorded(recording: Recording, run: RunProgram, n: int) -> None:
     program = _program(recording, wanted, n)
     inputs = (recording.inputs[number] for number in program.inputs)
     given = [tensor if reading else whole(tensor) for tensor, reading in inputs]
-    with unchecked():
+    with unchecked(), running():
         values = run(program, given, chunks=1 if recording.single else None)
     names = {number: recording.tape.steps[number].name for number in wanted}
     rows, single = recording.rows, recording.single

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.arguments import (
     Arguments,
     Path,
     Reading,
+    alike,
 )
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.calls import Call, Expecting, Learned, Pick
 from lightning_gpipe.core.frontends.module_list.learning import Check, Learner, kind_of_call
-from lightning_gpipe.core.frontends.module_list.lines import user_line
+from lightning_gpipe.core.frontends.module_list.outsides import Outsides
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
+from lightning_gpipe.core.frontends.module_list.refusals import (
+    Refused,
+    needs_value,
+    other_state,
+    refused_operator,
+)
 from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Try
 from lightning_gpipe.core.frontends.module_list.remembered import Remembered
 from lightning_gpipe.core.frontends.module_list.results import Constant, Given, Result, TensorLeaf
@@ -56,19 +64,18 @@ class Recording:
         state: ThreadState,
     ) -> None:
         self.tape = Tape()
-        self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self.rows = first.size(0)
         self.device = device
         self.grad = state.grad
         self.ended = ""
         self._state = state
         self._remembered = remembered
+        self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self._samples = Samples(self.tape, self.inputs, self.rows)
         self._learner = Learner(first, remembered.learned, caches, self._samples, grad=state.grad)
+        self._outsides = Outsides(self.inputs, self.rows, self._learner.reading)
         self._at = 0  # the number of calls so far
         self._begun: Hashable = None  # what the first one is like
-        self._tensors: dict[int, Tensor] = {}  # the inputs as they were given
-        self._numbers: dict[Hashable, int] = {}
         self._made: list[weakref.ref[Placeholder]] = []
         self._place: Call | None = None
 
@@ -90,9 +97,10 @@ class Recording:
     def end(self, reason: str) -> None:
         """Record nothing any more, and free everything."""
         self.ended = reason
-        self.tape = Tape()
-        self.inputs, self._tensors, self._numbers, self._made = {}, {}, {}, []
-        self._samples = Samples(self.tape, self.inputs, self.rows)
+        self._made = []
+        self._use(Tape())
+        self._outsides.clear()
+        self._samples.clear()
 
     def block(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a block.
@@ -105,7 +113,7 @@ class Recording:
         """
         self._check_state(call.line)
         self._place = call
-        return self._record(call, Arguments((args, kwargs)), _no_check)
+        return self._record(call, (args, kwargs), _no_check)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Record what the user's forward does with a placeholder between two blocks.
@@ -113,7 +121,7 @@ class Recording:
         Raises:
             RuntimeError: If it needs a value, or cannot be done in micro-batches.
         """
-        line = user_line()
+        line = current_line()
         if self.ended:
             raise RuntimeError(
                 f"{self.ended} {operators.title(func)} at {line} uses what they return."
@@ -129,95 +137,64 @@ class Recording:
         def check(learned: Learned, found: Try) -> None:
             few = self._samples.few
             if why := operators.objection(learned, found, given, self.rows, few):
-                self._refuse(func, line, why)
+                raise refused_operator(func, line, why)
 
         try:
-            made = self._record(call, Arguments(given), check)
-        except (Doubt, _Refused):
+            made = self._record(call, given, check)
+        except (Doubt, Refused):
             raise
         except Exception as error:
-            raise self.needs_value(func, line) from error
+            raise needs_value(func, line) from error
         target = operators.in_place(func, args, kwargs)
         if isinstance(target, Placeholder):
             target.number = made.number
             return target
         return made
 
-    def needs_value(self, func: Callable[..., Any], line: str = "") -> RuntimeError:
+    def needs_value(self, func: Callable[..., Any]) -> RuntimeError:
         """The error for an operator that needs the value of a placeholder."""
-        return _Refused(
-            f"between two blocks of a pipeline, the values that they return are not known: got "
-            f"{operators.title(func)} at {line or user_line()}, which needs one. Do this in a "
-            "block, where it runs for each micro-batch, or after the last block."
-        )
+        return needs_value(func, current_line())
 
     def shape_of(self, number: int) -> torch.Size:
         """The shape of a value for the whole mini-batch."""
         return self._samples.shape_of(number)
 
-    def _record(self, call: Call, given: Arguments, check: Check) -> Any:
+    def _record(self, call: Call, given: tuple[Any, Any], check: Check) -> Any:
         if not self._at:
-            self._begun = self.single, kind_of_call(call, given)
+            self._begun = self.single, kind_of_call(call, Arguments(given))
             self._use(self._remembered.tape(self._begun))
         if self._at == len(self.tape.entries) or not self._follows(call, given):
             if self.tape.closed:
-                self._leave()
-            self._add(call, given, check)
+                self._use(self.tape.until(self._at))
+                self._outsides.number_as_on(self.tape)
+            self._add(call, Arguments(given), check)
         entry = self.tape.entries[self._at]
         self._at += 1
-        return self._answer(entry, given.objects if entry.learned.result.gives else ())
+        return self._answer(entry, given)
 
     def _use(self, tape: Tape) -> None:
         self.tape = tape
         self._samples.tape = tape
 
-    def _leave(self) -> None:
-        """Follow the tape no longer."""
-        self._use(self.tape.until(self._at))
-        outsides = (
-            (entry.call.stage, each)
-            for entry in self.tape.entries
-            for each in entry.given
-            if type(each) is Outside
-        )
-        for stage, each in outsides:
-            key = id(self._tensors[each.source]), each.reading
-            self._numbers[key] = each.source
-            if each.number != each.source:
-                self._numbers[(*key, stage)] = each.number
-
-    def _follows(self, call: Call, given: Arguments) -> bool:
+    def _follows(self, call: Call, given: tuple[Any, Any]) -> bool:
         """Whether a call is that of the tape at this place; if so, its tensors are taken."""
         entry = self.tape.entries[self._at]
-        if not entry.is_of(call, given):
-            return False
-        tensors: dict[int, tuple[Tensor, Reading]] = {}
-        for (_, leaf), expected in zip(given.leaves, entry.given, strict=True):
+        new: list[tuple[Tensor, Outside]] = []
+
+        def same(expected: Any, leaf: Any) -> bool:
             kind = type(expected)
             if type(leaf) is Placeholder:
                 mine = kind is Value and leaf.number == expected.number
-                if not (mine and leaf.recording is self):
-                    return False
-            elif kind is Outside:
-                if not (isinstance(leaf, Tensor) and self._is_expected(leaf, expected, tensors)):
-                    return False
-                tensors[expected.source] = leaf, expected.reading
-            elif kind is Value or isinstance(leaf, Tensor) or not same_constant(leaf, expected):
-                return False
-        for number, (tensor, reading) in tensors.items():
-            self._take(number, tensor, reading)
-        return True
+                return mine and leaf.recording is self
+            if kind is Outside:
+                return isinstance(leaf, Tensor) and self._outsides.is_as(leaf, expected, new)
+            return kind is not Value and same_constant(leaf, expected)
 
-    def _is_expected(self, tensor: Tensor, expected: Outside, others: Mapping[int, Any]) -> bool:
-        """Whether a tensor from outside is cut as expected, and the same one as before."""
-        if not expected.fits(tensor):
+        if not (call.same(entry.call) and alike(entry.given, given, same)):
             return False
-        before = self._tensors.get(expected.source)
-        if before is None and expected.source in others:
-            before = others[expected.source][0]
-        if before is not None and before is not tensor:
-            return False
-        return self._learner.reading(tensor, expected.learned) == expected.reading
+        for tensor, expected in new:
+            self._outsides.accept(tensor, expected)
+        return True
 
     def _add(self, call: Call, given: Arguments, check: Check) -> None:
         """Add a call to the tape."""
@@ -238,7 +215,7 @@ class Recording:
             assert flat is not None, "the structure is that of this result"
             self._samples[number] = flat[0] if learned.result.single else flat
         numbers = self._pick(number, call, learned.result)
-        tape.entries.append(Entry(call, given.structure, described, learned, numbers, tape.count))
+        tape.entries.append(Entry(call, given.replaced(described), learned, numbers, tape.count))
         if objects:  # which live as long as their forward, and are others in the next
             tape.reusable = False
 
@@ -257,10 +234,13 @@ class Recording:
             numbers.append(number)
         return numbers
 
-    def _answer(self, entry: Entry, objects: Sequence[tuple[Path, Any]]) -> Any:
+    def _answer(self, entry: Entry, given: tuple[Any, Any]) -> Any:
         """What the user's forward gets."""
-        result = entry.learned.result
-        pairs = zip(entry.numbers, result.leaves, strict=True)
+        result, numbers = entry.learned.result, entry.numbers
+        if result.single:
+            return self._made_of(numbers[0], result.leaves[0], ())
+        objects = Arguments(given).objects if result.gives else ()
+        pairs = zip(numbers, result.leaves, strict=True)
         return result.tree([self._made_of(number, leaf, objects) for number, leaf in pairs])
 
     def _made_of(
@@ -279,50 +259,19 @@ class Recording:
         """What stands for an argument on the tape."""
         if type(leaf) is Placeholder:
             if leaf.recording is not self:
-                raise _Refused(
+                raise Refused(
                     f"{call} must be called with what blocks of this call return: got a result of "
                     "another one, whose pipeline has not run."
                 )
             return Value(leaf.number)
         if reading is None:
             return leaf
-        source, number = self._input(leaf, reading, call)
-        return Outside(number, source, reading, learned, leaf.dtype, leaf.dim())
-
-    def _input(self, tensor: Tensor, reading: Reading, call: Call) -> tuple[int, int]:
-        """The numbers of a tensor from outside: of the input, and of what a stage gets."""
-        key = id(tensor), reading
-        if key not in self._numbers:
-            self._numbers[key] = self.tape.new()
-            self._take(self._numbers[key], tensor, reading)
-        source = self._numbers[key]
-        if reading <= 1:
-            return source, source
-        there = (*key, call.stage)
-        if there not in self._numbers:
-            self._numbers[there] = number = self.tape.new()
-            given = (Value(source), 0, 1)
-            step = Step(torch.flatten, given, number, call.stage, {}, "flatten", call.line)
-            self.tape.steps[number] = step
-        return source, self._numbers[there]
-
-    def _take(self, number: int, tensor: Tensor, reading: Reading) -> None:
-        """Make a tensor from outside the input of this number."""
-        self._tensors[number] = tensor
-        # Several entries per row are given as one, so that all that is cut has the same rows.
-        given = tensor.unflatten(0, (self.rows, reading)) if reading > 1 else tensor
-        self.inputs[number] = given, reading
+        return self._outsides.described(leaf, reading, learned, call, self.tape)
 
     def _check_state(self, line: str) -> None:
         now = ThreadState.now(self.device)
         if now != self._state:
-            raise _Refused(
-                "all blocks of a pipeline run in the same state of the thread: at "
-                f"{line} it changes {self._state.changed_to(now)}. Set it around the whole model, "
-                "or within a block. A torch.utils.checkpoint around blocks is not needed, since "
-                "the pipeline has activation_checkpointing: leave it out, or write "
-                "use_reentrant=False."
-            )
+            raise other_state(self._state.changed_to(now), line)
 
     def _check_edit(self, func: Callable[..., Any], line: str, given: Any) -> None:
         """Raise if an operator edits a tensor in place that is not in its stage."""
@@ -331,24 +280,9 @@ class Recording:
             return
         assert self._place is not None
         if not isinstance(target, Placeholder):
-            self._refuse(func, line, "edits a tensor in place that was made outside of the blocks")
-        elif target.recording is self and self._stage_of(target.number) != self._place.stage:
-            self._refuse(func, line, "edits a tensor in place that an earlier stage has")
-
-    def _stage_of(self, number: int) -> int:
-        return self.tape.steps[number].stage
-
-    def _refuse(self, func: Callable[..., Any], line: str, why: str) -> NoReturn:
-        if why == "needs a value":
-            raise self.needs_value(func, line)
-        raise _Refused(
-            "what the forward does between two blocks must work for each micro-batch in its stage: "
-            f"{operators.title(func)} at {line} {why}. Do this in a block, or after the last one."
-        )
-
-
-class _Refused(RuntimeError):
-    """Raised for what cannot be recorded."""
+            raise refused_operator(func, line, operators.EDITS_OUTSIDE)
+        if target.recording is self and self.tape.steps[target.number].stage != self._place.stage:
+            raise refused_operator(func, line, "edits a tensor in place that an earlier stage has")
 
 
 def _no_check(learned: Learned, found: Try) -> None:

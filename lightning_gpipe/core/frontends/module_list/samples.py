@@ -98,6 +98,10 @@ class Samples:
     def take_all(self) -> None:
         """Compute all rows from now on."""
         self.few = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all values."""
         self._known, self._alike = {}, {}
 
     def _made(self, number: int) -> Any:

@@ -7,14 +7,14 @@ With the first call that differs it goes on by itself, from a copy of what it ha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.frontends.module_list.arguments import Arguments, Reading
+from lightning_gpipe.core.frontends.module_list.arguments import Reading, leaves_in
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
 from lightning_gpipe.core.plan import Program, Step
 
@@ -51,24 +51,22 @@ class Entry:
 
     Attributes:
         call: The call.
-        structure: That of its arguments.
-        given: Their leaves: a Value for a placeholder, an :class:`Outside`, or a constant.
+        given: Its arguments: a Value for a placeholder, an :class:`Outside`, or a constant.
         learned: What is known of it.
         numbers: The number of the value of each leaf that it returns.
         count: How many values there were after it.
     """
 
     call: Call
-    structure: Hashable
-    given: Sequence[Any]
+    given: Any
     learned: Learned
     numbers: Sequence[int]
     count: int
 
-    def is_of(self, call: Call, given: Arguments) -> bool:
-        """Whether it is of the same call, of arguments with the same structure."""
-        same = call is self.call or call.same(self.call)
-        return same and given.structure == self.structure
+    @property
+    def outside(self) -> Iterator[Outside]:
+        """The tensors from outside in its arguments."""
+        return (leaf for _, leaf in leaves_in(self.given) if type(leaf) is Outside)
 
 
 class Tape:

@@ -32,10 +32,19 @@ class ThreadState(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> ThreadState:
         """The state of the calling thread."""
-        autocast: tuple[Any, ...] = _autocast("cpu")
+        # Without functions of its own: every call of a block asks.
+        autocast: tuple[Any, ...] = (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+        )
         if device.type != "cpu":
-            autocast += _autocast(device.type)
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, _hooks())
+            kind = device.type
+            autocast += torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and _is_checkpoint(hooks):
+            hooks = None
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(grad, inference, autocast, hooks)
 
     def changed_to(self, other: ThreadState) -> str:
         """What differs: ``grad mode from True to False``."""
@@ -57,23 +66,10 @@ def unchecked() -> AbstractContextManager[Any]:
 
     One around the last block would run that block again in backward, outside of its pipeline.
     """
-    if not _is_checkpoint(_innermost()):
+    if not _is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True)):
         return nullcontext()
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-
-
-def _autocast(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-
-
-def _hooks() -> Any:
-    hooks = _innermost()
-    return None if hooks is None or _is_checkpoint(hooks) else hooks
-
-
-def _innermost() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def _is_checkpoint(hooks: Any) -> bool:

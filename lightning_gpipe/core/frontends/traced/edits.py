@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
-from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.symbolic import IN_PLACE, set_item
 from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
 

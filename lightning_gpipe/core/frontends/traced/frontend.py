@@ -25,10 +25,10 @@ from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constant
 from lightning_gpipe.core.frontends.traced.edits import rename
 from lightning_gpipe.core.frontends.traced.graph import Graph, trace
 from lightning_gpipe.core.frontends.traced.holding import Held
-from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
 from lightning_gpipe.core.frontends.traced.modes import Modes
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.units import Unit, units_of
 from lightning_gpipe.core.plan import Partition, check_balance
 

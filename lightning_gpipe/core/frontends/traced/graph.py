@@ -14,9 +14,10 @@ from typing import Any
 from torch import fx, nn
 
 from lightning_gpipe.core.data import map_instances
+from lightning_gpipe.core.frontends.lines import line_of
 from lightning_gpipe.core.frontends.traced.calls import CallKind
-from lightning_gpipe.core.frontends.traced.lines import Refused, line_of
 from lightning_gpipe.core.frontends.traced.modes import Modes
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.snapshot import Snapshot
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
 from lightning_gpipe.core.frontends.traced.tracer import Tracer

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
 
 ACROSS = (

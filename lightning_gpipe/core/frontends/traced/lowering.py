@@ -15,11 +15,11 @@ from lightning_gpipe.core.frontends.traced.edits import check_edits, edited
 from lightning_gpipe.core.frontends.traced.graph import Graph, Output
 from lightning_gpipe.core.frontends.traced.holding import Held
 from lightning_gpipe.core.frontends.traced.indexing import Item, needs_look
-from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.modes import Under
 from lightning_gpipe.core.frontends.traced.numbers import check_numbers
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.frontends.traced.reductions import check_reductions
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.row_dims import row_dims
 from lightning_gpipe.core.plan import Program, Step, Value
 

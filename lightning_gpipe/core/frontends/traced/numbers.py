@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
-from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
 
 _OPERATORS = frozenset(getattr(operator, name) for name in operator.__all__)

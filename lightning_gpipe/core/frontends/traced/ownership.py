@@ -15,7 +15,7 @@ from itertools import accumulate
 from torch import fx, nn
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
-from lightning_gpipe.core.frontends.traced.lines import Refused
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.tracer import has_hooks
 from lightning_gpipe.core.frontends.traced.units import Unit, is_stateless, leads
 

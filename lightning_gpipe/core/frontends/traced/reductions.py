@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import fx
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
-from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.numbers import rows_in
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.symbolic import hold
 from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
 

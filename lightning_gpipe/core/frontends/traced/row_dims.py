@@ -17,8 +17,8 @@ from torch import fx
 
 from lightning_gpipe.core.frontends.traced.graph import Graph
 from lightning_gpipe.core.frontends.traced.indexing import ACROSS, TakesRows, dim_after
-from lightning_gpipe.core.frontends.traced.lines import Refused
 from lightning_gpipe.core.frontends.traced.numbers import rows_in
+from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.symbolic import set_item
 from lightning_gpipe.core.frontends.traced.values import Kind, node_kind
 

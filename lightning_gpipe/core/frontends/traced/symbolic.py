@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx.proxy import Attribute, Proxy, TraceError
 
-from lightning_gpipe.core.frontends.traced.lines import is_users
+from lightning_gpipe.core.frontends.lines import is_users
 from lightning_gpipe.core.frontends.traced.values import CLASS_OF, Kind, node_kind
 
 # What of parameters and buffers stays the same while a pipeline lives.

@@ -12,8 +12,8 @@ from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_gpipe.core.frontends.lines import checkpointed_line, current_line
 from lightning_gpipe.core.frontends.traced.calls import Given
-from lightning_gpipe.core.frontends.traced.lines import checkpointed_line, current_line
 from lightning_gpipe.core.frontends.traced.modes import (
     Modes,
     check_settings,

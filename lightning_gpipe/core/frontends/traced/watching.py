@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.frontends.traced.lines import is_users
+from lightning_gpipe.core.frontends.lines import is_users
 
 _FACTORIES = (
     "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
