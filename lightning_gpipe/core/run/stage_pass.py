@@ -220,7 +220,8 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        former = inputs = self._microbatches[i].inputs
+        inputs = self._microbatches[i].inputs
+        former = inputs.leaves
         with together([*self._as_in_forward(), self._context.saving()]):
             inputs = inputs.detached()  # without hooks that layers registered on them in forward
             outputs, terms = self._run(i, inputs, first=False)
@@ -233,7 +234,9 @@ class StagePass:
         self.asides.watch_inputs(inputs.leaves)
         roots = [root_of(leaf) for leaf in leaves]
         sizes = self._sizes(outputs, terms) if self._routed else ()
-        self._microbatches[i] = Kept(inputs, roots, sizes=sizes, former=former.leaves)
+        # What required no gradient is not detached, and a layer may ask for one now.
+        former = [one for one, two in zip(former, inputs.leaves, strict=True) if one is not two]
+        self._microbatches[i] = Kept(inputs, roots, sizes=sizes, former=former)
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""
