@@ -81,6 +81,10 @@ def any_arguments(tracer: fx.Tracer) -> Iterator[None]:
 
         return run
 
+    # PyTorch lists the functions that make tensors when a default device is first in force, and
+    # these would be on its list for good.
+    with torch.device("cpu"):
+        torch.empty(0)
     try:
         for name, function in AUTOWRAPPED.items():
             setattr(torch, name, recording(function))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import whole
@@ -417,6 +418,17 @@ def test_forward_that_is_first_called_in_a_function_mode(tracing: Tracing) -> No
 
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(model(rows()), plain(rows()))
+
+
+def test_default_device_holds_after_a_trace() -> None:
+    """Once torch.device had no effect on torch.ones any more if a traced forward used it first."""
+    _device_constructors.cache_clear()
+    model = Model(with_a_device)
+    Traced(model, "", model)
+
+    with torch.device("meta"):
+        assert torch.ones(1).is_meta
+        assert torch.tensor(1).is_meta
 
 
 @every_mode
