@@ -59,7 +59,7 @@ from lightning_gpipe.core.plan.sharing import (
     followed_slots,
     shared_with_outside,
 )
-from lightning_gpipe.core.plan.step import Step
+from lightning_gpipe.core.plan.step import Method, Step
 
 __all__ = [
     "CALLER",
@@ -74,6 +74,7 @@ __all__ = [
     "LayerProfile",
     "Layout",
     "Loss",
+    "Method",
     "ModelProfile",
     "Part",
     "Partition",

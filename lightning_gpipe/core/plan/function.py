@@ -12,7 +12,7 @@ written as a function, whose local variables are the values, each step in a line
         return [v3], []
 
 What it calls and its constants are in the variables of its module, so that nothing of a user's is
-in the text but the names of arguments.
+in the text but the names of arguments and of methods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keyword import iskeyword
 from typing import Any
 
 from lightning_gpipe.core.plan.route import Value
-from lightning_gpipe.core.plan.step import Step, values_in
+from lightning_gpipe.core.plan.step import Method, Step, values_in
 
 # Called with the values that come with the micro-batch and those of each route that arrives;
 # returns those that go on with it and those of each route that leaves.
@@ -89,13 +89,21 @@ def _lists(numbers: Iterable[Iterable[int]]) -> str:
 
 def _call(k: int, step: Step, names: dict[str, Any]) -> str:
     """The text of a step's call; what it refers to is added to the names."""
-    names[f"r{k}"] = step.run
     given = [_text(each, names) for each in step.args]
-    if all(key.isidentifier() and not iskeyword(key) for key in step.kwargs):
+    if all(map(_is_name, step.kwargs)):
         given += [f"{key}={_text(each, names)}" for key, each in step.kwargs.items()]
     else:
         given.append(f"**{_text(dict(step.kwargs), names)}")
-    return f"r{k}({', '.join(given)})"
+    run = f"r{k}"
+    if type(step.run) is Method and step.args and _is_name(step.run.name):
+        run = f"{given.pop(0)}.{step.run.name}"
+    else:
+        names[run] = step.run
+    return f"{run}({', '.join(given)})"
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not iskeyword(text)
 
 
 def _text(tree: Any, names: dict[str, Any]) -> str:

@@ -76,6 +76,23 @@ class Step:
         return f"%{self.value} <- stage {self.stage}: {self.name}({', '.join(given)})"
 
 
+class Method:
+    """Calls a method of its first argument.
+
+    Args:
+        name: The name of the method.
+
+    Attributes:
+        name: As given.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, self.name)(*args, **kwargs)
+
+
 def values_in(tree: Any) -> Iterator[Value]:
     """The values in arguments of a step."""
     if isinstance(tree, Value):

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_gpipe.core.plan.function import Function
 from lightning_gpipe.core.plan.route import Value
-from lightning_gpipe.core.plan.step import Step
+from lightning_gpipe.core.plan.step import Method, Step
 
 Pair = namedtuple("Pair", "one other")
 
@@ -71,3 +71,17 @@ def test_step_that_raised_an_error() -> None:
     with pytest.raises(ValueError) as outside:
         function.call([1], [])
     assert function.step_of(outside.value) is None
+
+
+def test_methods_are_called_on_what_they_are_of() -> None:
+    steps = [
+        Step(Method("upper"), (Value(0),), 1, 0),
+        Step(Method("join"), ("-", [Value(1), "b"]), 2, 0),
+        Step(Method("a b"), (Value(0),), 3, 0),
+    ]
+    function = Function(steps[:2], [()] * 2, takes=[0], arriving=[], gives=[1, 2], leaving=[])
+    assert function.call(["a"], []) == (["A", "A-b"], [])
+
+    function = Function(steps[2:], [()], takes=[0], arriving=[], gives=[3], leaving=[])
+    with pytest.raises(AttributeError, match="a b"):
+        function.call(["a"], [])

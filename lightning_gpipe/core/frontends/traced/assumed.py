@@ -51,14 +51,20 @@ class Assumed:
         self._versions = [(each, each._version) for each in tensors if not each.is_inference()]
 
     def holds(self) -> bool:
-        """Whether nothing has changed; written for speed."""
-        return (
-            all(slots.get(name) is value for slots, name, value in self._slots)
-            and all(_same(container, before) for container, before in self._contents)
-            and all(tensor._version == before for tensor, before in self._versions)
-            and all([*children.values()] == before for children, before in self._children)
-            and not any(self._hooks)
-        )
+        """Whether nothing has changed; written for speed, without generators."""
+        for slots, name, value in self._slots:
+            if slots.get(name) is not value:
+                return False
+        for container, before in self._contents:
+            if not _same(container, before):
+                return False
+        for tensor, version in self._versions:
+            if tensor._version != version:
+                return False
+        for children, held in self._children:
+            if [*children.values()] != held:
+                return False
+        return not any(self._hooks)
 
 
 def _same(container: Any, before: tuple[Any, ...]) -> bool:

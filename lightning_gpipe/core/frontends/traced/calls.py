@@ -40,8 +40,18 @@ class CallKind:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        leaves, self._spec = tree_flatten((tuple(args), kwargs))
-        self._leaves = [_described(leaf) for leaf in leaves]
+        self._leaves, self._spec = tree_flatten((tuple(args), kwargs))
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[CallKind, list[Tensor]]:
+        """The kind of a call with these arguments, and the tensors that are its values."""
+        kind = cls(args, kwargs)
+        tensors = [leaf for leaf in kind._leaves if isinstance(leaf, Tensor)]
+        kind._leaves = [
+            Given(Kind.TENSOR, is_whole(leaf)) if isinstance(leaf, Tensor) else leaf
+            for leaf in kind._leaves
+        ]
+        return kind, tensors
 
     @classmethod
     def plain(cls, forward: Callable[..., Any]) -> CallKind:
@@ -79,19 +89,17 @@ class CallKind:
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a call, in the order of :attr:`CallKind.given`."""
-    leaves = tree_flatten((tuple(args), kwargs)).leaves
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def check_constants(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_constants(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
     """Refuse lists and arrays with an entry for each row, which would go to every micro-batch.
+
+    Args:
+        args, kwargs: The arguments of a call.
+        tensors: The tensors among them.
 
     Raises:
         ValueError: Names the argument.
     """
-    rows = {x.size(0) for x in tensors_in(args, kwargs) if x.dim() and not is_whole(x)} - {1}
+    rows = {x.size(0) for x in tensors if x.dim() and not is_whole(x)} - {1}
     for name, value in [*enumerate(args), *kwargs.items()]:
         listed = isinstance(value, list | np.ndarray) or (
             isinstance(value, tuple) and all(isinstance(each, str) for each in value)
@@ -109,10 +117,6 @@ def _expected(parameter: inspect.Parameter) -> Given:
     """What a caller will give for a parameter."""
     is_tensor = parameter.annotation in (parameter.empty, Tensor, "Tensor", "torch.Tensor")
     return Given(Kind.TENSOR if is_tensor else Kind.UNKNOWN, certain=False)
-
-
-def _described(leaf: Any) -> Any:
-    return Given(Kind.TENSOR, is_whole(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ from lightning_gpipe.core.frontends.install import (
 )
 from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.traced.assumed import Assumed
-from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constants, tensors_in
+from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constants
 from lightning_gpipe.core.frontends.traced.edits import rename
 from lightning_gpipe.core.frontends.traced.graph import Graph, trace
 from lightning_gpipe.core.frontends.traced.holding import Held
@@ -106,7 +106,7 @@ class Traced(Frontend):
             if is_traced((args, kwargs), self._module.parameters()):
                 check_recordable(self._module)
                 return self._forward(*args, **kwargs)
-            return self._program(args, kwargs)(run, tensors_in(args, kwargs))
+            return self._run(run, args, kwargs)
 
         self._installed = install(self._module, call, self._name)
 
@@ -140,10 +140,10 @@ class Traced(Frontend):
             return self._own_forward
         return MethodType(type(self._module).forward, self._module)
 
-    def _program(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Lowered:
-        """The program of a call."""
+    def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the forward returns: run as a program."""
         assert self._held is not None, "it was cut"
-        kind = CallKind(args, kwargs)
+        kind, tensors = CallKind.of(args, kwargs)
         found = self._programs.find(kind)
         if _has_any_global_hook():
             self._say_once(
@@ -152,11 +152,11 @@ class Traced(Frontend):
                 "the modules that they are for."
             )
         if found is None:
-            check_constants(args, kwargs)
+            check_constants(args, kwargs, tensors)
             graph = self._trace(kind)
             found = lower(graph, self._own, self._held)
             self._programs.add(kind, found, Assumed(self._module, graph.whole), self._own)
-        return found
+        return found(run, tensors)
 
     def _trace(self, kind: CallKind) -> Graph:
         graph = rename(trace(self._module, self._forward, kind))

@@ -21,7 +21,7 @@ from lightning_gpipe.core.frontends.traced.ownership import Ownership
 from lightning_gpipe.core.frontends.traced.reductions import check_reductions
 from lightning_gpipe.core.frontends.traced.refused import Refused
 from lightning_gpipe.core.frontends.traced.row_dims import row_dims
-from lightning_gpipe.core.plan import Program, Step, Value
+from lightning_gpipe.core.plan import Method, Program, Step, Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +160,6 @@ class _Lowering:
         later = set(self._graph.nodes[self._graph.nodes.index(node) + 1 :])
         given = node.all_input_nodes
         return any(later & set(each.users) or each in self._graph.outputs for each in given)
-
-
-class Method:
-    """Calls a method of its first argument."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(value, self._name)(*args, **kwargs)
 
 
 class Shared:
