@@ -135,7 +135,11 @@ def title(path: Path, names: tuple[str, ...] = ()) -> str:
     if kind == 0 and key < len(names):
         key = names[key]
     first = f"argument {key}" if isinstance(key, int) else str(key)
-    return first + "".join(f"[{each!r}]" for each in rest)
+    # Fields of an object, and what is in them, have their names as the user writes them.
+    named = (str(each).startswith((".", "[")) for each in rest)
+    return first + "".join(
+        each if is_named else f"[{each!r}]" for each, is_named in zip(rest, named, strict=True)
+    )
 
 
 def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:

@@ -21,6 +21,7 @@ from lightning_gpipe.core.frontends.module_list.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.calls import Call, Expecting, Learned, Pick
 from lightning_gpipe.core.frontends.module_list.learning import Check, Learner, kind_of_call
 from lightning_gpipe.core.frontends.module_list.outsides import Outsides
+from lightning_gpipe.core.frontends.module_list.packing import taken_apart
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.refusals import (
     Refused,
@@ -163,11 +164,14 @@ class Recording:
         if not self._at:
             self._begun = self.single, kind_of_call(call, Arguments(given))
             self._use(self._remembered.tape(self._begun))
-        if self._at == len(self.tape.entries) or not self._follows(call, given):
-            if self.tape.closed:
-                self._use(self.tape.until(self._at))
-                self._outsides.number_as_on(self.tape)
-            self._add(call, Arguments(given), check)
+        if not self._follows(call, given):
+            parts = taken_apart(call, given, None if self.single or not self.grad else self.rows)
+            call, given = parts or (call, given)
+            if parts is None or not self._follows(call, given):
+                if self.tape.closed:
+                    self._use(self.tape.until(self._at))
+                    self._outsides.number_as_on(self.tape)
+                self._add(call, Arguments(given), check)
         entry = self.tape.entries[self._at]
         self._at += 1
         return self._answer(entry, given)
@@ -178,6 +182,8 @@ class Recording:
 
     def _follows(self, call: Call, given: tuple[Any, Any]) -> bool:
         """Whether a call is that of the tape at this place; if so, its tensors are taken."""
+        if self._at == len(self.tape.entries):
+            return False
         entry = self.tape.entries[self._at]
         new: list[tuple[Tensor, Outside]] = []
 

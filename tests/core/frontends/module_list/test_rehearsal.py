@@ -6,11 +6,12 @@ import copy
 import random
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 
 from lightning_gpipe.core.data import whole
 from lightning_gpipe.core.faithful import is_recomputing
@@ -293,7 +294,14 @@ class Unpacking(Taking):
         return x * (other["mask"] if isinstance(other, dict) else other.mask)
 
 
-@pytest.mark.parametrize("made", [Masks, lambda mask: OrderedDict(mask=mask)])
+class Hidden:
+    """An object that nothing knows how to make."""
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+
+@pytest.mark.parametrize("made", [Hidden])
 def test_rows_in_an_object_are_refused_by_the_name_of_the_argument(made: Any):
     model = Around(block=Unpacking)
     with looped(model), pytest.raises((TypeError, ValueError), match="other"):
@@ -304,12 +312,97 @@ def test_object_with_tensors_for_all_rows():
     assert_same_with(Unpacking, [Masks(random_of(1, LENGTH, 1)), Masks(random_of(WIDTH))])
 
 
+@dataclass
+class Pair:
+    """A dataclass within another one, and what is no tensor."""
+
+    masks: Masks
+    factor: float = 1.0
+
+    @property
+    def mask(self) -> Tensor:
+        return self.masks.mask * self.factor
+
+
+class Named(NamedTuple):
+    mask: Tensor
+
+
+@pytest.mark.parametrize(
+    "made",
+    [Masks, Named, lambda mask: OrderedDict(mask=mask), lambda mask: Pair(Masks(mask), 2.0)],
+)
+def test_rows_in_dataclasses_and_dicts_are_cut(made: Any):
+    class Using(Taking):
+        def use(self, x: Tensor, other: Any) -> Tensor:
+            return x * (other["mask"] if isinstance(other, dict) else other.mask)
+
+    arguments = [made(random_of(rows, LENGTH, 1)) for rows in (ROWS, ROWS, 1)]
+    run = assert_same_with(Using, arguments)
+    assert run.used == [3, 3, 3]
+    assert run.programs[0] is run.programs[1]
+
+
+@pytest.mark.parametrize("rows", [None, 1, ROWS])
+def test_block_mask_is_given_whole_or_refused(rows: int | None):
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    class Masked(Taking):
+        def use(self, x: Tensor, other: Any) -> Tensor:
+            return x * other.kv_num_blocks[0, 0, 0]
+
+    mask = create_block_mask(causal, rows, None, 128, 128, device="cpu")
+    if rows != ROWS:
+        assert_same_with(Masked, [mask, mask])
+        return
+    with looped(Around(block=Masked)) as loop, pytest.raises(TypeError, match="a BlockMask. Pass"):
+        loop.owner(states(), other=mask)
+
+
 def test_object_that_gets_rows_later():
     model = Around(block=Unpacking)
     with looped(model):
-        model(states(), other=Masks(random_of(1, LENGTH, 1)))
-        with pytest.raises(TypeError, match=r"in other of blocks.0 .*, a Masks. Pass its tensors"):
-            model(states(), other=Masks(random_of(ROWS, LENGTH, 1)))
+        model(states(), other=Hidden(random_of(1, LENGTH, 1)))
+        with pytest.raises(TypeError, match=r"in other of blocks.0 .*, a Hidden. Pass its tensors"):
+            model(states(), other=Hidden(random_of(ROWS, LENGTH, 1)))
+
+
+def test_table_in_a_dataclass_is_named_by_its_field():
+    model = Around(block=lambda: UsingMean())
+    with looped(model), pytest.raises(ValueError, match=r"got other\.mask of shape .* 7 rows"):
+        model(states(), other=Masks(random_of(ROWS, WIDTH)))
+
+
+class UsingMean(Taking):
+    def use(self, x: Tensor, other: Any) -> Tensor:
+        return x + other.mask.mean(0)
+
+
+def test_dataclass_with_rows_that_a_block_changes_is_refused():
+    class Setting(Taking):
+        def use(self, x: Tensor, other: Any) -> Tensor:
+            other.mask = other.mask + 1
+            return x
+
+    model = Around(block=Setting)
+    expected = "blocks.0 changed a Masks, which was made for one"
+    with looped(model), pytest.raises(RuntimeError, match=expected):
+        model(states(), other=Masks(random_of(ROWS, 1, 1)))
+
+
+def test_dataclass_that_blocks_return_and_get():
+    class Passing(Taking):
+        def forward(self, x: Any, other: Any = None) -> Any:
+            x = x if isinstance(x, Masks) else Masks(x)
+            return Masks(super().forward(x.mask, 1.0))
+
+    plain = Around(block=Passing)
+    model = copy.deepcopy(plain)
+    with looped(model):
+        torch.testing.assert_close(model(states()).mask, plain(states()).mask)
+        with torch.no_grad():
+            torch.testing.assert_close(model(states()).mask, plain(states()).mask)
 
 
 def test_object_with_rows_without_gradients():
