@@ -1,4 +1,4 @@
-"""Loss terms from every stage, and tensors captured on another device, over several devices."""
+"""Loss terms, captured tensors and those that layers use again, over several devices."""
 
 from __future__ import annotations
 
@@ -107,6 +107,50 @@ def test_captured_tensors_of_another_device(
         for home in ("cuda:0", "cpu"):
             outside = step(pipeline, home)
             assert_same((outside, gradients(pipeline)), expected)
+            pipeline.zero_grad()
+    finally:
+        pipeline.close()
+
+
+class Biased(nn.Module):
+    """Computes a bias from its table, keeps it, and uses it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(0, 1, 8))
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = str(x.device)
+        if key not in self.kept:
+            self.kept[key] = self.table[torch.arange(x.shape[1], device=x.device) // 4].exp()
+        return x + self.kept[key]
+
+
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "no threads"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_tensors_that_layers_use_again(
+    devices: list[str], threads: bool, mode: ActivationCheckpointing
+) -> None:
+    plain = layers(Biased(), nn.Linear(32, 32), Biased())
+    kept = [each.kept for each in plain.modules() if isinstance(each, Biased)]
+    plain(batch()).square().mean().backward()
+    expected = gradients(plain)
+    plain.zero_grad()
+    pipeline = GPipe(
+        plain,
+        balance_for(plain, max(2, len(devices))),
+        devices=devices,
+        chunks=4,
+        activation_checkpointing=mode,
+        threads=threads,
+    )
+    try:
+        for _ in range(2):
+            for each in kept:
+                each.clear()
+            pipeline(batch()).square().mean().backward()
+            assert_same(gradients(pipeline), expected)
             pipeline.zero_grad()
     finally:
         pipeline.close()

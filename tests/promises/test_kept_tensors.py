@@ -494,3 +494,70 @@ def test_what_another_stage_keeps(pipe: Pipe) -> None:
             raise
     else:
         assert_same(actual, expected)
+
+
+# Models that are no nn.Sequential.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.kept = InDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.kept(self.linear(x)))
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Graph(nn.Module):
+    """Uses what a layer keeps once more, far away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        third: Tensor = self.third(self.second(y) + x)
+        return third + y
+
+
+@every_mode
+@pytest.mark.parametrize("model, module", [(Loop, "blocks"), (Graph, None)])
+def test_model_whose_layers_keep_tensors(
+    model: type[nn.Module], module: str | None, mode: ActivationCheckpointing
+) -> None:
+    plain = model().double()
+    balance: list[Any] = [2, 2] if module else ["second", "third"]
+    devices = ["cpu"] * (2 if module else 3)
+    pipeline = GPipe(
+        deepcopy(plain),
+        balance,
+        module=module,
+        devices=devices,
+        chunks=3,
+        activation_checkpointing=mode,
+    )
+    try:
+        for k in range(2):
+            for each in (plain, pipeline):
+                for layer in each.modules():
+                    if isinstance(layer, InDict):
+                        layer.clear()
+            expected = run(plain, k)
+            assert_same(run(pipeline, k), expected)
+        with pytest.raises(RuntimeError, match=r"kept\.table .* would be lost.*kept\.cache"):
+            run(pipeline)
+    finally:
+        pipeline.close()
