@@ -14,7 +14,7 @@ from lightning_gpipe.core.pipeline.sampling import Entry, entries_with, subject_
 from lightning_gpipe.core.pipeline.taken import Taken
 from lightning_gpipe.core.pipeline.taking import take
 from lightning_gpipe.core.plan import ActivationCheckpointing, ModelProfile
-from lightning_gpipe.core.profile import Optimizers, profile_layers
+from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
 
 
 class Measuring:
@@ -83,7 +83,8 @@ class Measuring:
         for taken, entry in zip(self._found, entries, strict=True):
             beside = [each.module for each in self._found if each is not taken]
             subject = subject_of(taken, entry, self._chunks, self._microbatching, beside)
-            profiles.append(profile_layers(subject, device, self._optimizer))
+            with intra_op_threads(torch.get_num_threads() // len(self.devices)):
+                profiles.append(profile_layers(subject, device, self._optimizer))
         return profiles
 
 

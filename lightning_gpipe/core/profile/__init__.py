@@ -5,6 +5,7 @@ time on the device that is to run it, or counted on the meta device.
 """
 
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
+from lightning_gpipe.core.profile.meters import intra_op_threads
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
 from lightning_gpipe.core.profile.walk import change_tensors, following, walk, walk_program
 
@@ -13,6 +14,7 @@ __all__ = [
     "Subject",
     "change_tensors",
     "following",
+    "intra_op_threads",
     "optimizer_bytes",
     "profile_layers",
     "walk",
