@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from itertools import chain
 from types import MethodType
 from typing import Any, Protocol
 
@@ -51,18 +50,20 @@ class Block:
         k: Its index.
         name: Its name in the user's model.
         stage: The stage that runs it.
+        device: The device of the stage; None if the stage has no parameters and buffers.
 
     Attributes:
-        module, k, name, stage: As given.
+        module, k, name, stage, device: As given.
         run: Runs the block with its hooks.
         parameters: The names of the positional parameters of its forward.
-        device: Where it runs; None for a block without parameters and buffers.
     """
 
-    def __init__(self, module: nn.Module, k: int, name: str, stage: int) -> None:
+    def __init__(
+        self, module: nn.Module, k: int, name: str, stage: int, device: torch.device | None
+    ) -> None:
         self.module, self.k, self.name, self.stage = module, k, name, stage
         self.parameters = _positional(module)
-        self.device = _device_of(module)
+        self.device = device
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
         self.run: Callable[..., Any] = MethodType(type(module)._call_impl, module)
@@ -117,10 +118,6 @@ class BlockCall:
 
 
 _FLAGS = frozenset({bool, str})
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    return next((x.device for x in chain(module.parameters(), module.buffers())), None)
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:

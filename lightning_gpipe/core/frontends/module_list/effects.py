@@ -38,6 +38,7 @@ class Undisturbed:
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         self._modules = tuple(each for module in modules for each in module.modules())
+        self._device = device
         self._generators = [default_generator(d) for d in {torch.device("cpu"), device}]
         self._library = LibraryGenerators()
 
@@ -48,6 +49,10 @@ class Undisturbed:
         # Those of batch norms too, which a recomputation does not need.
         self._buffers = Buffers(self._modules, copied=lambda slot: True)
         self._token = RECOMPUTING.set(True)
+        self._elsewhere = list(self._parameters_elsewhere())
+        copies = {p: _copy(p, self._device) for _, _, p in self._elsewhere}
+        for module, name, parameter in self._elsewhere:
+            module._parameters[name] = copies[parameter]
         # What is warned of is warned of again when it runs.
         self._managers = (running(), torch.no_grad(), receiving(_drop), warnings.catch_warnings())
         for manager in self._managers:
@@ -58,12 +63,27 @@ class Undisturbed:
         for manager in reversed(self._managers):
             manager.__exit__(*error)
         RECOMPUTING.reset(self._token)
+        for module, name, parameter in self._elsewhere:
+            module._parameters[name] = parameter
         self._snapshot.restore()
         self._buffers.restore()
         self._library.set_state(self._drawn)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
         torch.clear_autocast_cache()  # its copies of weights have no graph
+
+    def _parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Those that are with another stage, which shares them."""
+        for module in self._modules:
+            for name, p in module._parameters.items():
+                if p is not None and not p.is_meta and p.device != self._device:
+                    yield module, name, p
+
+
+def _copy(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    with torch.no_grad():
+        made = parameter.to(device)  # a quantised one stays what it is
+    return made if isinstance(made, nn.Parameter) else nn.Parameter(made, parameter.requires_grad)
 
 
 def tensors_held(value: Any, depth: int = 8) -> Iterator[Tensor]:

@@ -13,12 +13,14 @@ the block before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -106,8 +108,9 @@ class Loop(Frontend):
     def install(self, run: RunProgram) -> None:
         assert self._partitions, "partitions() comes before install()"
         self._check_free()
+        devices = _devices(self._partitions)
         self._blocks = [
-            Block(module, k, self._names[k], partition.index)
+            Block(module, k, self._names[k], partition.index, devices[partition.index])
             for partition in self._partitions
             for k, module in zip(partition.indices, partition.layers, strict=True)
         ]
@@ -146,6 +149,18 @@ class Loop(Frontend):
                 "Trainer whose fit or evaluation has not ended, or of a module around or within "
                 "it. Evaluate in that Trainer's own loop, or give this one copy.deepcopy(model)."
             )
+
+
+def _devices(partitions: Sequence[Partition]) -> list[torch.device | None]:
+    """The device of each stage: of what it has alone, since a parameter that it shares is there."""
+    stages = Counter(parameter for each in partitions for parameter in each.parameters)
+    found: list[torch.device | None] = []
+    for partition in partitions:
+        alone = (x for x in partition.parameters if stages[x] == 1)
+        buffers = (x for layer in partition.layers for x in layer.buffers())
+        held = chain(alone, buffers, partition.parameters)
+        found.append(next((x.device for x in held), None))
+    return found
 
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:
