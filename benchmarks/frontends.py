@@ -68,8 +68,6 @@ class Handing(nn.Module):
 
     def forward(self, given: Any) -> Any:
         """Map what the block is called with to what the next one is called with."""
-        if isinstance(given, Tensor):
-            return self.block(given)
         x, mask, cos, sin = given
         return self.block(x, mask, (cos, sin)), mask, cos, sin
 
@@ -150,7 +148,7 @@ def compare(
     """The blocks behind each front-end, beside those of an nn.Sequential."""
     torch.manual_seed(0)
     blocks = [Conditioned(given.width, HEADS) for _ in range(given.blocks)]
-    sequential = nn.Sequential(*map(Handing, blocks))
+    sequential = nn.Sequential(*(map(Handing, blocks) if inputs[1:] else blocks))
     with ExitStack() as stack:
 
         def contestant(
