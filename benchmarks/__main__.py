@@ -78,6 +78,7 @@ KINDS = {
             Run("trainer_overhead", 180),
             Run("recomputation", 120),
             Run("frontends", 120),
+            Run("pretrained", 60),
             Run("bubble_audit", 120),
             Run("stress", 60),
         ],
