@@ -73,7 +73,7 @@ def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
     combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
     for loader in combined.flattened:
         _check_begins_anew(loader)
-    device = next((p.device for p in module.parameters() if not p.is_meta), torch.device("cpu"))
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
     with preserved([], [device]), _generators_preserved(combined.flattened):
         batch, _, _ = next(iter(combined))
         combined.reset()

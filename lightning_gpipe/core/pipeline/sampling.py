@@ -82,7 +82,7 @@ def entries_of(found: Sequence[Taken], call: Callable[[], Any]) -> list[Entry]:
 
 def calling(root: nn.Module, sample: Any) -> Callable[[], Any]:
     """Calls a model with a sample: a tuple of arguments, a dict of named ones, or one argument."""
-    device = next((p.device for p in root.parameters() if not p.is_meta), None)
+    device = next((parameter.device for parameter in root.parameters()), None)
     if device is not None:
         sample = change_tensors(sample, lambda x: x.to(device))
     named = sample if isinstance(sample, dict) else {}

@@ -149,18 +149,21 @@ class _Measured:
     def _measure(self, stage: Stage, flow: Flow, saved: SavedBytes) -> dict[str, float]:
         """What one layer costs for one micro-batch, and what it makes of it."""
         inputs = flow.arriving(stage.partition.index, self._arriving(stage))
-        times = _times(stage, self._program, inputs, self.meter)
+        times = {} if self.meter.exact else _times(stage, self._program, inputs, self.meter)
+        if self.meter.exact:
+            with _alone(stage, self._program) as alone:
+                alone.forward(0, inputs.detached())
         # Not the first run: in that a stage copies all its inputs.
         with saved.counting(), _alone(stage, self._program) as alone:
             saved.ignore(_tensors_in(stage))
-            outputs = alone.forward(0, inputs.detached())
-            alone.backward(0, _gradients_for(outputs))
+            outputs, forward = self.meter(partial(alone.forward, 0, inputs.detached()))
+            _, backward = self.meter(partial(alone.backward, 0, _gradients_for(outputs)))
             flow.leave(outputs, alone.work.leaving)
         saved.keep(flow.leaves)
-        overhead = self._overhead
+        times = times or {"forward": forward, "dropping": forward, "backward": backward}
         return {
             "saved": saved.number,
-            **{name: max(0.0, time - overhead[name]) for name, time in times.items()},
+            **{name: max(0.0, time - self._overhead[name]) for name, time in times.items()},
         }
 
     def _arriving(self, stage: Stage) -> tuple[Route, ...]:
@@ -201,7 +204,7 @@ def _times(
             _, time = meter(partial(alone.backward, i, _gradients_for(outputs)))
             runs["backward"].append(time)
             i += 1
-            if i == 2 and meter.repeats(0.0) > 1:  # they were to warm up
+            if i == 2 and not meter.exact:  # they were to warm up
                 repeats = 1 + min(_MOST, meter.repeats(sum(map(sum, runs.values()))))
                 runs = {name: [] for name in runs}
     return {name: median(times) for name, times in runs.items()}

@@ -21,9 +21,11 @@ class Meter(ABC):
 
     Attributes:
         unit: The unit of what it measures.
+        exact: Whether a call costs the same every time, also if its activations are dropped.
     """
 
     unit: Literal["s", "FLOP"]
+    exact: bool
 
     @abstractmethod
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
@@ -42,7 +44,7 @@ class Seconds(Meter):
         least: The least number of measurements.
     """
 
-    unit = "s"
+    unit, exact = "s", False
 
     def __init__(self, device: torch.device, *, least: int = 3) -> None:
         self._device = device
@@ -85,7 +87,7 @@ def intra_op_threads(number: int) -> Iterator[None]:
 class Operations(Meter):
     """The floating-point operations of matrix products, convolutions and attention."""
 
-    unit = "FLOP"
+    unit, exact = "FLOP", True
 
     @override
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:

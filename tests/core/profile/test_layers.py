@@ -109,22 +109,23 @@ def test_values_that_every_micro_batch_gets_whole() -> None:
     assert (carried.size.fixed, carried.size.per_row) == (16, 16)
 
 
+@pytest.mark.parametrize("model_on", ["cpu", "meta"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_operations_are_counted_on_the_meta_device(kind: str) -> None:
+def test_operations_are_counted_on_the_meta_device(kind: str, model_on: str) -> None:
     build, path = KINDS[kind]
     layers = [nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)]
-    model = build(*layers)
-    if path is None:
-        model = model.to("meta")
+    model = build(*layers).to(model_on)
 
-    costs = profile(model, batch(), module=path, device="meta")
+    costs = profile(model, batch(), module=path, device="meta", chunks=2)
 
-    product = 2 * ROWS * WIDTH * 2 * WIDTH
+    product = 2 * WIDTH * 2 * WIDTH  # for each row
     first = product if path is None else 2 * product  # of the embedding's output too
     assert (costs.unit, costs.device) == ("FLOP", "meta")
-    assert [layer.forward.at(ROWS) for layer in costs.layers] == [product, 0, product]
-    assert [layer.backward.at(ROWS) for layer in costs.layers] == [first, 0, 2 * product]
-    assert all(p.device.type == ("meta" if path is None else "cpu") for p in model.parameters())
+    assert [layer.forward.at(1) for layer in costs.layers] == [product, 0, product]
+    assert [layer.dropping.at(1) for layer in costs.layers] == [product, 0, product]
+    assert [layer.backward.at(1) for layer in costs.layers] == [first, 0, 2 * product]
+    assert [layer.saved.at(1) for layer in costs.layers] == [4 * WIDTH, 8 * WIDTH, 0]
+    assert all(parameter.device.type == model_on for parameter in model.parameters())
 
 
 class Counts(nn.Module):

@@ -37,7 +37,7 @@ class ThreadState(NamedTuple):
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
         )
-        if device.type != "cpu":
+        if device.type not in ("cpu", "meta"):
             kind = device.type
             autocast += torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
