@@ -26,7 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The fixtures that all tests may take. Simulated GPUs come before torch, which the others import.
-pytest_plugins = ["tests.support.pipes", "tests.support.process"]
+pytest_plugins = ["tests.support.pipes", "tests.support.process", "tests.support.ranks"]
 if "SIMULATED_GPUS" in os.environ:
     pytest_plugins.insert(0, "tests.simcuda.plugin")
 

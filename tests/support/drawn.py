@@ -139,8 +139,10 @@ def count_calls(module: nn.Module) -> Counter[str]:
     return calls
 
 
-def pipe(case: Case, module: nn.Sequential, devices: Devices = on_cpu) -> list[Record]:
-    """Take the steps with a module as a pipeline."""
+def pipe(
+    case: Case, module: nn.Sequential, devices: Devices = on_cpu, **processes: Any
+) -> list[Record]:
+    """Take the steps with a module as a pipeline; ``processes`` are further arguments of it."""
     chosen = devices(case.devices)
     pipeline = GPipe(
         module,
@@ -150,6 +152,7 @@ def pipe(case: Case, module: nn.Sequential, devices: Devices = on_cpu) -> list[R
         activation_checkpointing=case.mode,
         deferred_batch_norm=case.deferred,
         threads=case.threads,
+        **processes,
     )
     try:
         return run(case, pipeline, pipeline, chosen[0])

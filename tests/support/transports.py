@@ -1,7 +1,7 @@
 """Layouts and tasks for tests of transports, and a transport whose other workers the test plays."""
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule, cut, lay_out
-from lightning_gpipe.core.transport import Exchange, Task, Transport
+from lightning_gpipe.core.transport import Exchange, Label, Task, Transport
 
 CPU = torch.device("cpu")
 
@@ -95,9 +95,16 @@ class MockTransport(Transport):
         return nullcontext()
 
     @override
-    def open(self, phase: Schedule) -> Exchange:
+    def open(
+        self,
+        phase: Schedule,
+        label: Label | None = None,
+        awaited: Collection[Action] | None = None,
+    ) -> Exchange:
         self.phases.append(phase)
-        return _Delivering(self._mail)
+        exchange = _Delivering(self._mail)
+        exchange.phase = phase
+        return exchange
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:

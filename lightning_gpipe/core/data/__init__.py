@@ -23,6 +23,7 @@ from lightning_gpipe.core.data.microbatch.interface import (
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
 from lightning_gpipe.core.data.pytree import (
+    LEAF_SPEC,
     FlatTree,
     join,
     joined,
@@ -43,6 +44,7 @@ from lightning_gpipe.core.data.terms import (
 )
 
 __all__ = [
+    "LEAF_SPEC",
     "MARKS",
     "Division",
     "FlatTree",

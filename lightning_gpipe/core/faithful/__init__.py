@@ -37,13 +37,14 @@ from lightning_gpipe.core.faithful.randomness import (
 from lightning_gpipe.core.faithful.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.redirect import default_generator
 from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
-from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
+from lightning_gpipe.core.faithful.shadow import NO_VALUES, Shadows, has_hooks
 from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, Snapshot, StageState
 from lightning_gpipe.core.faithful.streams import Streams
 from lightning_gpipe.core.faithful.tracing import is_traced
 
 __all__ = [
     "NOTHING",
+    "NO_VALUES",
     "RECOMPUTING",
     "Attributes",
     "AttributesPreserved",

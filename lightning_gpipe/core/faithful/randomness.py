@@ -44,6 +44,8 @@ from lightning_gpipe.core.faithful.library_generators import LibraryGenerators
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager
 from lightning_gpipe.core.faithful.redirect import PrivateGenerators, default_generator
 
+_DREW, _MOVED = 1, 2  # from private generators, and from the shared ones themselves
+
 
 class OwnGenerators:
     """The generators that only one worker uses: their states are saved and restored.
@@ -142,13 +144,26 @@ class Randomness:
 
 
 class SharedGenerators:
-    """The generators that several workers share, compared before and after a mini-batch."""
+    """The generators that several workers share, compared before and after a mini-batch.
 
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = frozenset(devices)
+    Workers of other processes use generators of their own, in the same state. What they did to them
+    is heard of, and counts like what was done here.
+
+    Args:
+        devices: The devices whose default generators they are.
+        but_for: The digests of older states. To have one of them means that nothing was drawn: a
+            layer with checkpointing of its own set it.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], *, but_for: tuple[bytes, ...] | None = None
+    ) -> None:
+        self._devices = sorted(set(devices), key=str)  # as in other processes
         self._generators = [default_generator(device) for device in self._devices]
         self._before = self._states()
+        self._but_for = but_for or (b"",) * len(self._before)
         self._private: list[PrivateGenerators] = []
+        self._heard = 0
 
     def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
         """The generators of stage ``j`` in forward; ``grad``: whether it runs with gradients."""
@@ -161,7 +176,21 @@ class SharedGenerators:
     @property
     def drew(self) -> bool:
         """Whether anything was drawn from private generators."""
-        return any(each.drew for each in self._private)
+        return bool(self._heard & _DREW) or any(each.drew for each in self._private)
+
+    @property
+    def bits(self) -> int:
+        """What other processes must hear: whether anything was drawn, and from which generators."""
+        return _DREW * self.drew + _MOVED * self.moved()
+
+    def hear(self, bits: int) -> None:
+        """Take the :attr:`bits` of other processes."""
+        self._heard |= bits
+
+    @property
+    def number(self) -> int:
+        """What identifies the states from before the mini-batch, as an integer of 63 bits."""
+        return int.from_bytes(self._seed[:8], "little") >> 1
 
     @property
     def untagged(self) -> list[str]:
@@ -177,21 +206,17 @@ class SharedGenerators:
     def _seed(self) -> bytes:
         return blake2b(b"".join(self.digests)).digest()
 
-    def moved(self, *, but_for: tuple[bytes, ...] | None = None) -> bool:
-        """Whether anything was drawn from the generators themselves.
-
-        Args:
-            but_for: The digests of older states. To have one of them means that nothing was drawn:
-                a layer with checkpointing of its own set it.
-        """
-        others = but_for or (b"",) * len(self._before)
-        return any(
+    def moved(self) -> bool:
+        """Whether anything was drawn from the generators themselves."""
+        states = zip(self._states(), self._before, self._but_for, strict=True)
+        return bool(self._heard & _MOVED) or any(
             not torch.equal(state, before) and _digest(state) != other
-            for state, before, other in zip(self._states(), self._before, others, strict=True)
+            for state, before, other in states
         )
 
     def rewind(self) -> None:
         """Restore the states from before the mini-batch."""
+        self._heard &= ~_MOVED
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
 

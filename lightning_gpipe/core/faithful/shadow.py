@@ -21,7 +21,8 @@ at home.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.plan import Slot
+
+NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
 
 _Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
 
@@ -42,6 +45,7 @@ class Shadows:
         grad: Whether gradients are recorded; if not, only followed parameters have shadows.
         device: The device of the stage.
         followed: The slots of parameters with another home.
+        values: By id, those of followed parameters that have none in this process.
         recomputed: Whether forward will be run again, so that edits in between must be detected.
 
     Attributes:
@@ -56,6 +60,7 @@ class Shadows:
         grad: bool,
         device: torch.device,
         followed: Collection[Slot] = (),
+        values: Mapping[int, Tensor] = NO_VALUES,
         recomputed: bool = True,
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
@@ -66,6 +71,7 @@ class Shadows:
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
         self._watched: list[nn.Parameter] = []  # whose edits are detected
+        self._values = values
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -88,7 +94,9 @@ class Shadows:
         found = self._of.get(id(parameter))
         if found is not None:
             return found[1]
-        shadow = leaf_like(parameter, parameter.requires_grad, device if follows else None)
+        copied_to = device if follows else None
+        value = self._values.get(id(parameter))
+        shadow = leaf_like(parameter, parameter.requires_grad, copied_to, value)
         self._of[id(parameter)] = parameter, shadow
         if follows:
             self._copied[id(parameter)] = parameter, shadow, _version(shadow)
@@ -153,19 +161,29 @@ class Shadows:
 
 
 def leaf_like(
-    parameter: nn.Parameter, requires_grad: bool, copied_to: torch.device | None = None
+    parameter: nn.Parameter,
+    requires_grad: bool,
+    copied_to: torch.device | None = None,
+    value: Tensor | None = None,
 ) -> nn.Parameter:
-    """A leaf of the parameter's class with its attributes: an alias, or a copy on a device."""
+    """A leaf of the parameter's class with its attributes: an alias, or a copy on a device.
+
+    Args:
+        parameter: The parameter.
+        requires_grad: Whether the leaf does.
+        copied_to: The device of a copy.
+        value: What is copied, if that is not the parameter.
+    """
     kind: Any = type(parameter)
     if kind is not nn.Parameter and is_lazy(parameter):
         raise ValueError(
             f"parameters must be initialised before a pipeline runs: got {kind.__name__}. Run the "
             "layer once on a small batch first."
         )
-    value: Tensor = parameter
+    value = parameter if value is None else value
     if copied_to is not None:
         with torch._C.DisableTorchFunctionSubclass():
-            value = parameter.detach().to(copied_to, copy=True)
+            value = value.detach().to(copied_to, copy=True)
     attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         leaf = Tensor._make_subclass(kind, value, requires_grad)

@@ -18,7 +18,15 @@ from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
 from lightning_gpipe.core.frontends.kinds import frontend_of
 from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
 from lightning_gpipe.core.frontends.module_list import Loop
-from lightning_gpipe.core.frontends.placement import move, on_meta, place, place_around, place_own
+from lightning_gpipe.core.frontends.placement import (
+    forget,
+    forget_values,
+    move,
+    on_meta,
+    place,
+    place_around,
+    place_own,
+)
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
 from lightning_gpipe.core.frontends.stored import check_awaited
@@ -37,6 +45,8 @@ __all__ = [
     "check_recordable",
     "choose_devices",
     "flatten",
+    "forget",
+    "forget_values",
     "frontend_of",
     "heaviest",
     "install",

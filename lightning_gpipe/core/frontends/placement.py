@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,24 @@ from torch import Tensor, nn
 from lightning_gpipe.core.frontends.stored import stored_value
 
 
-def place(module: nn.Module, device: torch.device) -> None:
+def place(module: nn.Module, device: torch.device, forgotten: Collection[int] = ()) -> None:
     """Move ``module`` to ``device``; its meta tensors are created there and initialised.
+
+    Args:
+        module: The module.
+        device: The device.
+        forgotten: The ids of tensors that :func:`forget` has moved to the meta device, and that
+            stay there.
 
     Raises:
         TypeError: If a module with meta tensors has no ``reset_parameters()``.
     """
     for each in module.modules():
-        _materialise(each, device)
-    module.to(device)
+        _materialise(each, device, forgotten)
+    if forgotten:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
@@ -33,6 +43,39 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
     parameter.data = parameter.data.to(device)
     if parameter.grad is not None:
         parameter.grad.data = parameter.grad.data.to(device)
+
+
+def forget(module: nn.Module, kept: Collection[int], forgotten: set[int]) -> None:
+    """Move ``module`` to the meta device, for another process has its values.
+
+    Parameters stay the same objects. What has no values yet is created and initialised first, one
+    module at a time, so that random numbers are drawn as where the values are.
+
+    Args:
+        module: The module.
+        kept: The ids of parameters that keep their values.
+        forgotten: Those of what was moved; more are added.
+    """
+    for each in module.modules():
+        _materialise(each, torch.device("cpu"), forgotten)
+        for parameter in each._parameters.values():
+            if parameter is not None and id(parameter) not in kept:
+                forget_values(parameter)
+                forgotten.add(id(parameter))
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = empty = torch.empty_like(buffer, device="meta")
+                forgotten.add(id(empty))
+
+
+def forget_values(parameter: nn.Parameter) -> None:
+    """Move one parameter, which stays the same object, to the meta device."""
+    if not parameter.is_meta:
+        empty = torch.empty_like(parameter, device="meta")
+        kind: Any = type(parameter)
+        made = Tensor._make_subclass(kind, empty, parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, made)
 
 
 def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
@@ -58,9 +101,10 @@ def on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def _materialise(module: nn.Module, device: torch.device) -> None:
+def _materialise(module: nn.Module, device: torch.device, forgotten: Collection[int] = ()) -> None:
     """Create the meta tensors of ``module`` on ``device``, not those of the modules within it."""
-    own = [t for t in chain(module._parameters.values(), module._buffers.values()) if t is not None]
+    tensors = chain(module._parameters.values(), module._buffers.values())
+    own = [tensor for tensor in tensors if tensor is not None and id(tensor) not in forgotten]
     if not any(tensor.is_meta for tensor in own):
         return
     in_files = [(t, stored) for t in own if t.is_meta and (stored := stored_value(t)) is not None]

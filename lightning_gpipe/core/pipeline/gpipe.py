@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import MicroBatching, Rows
@@ -42,7 +43,7 @@ from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import Workers
+from lightning_gpipe.core.transport import Workers, join_processes
 
 
 class GPipe(StandIn):
@@ -111,6 +112,11 @@ class GPipe(StandIn):
             argument, which may be a tuple.
         optimizer: What ``balance="memory"`` counts as optimizer state: an optimizer, its class, or
             a function that makes one of a list of parameters. None counts none.
+        owners: For each worker, the rank of the process that runs it: ``[0, 1]`` is a process per
+            stage of two, ``[0, 0, 1, 1]`` two processes with two devices each. All processes make
+            the same model and call it with the same input; each keeps the parameters of its own
+            stages, and has those of the others on the ``meta`` device. None: this process runs all.
+        group: The process group of these ranks; None for all processes.
 
     Attributes:
         balance: The number of layers in each stage.
@@ -141,6 +147,8 @@ class GPipe(StandIn):
         around: Around = "last",
         sample: Any = None,
         optimizer: Optimizers = None,
+        owners: Sequence[int] | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         check_settings(chunks, activation_checkpointing, microbatching, around)
         balances = balance_of_each(module, balance)
@@ -159,7 +167,11 @@ class GPipe(StandIn):
         sizes = balances_for(found, balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         chosen = choose_devices(devices, *map(len, parts))
-        layouts = [laid_out(*each, chosen, around) for each in zip(found, parts, strict=True)]
+        own_group, rank = join_processes(owners, len(chosen), group)
+        layouts = [
+            laid_out(*each, chosen, around, owners or (), rank)
+            for each in zip(found, parts, strict=True)
+        ]
         super().__init__(model)
         self.profiles = measuring.done
         if deferred_batch_norm:
@@ -180,6 +192,7 @@ class GPipe(StandIn):
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
                 workers=workers,
+                group=own_group,
             )
 
         self._pipelines = Pipelines(found, layouts, pipeline)
@@ -214,7 +227,7 @@ class GPipe(StandIn):
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages, in order; those of several modules one after another."""
+        """The stages of this process, in order; those of several modules one after another."""
         return [stage for pipeline in self._pipelines for stage in pipeline.stages]
 
     @property
@@ -330,7 +343,8 @@ class GPipe(StandIn):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        return iter(layer for stage in self.stages for layer in stage.partition.layers)
+        partitions = (part for each in self._pipelines for part in each.layout.partitions)
+        return iter(layer for partition in partitions for layer in partition.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         chosen = list(self)[index]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroupGloo
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
@@ -47,7 +48,13 @@ from lightning_gpipe.core.plan import (
     fill_drain,
 )
 from lightning_gpipe.core.run import Engine, Stage
-from lightning_gpipe.core.transport import InlineTransport, LocalTransport, Transport, Workers
+from lightning_gpipe.core.transport import (
+    InlineTransport,
+    LocalTransport,
+    ProcessGroupTransport,
+    Transport,
+    Workers,
+)
 
 
 class Pipeline:
@@ -61,6 +68,7 @@ class Pipeline:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
         threads: Whether workers run on threads of their own.
         workers: The threads, if pipelines of other modules over the same devices use them too.
+        group: The process group of the layout's owners, if there are several.
 
     Attributes:
         chunks, activation_checkpointing, microbatching: As given.
@@ -78,12 +86,16 @@ class Pipeline:
         deferred_batch_norm: bool,
         threads: bool,
         workers: Workers | None = None,
+        group: ProcessGroupGloo | None = None,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
         self.microbatching = microbatching
-        self._fixed = {"deferred_batch_norm": deferred_batch_norm, "threads": threads}
-        transport = _connect(layout, workers, threads=threads)
+        self._fixed: dict[str, Any] = {
+            "deferred_batch_norm": deferred_batch_norm,
+            "threads": threads,
+        }
+        transport = _connect(layout, workers, group, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
 
@@ -136,7 +148,7 @@ class Pipeline:
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
-        layout = self.layout.with_homes(dict.fromkeys(parameters, with_index(torch.device(device))))
+        layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
         move_home(layout)
         self.engine.layout = layout
 
@@ -229,8 +241,14 @@ def _alone(value: Any) -> FlatTree:
     return joined([value])
 
 
-def _connect(layout: Layout, workers: Workers | None, *, threads: bool) -> Transport:
+def _connect(
+    layout: Layout, workers: Workers | None, group: ProcessGroupGloo | None, *, threads: bool
+) -> Transport:
     """A transport between the workers."""
-    if threads and len(layout.devices) > 1:
-        return LocalTransport(layout, workers)
-    return InlineTransport(layout)
+    runner: LocalTransport | InlineTransport = InlineTransport(layout)
+    if threads and len(layout.workers_here) > 1:
+        runner = LocalTransport(layout, workers)
+    if not layout.spread:
+        return runner
+    assert group is not None, "processes are connected by a process group"
+    return ProcessGroupTransport(layout, runner, group)

@@ -90,7 +90,8 @@ class Pipelines:
         if not isinstance(self.found[k], Programs):
             return layout
         partitions = self.found[k].partitions(balance)
-        return laid_out(self.found[k], partitions, layout.devices, layout.around)
+        owners, rank = layout.owners, layout.rank
+        return laid_out(self.found[k], partitions, layout.devices, layout.around, owners, rank)
 
     def _attach(self) -> None:
         for taken, pipeline in zip(self.found, self._pipelines, strict=True):

@@ -9,12 +9,21 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from lightning_gpipe.core.frontends import check_awaited, move, place, place_around
-from lightning_gpipe.core.plan import Layout
+from lightning_gpipe.core.frontends import (
+    check_awaited,
+    forget,
+    forget_values,
+    move,
+    place,
+    place_around,
+)
+from lightning_gpipe.core.plan import META, Layout
 
 
 def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     """Move the layers to their devices, and what is around them in ``root`` to its own.
+
+    Layers of other processes are moved to the meta device.
 
     Raises:
         TypeError, ValueError: If tensors on the meta device cannot get their values.
@@ -25,9 +34,14 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     }
     place_around(root, layers, layouts[0].outside)
     for layout in layouts:
+        kept = {id(p) for p, home in layout.homes.items() if home != META}
+        forgotten: set[int] = set()
         for j, partition in enumerate(layout.partitions):
             for layer in partition.layers:
-                place(layer, layout.device_of(j))
+                if layout.owner_of(j) == layout.rank:
+                    place(layer, layout.device_of(j), forgotten)
+                else:
+                    forget(layer, kept, forgotten)
     for layout in layouts:
         move_home(layout)
 
@@ -35,5 +49,7 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
 def move_home(layout: Layout) -> None:
     """Move parameters to their homes."""
     for parameter, device in layout.homes.items():
-        if parameter.device != device:
+        if device == META:
+            forget_values(parameter)
+        elif parameter.device != device:
             move(parameter, device)

@@ -111,11 +111,24 @@ def check_entries(found: Sequence[Taken], microbatching: MicroBatching | None) -
 
 
 def laid_out(
-    taken: Taken, partitions: Sequence[Partition], devices: Sequence[torch.device], around: Around
+    taken: Taken,
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    around: Around,
+    owners: Sequence[int] = (),
+    rank: int = 0,
 ) -> Layout:
     """The layout of what was taken, in these partitions, on these devices; nothing is moved.
 
     The parameters that are used around the layers too have their home there.
+
+    Args:
+        taken: What was taken.
+        partitions: What each stage runs.
+        devices: The device of each worker.
+        around: Which stage what is around is with.
+        owners: The process of each worker; none where there is one process.
+        rank: That of this process.
 
     Raises:
         TypeError, ValueError: If stages share what they must not with others or with what is
@@ -123,11 +136,11 @@ def laid_out(
     """
     layers = [layer for partition in partitions for layer in partition.layers]
     routes = routes_of(skips_of(layers, partitions), partitions)
-    layout = lay_out(partitions, devices, routes, around)
+    layout = lay_out(partitions, devices, routes, around, owners, rank)
     check_sharing(layout)
     check_outside(taken.root, taken.module, layout, layout.outside)
     shared = [*taken.own, *shared_with_outside(taken.root, taken.module)]
-    return layout.with_homes(dict.fromkeys(shared, layout.outside))
+    return layout.with_everywhere(shared)
 
 
 def layers_in(layout: Layout) -> tuple[list[nn.Module], list[str]]:

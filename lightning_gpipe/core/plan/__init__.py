@@ -27,12 +27,15 @@ from lightning_gpipe.core.plan.held import (
     within,
 )
 from lightning_gpipe.core.plan.layout import (
+    META,
     Around,
     Layout,
+    Tie,
     check_around,
     check_even,
     lay_out,
     one_each,
+    ties_of,
 )
 from lightning_gpipe.core.plan.measured import Carried, LayerProfile, ModelProfile, PerRow, slowest
 from lightning_gpipe.core.plan.partition import (
@@ -44,13 +47,21 @@ from lightning_gpipe.core.plan.partition import (
     has_own_forward,
     is_plain,
 )
-from lightning_gpipe.core.plan.program import CALLER, Part, Program
+from lightning_gpipe.core.plan.program import Part, Program
 from lightning_gpipe.core.plan.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
     count_recomputed,
 )
-from lightning_gpipe.core.plan.route import Route, RouteName, SkipName, Value, Values
+from lightning_gpipe.core.plan.route import (
+    CALLER,
+    Route,
+    RouteName,
+    SkipName,
+    Value,
+    Values,
+    sender,
+)
 from lightning_gpipe.core.plan.schedule import Loss, Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
@@ -64,6 +75,7 @@ from lightning_gpipe.core.plan.step import Method, Step
 __all__ = [
     "CALLER",
     "CONTAINERS",
+    "META",
     "Action",
     "ActivationCheckpointing",
     "Around",
@@ -88,6 +100,7 @@ __all__ = [
     "Slot",
     "StageCosts",
     "Step",
+    "Tie",
     "Value",
     "Values",
     "balance_by_parameters",
@@ -116,12 +129,14 @@ __all__ = [
     "one_each",
     "parameter_costs",
     "parameter_holders",
+    "sender",
     "shared_with_outside",
     "slowest",
     "solve",
     "solve_on",
     "stage_costs",
     "successor",
+    "ties_of",
     "time_costs",
     "within",
 ]

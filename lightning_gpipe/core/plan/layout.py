@@ -1,23 +1,29 @@
 """What runs where: the partitions, the worker and the device of each, and their skip connections.
 
-The worker of each stage, and the device of each parameter that several stages share, are data, not
-arithmetic repeated wherever it is needed. A layout is decided before anything is moved, and prints.
+The worker of each stage, the process of each worker, and the device of each parameter that several
+stages share, are data, not arithmetic repeated wherever it is needed. A layout is decided before
+anything is moved, and prints.
+
+Each process owns some of the workers. Where one process owns all of them nothing leaves it; a
+process for each worker, or one for the workers of each machine, differ in nothing but the owners.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
 
 from lightning_gpipe.core.plan.partition import Partition
-from lightning_gpipe.core.plan.route import Route
+from lightning_gpipe.core.plan.route import CALLER, Route
 
 Around = Literal["first", "last"]
+
+META = torch.device("meta")  # where a process has what another one owns: without values
 
 
 def check_around(around: str) -> None:
@@ -63,9 +69,13 @@ class Layout:
         devices: The device of each worker.
         placement: The worker of each stage.
         routes: The skip connections that leave their stage.
-        homes: The home of each parameter: the device that it is on. A stage that has the parameter
-            on another device follows it: it makes a new copy for each mini-batch.
+        homes: The home of each parameter: the device that it is on in this process, which is
+            ``meta`` if another process owns it. A stage that has the parameter on another device
+            follows it: it makes a new copy for each mini-batch.
         around: Whether what is around the stages is with the last or the first of them.
+        owners: The process of each worker, by its rank in the pipeline.
+        rank: That of this process.
+        everywhere: The parameters that are used around the stages too: each process has them.
     """
 
     partitions: tuple[Partition, ...]
@@ -74,11 +84,43 @@ class Layout:
     routes: tuple[Route, ...] = ()
     homes: Mapping[nn.Parameter, torch.device] = field(default_factory=dict)
     around: Around = "last"
+    owners: tuple[int, ...] = ()
+    rank: int = 0
+    everywhere: tuple[nn.Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.owners:
+            object.__setattr__(self, "owners", (self.rank,) * len(self.devices))
 
     @property
     def outside(self) -> torch.device:
-        """The device of what is around the stages, and of what they return to it."""
-        return self.device_of(self.n - 1 if self.around == "last" else 0)
+        """The device of what is around the stages in this process, and of what they return."""
+        return self.device_of(self.stages_here[-1 if self.around == "last" else 0])
+
+    @property
+    def spread(self) -> bool:
+        """Whether other processes own workers too."""
+        return set(self.owners) != {self.rank}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those of all processes, in order."""
+        return sorted(set(self.owners))
+
+    @property
+    def workers_here(self) -> list[int]:
+        """The workers of this process, in order."""
+        return [w for w, owner in enumerate(self.owners) if owner == self.rank]
+
+    @property
+    def devices_here(self) -> list[torch.device]:
+        """The device of each worker of this process."""
+        return [self.devices[w] for w in self.workers_here]
+
+    @property
+    def stages_here(self) -> list[int]:
+        """The stages of this process, in order."""
+        return [j for j in range(self.n) if self.owner_of(j) == self.rank]
 
     @property
     def n(self) -> int:
@@ -88,6 +130,15 @@ class Layout:
     def device_of(self, j: int) -> torch.device:
         """The device of stage ``j``."""
         return self.devices[self.placement[j]]
+
+    def where(self, j: int) -> str:
+        """The device of stage ``j``, with its process if there are several."""
+        device = str(self.device_of(j))
+        return f"{device} of rank {self.owner_of(j)}" if self.spread else device
+
+    def owner_of(self, j: int) -> int:
+        """The process of stage ``j``."""
+        return self.owners[self.placement[j]]
 
     def stages_of(self, worker: int) -> list[int]:
         """The stages of a worker, in order."""
@@ -105,23 +156,81 @@ class Layout:
         """The same layout, with other homes for some parameters."""
         return replace(self, homes={**self.homes, **homes})
 
+    def with_everywhere(
+        self, parameters: Iterable[nn.Parameter], device: torch.device | None = None
+    ) -> Layout:
+        """The same layout, in which each process has ``parameters``, for what is around the stages.
+
+        Args:
+            parameters: The parameters.
+            device: Their device in this process; None for :attr:`outside`.
+        """
+        shared = dict.fromkeys(parameters, device or self.outside)
+        everywhere = tuple({**dict.fromkeys(self.everywhere), **shared})
+        return replace(self.with_homes(shared), everywhere=everywhere)
+
     def __str__(self) -> str:
         """One line per stage::
 
         stage 0 | worker 0 | cuda:0 | layers 0..2 | sends 'x' to stage 2
         stage 1 | worker 1 | cuda:1 | layers 3..5 | follows 1 parameter of cuda:0
+
+        With several processes, the device is followed by that of the worker: ``cuda:0 of rank 1``.
         """
         return "\n".join(map(self._line, range(self.n)))
 
     def _line(self, j: int) -> str:
-        device = self.device_of(j)
-        parts = [f"stage {j}", f"worker {self.placement[j]}", f"{device}", f"{self.partitions[j]}"]
+        worker = f"worker {self.placement[j]}"
+        parts = [f"stage {j}", worker, self.where(j), f"{self.partitions[j]}"]
         parts += [f"sends {route.name} to stage {route.target}" for route in self.leaving(j)]
-        found = (self.homes.get(p, device) for p in self.partitions[j].parameters)
-        away = Counter(home for home in found if home != device)
-        for home, number in away.items():
+        for home, number in Counter(self._followed(j)).items():
             parts.append(f"follows {number} parameter{'s' * (number > 1)} of {home}")
         return " | ".join(parts)
+
+    def _followed(self, j: int) -> Iterator[str]:
+        """Yield the home of each parameter that stage ``j`` follows."""
+        device, owner = self.device_of(j), self.owner_of(j)
+        first = {tie.parameter: tie.home for tie in ties_of(self) if j in tie.followers}
+        for parameter in self.partitions[j].parameters:
+            if (home := first.get(parameter, CALLER)) != CALLER:
+                yield self.where(home)
+            elif owner == self.rank and self.homes.get(parameter, device) != device:
+                yield str(self.homes[parameter])
+
+
+class Tie(NamedTuple):
+    """A parameter that a process shares with another one, or with what is around the stages.
+
+    Attributes:
+        parameter: The parameter.
+        home: The stage whose process has its values; the caller's place, -1, if each process has.
+        followers: The stages of other processes that have it; all that do, if each process has.
+    """
+
+    parameter: nn.Parameter
+    home: int
+    followers: tuple[int, ...]
+
+
+def ties_of(layout: Layout) -> list[Tie]:
+    """What processes share, in an order that is the same in each of them."""
+    if not layout.spread:
+        return []
+    everywhere = {id(parameter) for parameter in layout.everywhere}
+    stages: dict[nn.Parameter, list[int]] = {}
+    for j, partition in enumerate(layout.partitions):
+        for parameter in partition.parameters:
+            stages.setdefault(parameter, []).append(j)
+    found = []
+    for parameter, users in stages.items():
+        if id(parameter) in everywhere:
+            found.append(Tie(parameter, CALLER, tuple(users)))
+            continue
+        home = users[0]
+        away = tuple(j for j in users if layout.owner_of(j) != layout.owner_of(home))
+        if away:
+            found.append(Tie(parameter, home, away))
+    return found
 
 
 def lay_out(
@@ -129,11 +238,23 @@ def lay_out(
     devices: Sequence[torch.device],
     routes: Sequence[Route] = (),
     around: Around = "last",
+    owners: Sequence[int] = (),
+    rank: int = 0,
 ) -> Layout:
     """The layout in which stage j runs on worker j mod the number of devices."""
     placement = looped(len(partitions), len(devices))
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
-        for parameter in partition.parameters:
-            homes.setdefault(parameter, devices[worker])  # the first stage that has it is its home
-    return Layout(tuple(partitions), tuple(devices), placement, tuple(routes), homes, around)
+        here = not owners or owners[worker] == rank
+        for parameter in partition.parameters:  # the first stage that has it is its home
+            homes.setdefault(parameter, devices[worker] if here else META)
+    return Layout(
+        tuple(partitions),
+        tuple(devices),
+        placement,
+        tuple(routes),
+        homes,
+        around,
+        tuple(owners),
+        rank,
+    )

@@ -27,10 +27,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_gpipe.core.plan.function import Function
-from lightning_gpipe.core.plan.route import Route, Values
+from lightning_gpipe.core.plan.route import CALLER, Route, Values
 from lightning_gpipe.core.plan.step import Step
-
-CALLER = -1  # in the place of a stage: where inputs come from
 
 
 @dataclass(frozen=True, eq=False)

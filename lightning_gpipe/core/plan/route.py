@@ -1,9 +1,17 @@
-"""The stage that sends a skip tensor, or values of a program, and the stage that gets them."""
+"""The ways of what stages send: which stage sends it, and which one gets it.
+
+Most of it goes to the next stage, and its gradients back. A route is the way of a skip tensor, or
+of values of a program, from one stage to another.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 from uuid import UUID
+
+from lightning_gpipe.core.plan.action import Action
+
+CALLER = -1  # in the place of a stage, before the first: who gives the inputs
 
 
 class SkipName(NamedTuple):
@@ -58,3 +66,11 @@ class Route(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}: stage {self.source} -> {self.target}"
+
+
+def sender(to: Action, route: Route | None) -> int:
+    """The stage that makes what ``to`` needs on a way; -1 and n stand for the caller."""
+    forward = to.kind.direction > 0
+    if route is None:
+        return to.j - to.kind.direction
+    return route.source if forward else route.target

@@ -30,7 +30,7 @@ def check_sharing(layout: Layout) -> None:
     owners: dict[Any, tuple[int, str]] = {}
     generators: dict[int, tuple[int, str]] = {}  # by id: not all are hashable
     faults: dict[str, None] = {}
-    devices = [layout.device_of(j) for j in range(layout.n)]
+    places = [(layout.owner_of(j), layout.device_of(j)) for j in range(layout.n)]
     for j, partition in enumerate(layout.partitions):
         for k, layer in zip(partition.indices, partition.layers, strict=True):
             for name, module in layer.named_modules():
@@ -41,8 +41,9 @@ def check_sharing(layout: Layout) -> None:
             for name, buffer in layer.named_buffers(remove_duplicate=False):
                 path = f"layer {k}.{name}"
                 owner, where = owners.setdefault(buffer, (j, path))
-                if devices[owner] != devices[j]:
-                    faults[f"buffer {where} ({devices[owner]}) is {path} ({devices[j]})"] = None
+                if places[owner] != places[j]:
+                    there, here = (layout.where(k) for k in (owner, j))
+                    faults[f"buffer {where} ({there}) is {path} ({here})"] = None
             for name, generator in _generators_in(layer):
                 path = f"layer {k}.{name}"
                 owner, where = generators.setdefault(id(generator), (j, path))
@@ -82,9 +83,8 @@ def check_outside(
             if buffer is None or buffer not in owners:
                 continue
             j = owners[buffer]
-            device = layout.device_of(j)
-            if device != root_device:
-                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({device})")
+            if layout.spread or layout.device_of(j) != root_device:
+                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({layout.where(j)})")
     if faults:
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "

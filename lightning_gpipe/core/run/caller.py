@@ -20,7 +20,16 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
-from lightning_gpipe.core.plan import CALLER, Action, Kind, Program, Route, SkipName
+from lightning_gpipe.core.plan import (
+    CALLER,
+    Action,
+    Kind,
+    Program,
+    Route,
+    Schedule,
+    SkipName,
+    successor,
+)
 from lightning_gpipe.core.run.borders import handed
 from lightning_gpipe.core.run.gradients import Gradients
 from lightning_gpipe.core.transport import Exchange
@@ -55,10 +64,15 @@ class Caller:
             self._gathered = None
         self._returned = program.returned if program is not None else ()
         self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
+        self._entering = False  # whether an input requires a gradient
         self._structures: list[Any] = []  # of what came back for micro-batch i, if joined
 
     def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
         """What it sends for a forward."""
+        self._entering = any(_requires_grad(leaf) for x in microbatches for leaf in x.leaves)
+        return self._inputs(microbatches)
+
+    def _inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
         for i, x in enumerate(microbatches):
             to = Action(Kind.FORWARD, i, 0)
             if self._spread is None:
@@ -100,14 +114,24 @@ class Caller:
             for route, tree in zip(routes, others, strict=True):
                 yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
-    def input_gradients(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
-        """The gradients of the leaves of micro-batch ``i``; none if no input requires one.
+    def awaited(self, phase: Schedule) -> list[Action]:
+        """What it waits for in a backward, the last of which ends when everything has ended."""
+        own = [a for row in phase.rows for a in row if a.kind is Kind.BACKWARD and a.j == 0]
+        return list(map(successor, own if self._entering else own[-1:]))
+
+    def input_gradients(self, exchange: Exchange, inputs: Sequence[FlatTree]) -> list[Gradients]:
+        """For each micro-batch, the gradients of its leaves; none if no input requires one.
 
         Args:
             exchange: What has them.
-            x: The micro-batch; the device of each leaf in its place.
-            i: Its index.
+            inputs: The micro-batches; the device of each leaf in its place.
         """
+        if self._entering:
+            return [self._input_gradients(exchange, x, i) for i, x in enumerate(inputs)]
+        exchange.receive(self.awaited(exchange.phase)[-1])
+        return [[] for _ in inputs]
+
+    def _input_gradients(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
         if self._spread is None:
@@ -150,6 +174,10 @@ class Caller:
         for route, tree in zip(self._returned, returned, strict=True):
             value_of |= zip(route.numbers, parted(tree), strict=True)
         return join([value_of[number] for number in self._gathered.outputs])
+
+
+def _requires_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:

@@ -77,14 +77,17 @@ class Draws:
 
     Args:
         devices: The device of each worker.
+        spread: Whether other processes have workers too. No generator is a worker's own then:
+            outside of the stages, all processes must draw the same.
 
     Attributes:
         shared: The devices whose generator several workers may draw from.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        shared = {device for device, workers in Counter(devices).items() if workers > 1}
-        several = len(devices) > 1
+    def __init__(self, devices: Sequence[torch.device], *, spread: bool = False) -> None:
+        users = Counter(devices)
+        shared = {device for device, workers in users.items() if workers > 1 or spread}
+        several = len(devices) > 1 or spread
         self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
         self._forward = _Record()
         self._backward = _Record()
@@ -131,7 +134,7 @@ class Draws:
         flags: TrainingFlags,
         backward: Callable[[SharedGenerators | None], T],
         *,
-        forward: tuple[bytes, ...],
+        generators: SharedGenerators,
         modes: bool,
     ) -> T:
         """Run ``backward``, which cannot be run again.
@@ -139,18 +142,17 @@ class Draws:
         Args:
             flags: The training flags of all modules in forward.
             backward: Runs the stages, with private generators if it is given the shared ones.
-            forward: The digests of the shared ones before forward. Layers with activation
-                checkpointing of their own set this state, and at last that of another stage.
+            generators: The shared ones, as they are now. Layers with activation checkpointing of
+                their own set the state of before forward, and at last that of another stage.
             modes: Whether there are active function or dispatch modes.
         """
         if not self.shared:
             return backward(None)
-        generators = SharedGenerators(self.shared)
         seen = self._backward.of(flags)
         bare = seen is _Seen.NEVER and not modes
         try:
             result = backward(None if bare else generators)
-            strayed = generators.moved(but_for=forward)
+            strayed = generators.moved()
         finally:
             generators.rewind()
         self._backward.set(

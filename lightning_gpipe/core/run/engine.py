@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
+from lightning_gpipe.core.faithful import TrainingFlags
 from lightning_gpipe.core.plan import Layout, Program, Schedule
 from lightning_gpipe.core.run.asides import Unfinished
 from lightning_gpipe.core.run.autograd import attach
@@ -22,9 +23,9 @@ from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.side_channels import SideChannels
-from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.stage import Stage, modules_in
 from lightning_gpipe.core.run.timeline import Timeline
-from lightning_gpipe.core.transport import Transport
+from lightning_gpipe.core.transport import Label, Transport
 
 Observer = Callable[[Timeline], None]
 
@@ -38,7 +39,8 @@ class Engine:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
 
     Attributes:
-        stages: The stages, in order.
+        stages: The stages of this process, in order.
+        step: The number of the training's step, if it is known: equal in all processes.
         timeline: What ran when in the latest mini-batch, or None before the first.
     """
 
@@ -46,13 +48,19 @@ class Engine:
         self, layout: Layout, transport: Transport, *, deferred_batch_norm: bool = True
     ) -> None:
         self.stages = tuple(
-            Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in range(layout.n)
+            Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in layout.stages_here
         )
+        self.step = 0
         self.timeline: Timeline | None = None
         self._unfinished = Unfinished()
-        self._draws = Draws(layout.devices)
+        self._minibatches = 0
+        here = {stage.partition.index: stage for stage in self.stages}
+        self._modules = [
+            here.get(j) or modules_in(partition) for j, partition in enumerate(layout.partitions)
+        ]
+        self._draws = Draws(layout.devices_here, spread=layout.spread)
         self._library_draws = LibraryDraws()
-        self._side_channels = SideChannels(self.stages)
+        self._side_channels = SideChannels(layout.partitions)
         self._layout = layout
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
@@ -93,6 +101,7 @@ class Engine:
         """
         with self._transport.exclusive():  # in another thread's backward gradients are on the way
             self._unfinished.settle()
+        self._minibatches += 1
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -103,6 +112,8 @@ class Engine:
             terms=terms,
             library_draws=self._library_draws,
             unfinished=self._unfinished,
+            training_flags=self._training_flags,
+            label=Label(self._minibatches, step=self.step),
         )
         shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
@@ -112,6 +123,18 @@ class Engine:
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return minibatch.caller.split(outputs)
+
+    def _training_flags(self) -> TrainingFlags:
+        """Which modules of all stages are in training mode, those of other processes too."""
+        return tuple(
+            flag
+            for each in self._modules
+            for flag in (
+                each.training_flags
+                if isinstance(each, Stage)
+                else (module.training for module in each)
+            )
+        )
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.

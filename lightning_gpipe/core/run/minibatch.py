@@ -8,7 +8,8 @@ freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -42,10 +43,11 @@ from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
+from lightning_gpipe.core.run.ties import Ties
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.work import work_of
 from lightning_gpipe.core.run.worker import Worker
-from lightning_gpipe.core.transport import Exchange, Transport
+from lightning_gpipe.core.transport import Exchange, Label, Transport
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 
@@ -54,7 +56,7 @@ class MiniBatch:
     """Runs the two phases of a schedule for one mini-batch.
 
     Args:
-        stages: The stages, in order.
+        stages: The stages of this process, in order.
         layout: What runs where.
         schedule: What to run.
         program: What the stages run, if that is not their layers.
@@ -63,6 +65,8 @@ class MiniBatch:
         terms: Whether to collect loss terms.
         library_draws: Records whether they do so from Python's or NumPy's generator.
         unfinished: Mini-batches whose backward has not run; this one is added.
+        training_flags: Which modules of the stages of all processes are in training mode.
+        label: Which mini-batch it is.
 
     Attributes:
         timeline: What ran when.
@@ -82,6 +86,8 @@ class MiniBatch:
         draws: Draws,
         library_draws: LibraryDraws,
         unfinished: Unfinished,
+        training_flags: Callable[[], TrainingFlags],
+        label: Label,
         terms: bool = False,
     ) -> None:
         self._passes: list[StagePass] = []
@@ -94,10 +100,14 @@ class MiniBatch:
         self._library_draws = library_draws
         self._unfinished = unfinished
         self._library: LibraryGenerators | None = None  # if their states must be saved
-        self._context = Context.capture(layout.devices)
-        self._streams = Streams.capture(layout.devices)
+        self._training_flags = training_flags
+        self._label = label
+        self._ties = Ties(layout)
+        self._context = Context.capture(layout.devices_here)
+        self._streams = Streams.capture(layout.devices_here)
         self._participation = Participation(())
         self._flags: TrainingFlags = ()
+        self._generators = SharedGenerators(())
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._workers: list[Worker] = []
         self._input_devices: list[FlatTree] = []
@@ -120,18 +130,22 @@ class MiniBatch:
         self._input_devices = [
             FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
         ]
-        with self._transport.exclusive():
+        with self._transport.exclusive(), _Telling(self._transport):
             for stage in self._stages:
                 stage.refresh()
-            self._flags = tuple(flag for stage in self._stages for flag in stage.training_flags)
-            generators = SharedGenerators(self._draws.shared)
+            self._flags = self._training_flags()
+            generators = self._generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
+            self._label = self._label._replace(
+                mode=_mode(self._flags, grad=self._context.grad), state=generators.number
+            )
             signature = bytes(self._flags), microbatches[0].spec
             watches = [
                 stage.watch((*signature, work.signature), division)
                 for stage, work in zip(self._stages, self._works, strict=True)
             ]
             alone = self._transport_in(self._context) is self._transport.inline()
+            alone = alone and not self._layout.spread
             library = self._library_draws.begin(
                 self._flags, alone=alone, recomputed=self._recomputes
             )
@@ -166,13 +180,8 @@ class MiniBatch:
         try:
             # On forward's streams, for which those of backward then wait.
             with self._streams.entered():
-                with self._transport.exclusive():
-                    exchange = self._backward(output_gradients)
-                input_gradients = [
-                    self.caller.input_gradients(exchange, x, i)
-                    for i, x in enumerate(self._input_devices)
-                ]
-                taken = chain.from_iterable(each.take_gradients() for each in self._passes)
+                with self._transport.exclusive(), _Telling(self._transport):
+                    input_gradients, taken = self._backward(output_gradients)
                 gradients = sum_gradients(taken, self.leaves)
             self._streams.lend(chain(*input_gradients, gradients))
         finally:
@@ -186,7 +195,9 @@ class MiniBatch:
         """Check what layers did in forward, and record whose gradients backward will compute."""
         for each in self._passes:
             each.finish_forward()
-        self.leaves = self._participation.leaves()
+        if self._layout.spread:
+            self._participation.refuse_captures()
+        self.leaves = self._participation.leaves(self._ties.everywhere)
         if self._context.grad:
             self._unfinished.add(self, [each.asides for each in self._passes])
             self._unfinished.check_captured(self._participation.foreign_leaves)
@@ -203,41 +214,54 @@ class MiniBatch:
         shared: SharedGenerators | None,
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
-        self._begin(watches, shared)
-        exchange = self._run(_FORWARD, self.caller.inputs(microbatches), self._context)
-        return self.caller.outputs(exchange, len(microbatches))
+        exchange = self._open(_FORWARD, self._context)
+        self._begin(watches, shared, self._ties.values(exchange))
+        self._run(exchange, self.caller.inputs(microbatches), self._context)
+        outputs = self.caller.outputs(exchange, len(microbatches))
+        self._end(exchange)
+        return outputs
 
-    def _begin(self, watches: Sequence[RowWatch | None], shared: SharedGenerators | None) -> None:
+    def _begin(
+        self,
+        watches: Sequence[RowWatch | None],
+        shared: SharedGenerators | None,
+        values: Mapping[int, Tensor],
+    ) -> None:
         """Make new passes, workers and a new timeline."""
         self._abandon_passes()  # there are some if forward runs again, because layers draw
         context, schedule = self._context, self._schedule
         recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
         shadows = [
-            stage.shadows(grad=context.grad, recomputed=bool(own))
-            for stage, own in zip(self._stages, recomputed, strict=True)
+            stage.shadows(
+                grad=context.grad, recomputed=bool(recomputed[stage.partition.index]), values=values
+            )
+            for stage in self._stages
         ]
         self._participation = Participation(shadows)
         self._passes = [
             StagePass(
                 stage,
-                self._works[j],
+                self._works[k],
                 context,
-                recomputed[j],
+                recomputed[stage.partition.index],
                 self._randomness(stage, shared),
-                shadows[j],
+                shadows[k],
                 self._participation,
-                watches[j],
+                watches[k],
                 terms=self._terms,
             )
-            for j, stage in enumerate(self._stages)
+            for k, stage in enumerate(self._stages)
         ]
+        layout = self._layout
+        pass_of = {each.stage.partition.index: each for each in self._passes}
         self._workers = [
             Worker(
-                w, device, {j: self._passes[j] for j in self._layout.stages_of(w)}, self._streams
+                w, layout.devices[w], {j: pass_of[j] for j in layout.stages_of(w)}, self._streams
             )
-            for w, device in enumerate(self._layout.devices)
+            for w in layout.workers_here
         ]
-        self.timeline = Timeline(schedule, [worker.clock for worker in self._workers])
+        clocks = [worker.clock for worker in self._workers]
+        self.timeline = Timeline(schedule, clocks, layout.workers_here)
 
     def _randomness(self, stage: Stage, shared: SharedGenerators | None) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared
@@ -253,8 +277,10 @@ class MiniBatch:
         if self._library_draws.saved(self._flags):
             yield LibrarySnapshot()
 
-    def _backward(self, output_gradients: Sequence[Gradients]) -> Exchange:
-        """Run the second phase; the exchange returned has the gradients of the inputs."""
+    def _backward(
+        self, output_gradients: Sequence[Gradients]
+    ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
+        """Run the second phase; returns the gradients of the inputs, and those of the leaves."""
         self._unfinished.remove(self)  # this backward checks it
         self._unfinished.settle()
         sent = self.caller.output_gradients(output_gradients)
@@ -265,28 +291,54 @@ class MiniBatch:
             each.check_unchanged()
         with self._context.default_dtype_set() if self._recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
-            context = replace(Context.capture(self._layout.devices), grad=True)
+            context = replace(Context.capture(self._layout.devices_here), grad=True)
+            generators = SharedGenerators(self._draws.shared, but_for=self._drawn_from)
+            self._generators = generators
             return self._draws.run_backward(
                 self._flags,
                 partial(self._run_backward, sent, context),
-                forward=self._drawn_from,
+                generators=generators,
                 modes=bool(self._context.modes or context.modes),
             )
 
     def _run_backward(
         self, sent: Iterable[Sent], context: Context, shared: SharedGenerators | None
-    ) -> Exchange:
+    ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         """Run the second phase, with private generators in the place of ``shared`` ones if any."""
-        for j, each in enumerate(self._passes):
+        for each in self._passes:
+            j = each.stage.partition.index
             private = None if shared is None else shared.private_in_backward(j)
             each.randomness.begin_backward(private)
-        return self._run(_BACKWARD, sent, context)
+        exchange = self._open(_BACKWARD, context)
+        self._run(exchange, sent, context)
+        input_gradients = self.caller.input_gradients(exchange, self._input_devices)
+        taken = [(each.stage.partition.index, each.take_gradients()) for each in self._passes]
+        if self._ties:
+            end = self.caller.awaited(exchange.phase)[-1]
+            gradients = self._ties.gradients(exchange, end, taken)
+        else:
+            gradients = [pair for _, pairs in taken for pair in pairs]
+        self._end(exchange)
+        return input_gradients, gradients
 
-    def _run(self, phase: int, sent: Iterable[Sent], context: Context) -> Exchange:
+    def _open(self, phase: int, context: Context) -> Exchange:
+        """A new exchange for a phase, run in ``context``."""
+        schedule = self._schedule.phase(phase)
+        awaited = self.caller.awaited(schedule) if phase == _BACKWARD else None
+        label = self._label._replace(phase=phase)
+        exchange = self._transport_in(context).open(schedule, label, awaited)
+        exchange.signal(lambda: self._generators.bits)
+        return exchange
+
+    def _end(self, exchange: Exchange) -> None:
+        """End a phase, once the caller has all results."""
+        exchange.settle()
+        self._generators.hear(exchange.heard)
+
+    def _run(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
         """Run the workers in ``context``, given what the caller sends them."""
         transport = self._transport_in(context)
-        schedule = self._schedule.phase(phase)
-        exchange = transport.open(schedule)
+        schedule = exchange.phase
         for action, value, route in sent:
             exchange.send(action, value, route)
         tasks = [w.task(schedule, exchange, context, self.timeline) for w in self._workers]
@@ -301,7 +353,6 @@ class MiniBatch:
                 state.restore()
         if inline:
             context.clear_autocast_cache()
-        return exchange
 
     def _transport_in(self, context: Context) -> Transport:
         """The transport, inline if other threads could not have the caller's state."""
@@ -325,6 +376,25 @@ class MiniBatch:
         for aside in asides:
             aside.refuse_gradients()
         return asides
+
+
+class _Telling:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
+
+
+def _mode(flags: TrainingFlags, *, grad: bool) -> int:
+    """A number that differs where modes do, almost surely."""
+    return zlib.crc32(bytes(flags)) << 1 | grad
 
 
 def _device_of(leaf: Any) -> torch.device | None:

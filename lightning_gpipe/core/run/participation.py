@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Shadows, has_hooks
 from lightning_gpipe.core.run.roots import leaves_behind, root_of
@@ -57,6 +57,20 @@ class Participation:
         self._captured.update(outside)
         return list(outside.values())
 
+    def refuse_captures(self) -> None:
+        """Raise if a layer captured a tensor: processes without that layer do not know of it.
+
+        Raises:
+            RuntimeError: Gives its shape.
+        """
+        for leaf in self.foreign_leaves:
+            raise RuntimeError(
+                "layers in a pipeline over processes must be given the tensors that require a "
+                f"gradient: one uses a tensor of shape {tuple(leaf.shape)} that it was not given. "
+                "Pass it with the input, marked by whole(tensor), or make it a parameter of the "
+                "layer."
+            )
+
     def captured(self, leaf: Tensor) -> bool:
         """Whether ``leaf`` was captured from outside."""
         return id(leaf) in self._captured
@@ -70,12 +84,17 @@ class Participation:
         """Whether ``leaf`` is no parameter of the pipeline, used by a stage that has not got it."""
         return all(leaf is not p for each in self._shadows for p in each.parameters)
 
-    def leaves(self) -> list[Tensor]:
-        """The parameters, each once, and the leaves that were captured."""
-        found: dict[int, Tensor] = {}
+    def leaves(self, shared: Iterable[nn.Parameter] = ()) -> list[Tensor]:
+        """The parameters that have values here, each once, and the leaves that were captured.
+
+        Args:
+            shared: Parameters of stages of other processes that have values here too.
+        """
+        found: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
         for shadows in self._shadows:
             for parameter in shadows.parameters:
-                if not self._searches or id(shadows.shadow_of(parameter)) in self._used:
+                used = not self._searches or id(shadows.shadow_of(parameter)) in self._used
+                if used and not parameter.is_meta:
                     found[id(parameter)] = parameter
         return list((found | self._captured).values())
 

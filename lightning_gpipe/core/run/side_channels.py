@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import MARKS
 from lightning_gpipe.core.faithful import Contents
-from lightning_gpipe.core.plan import CONTAINERS, held_in, is_own, within
+from lightning_gpipe.core.plan import CONTAINERS, Partition, held_in, is_own, within
 from lightning_gpipe.core.run.stage import Stage
 
 _OF_PYTORCH = "_dynamo_"  # what it sets on tensors, such as on the offsets of jagged ones
@@ -34,16 +34,20 @@ class _Shared(NamedTuple):
 
 
 class SideChannels:
-    """Compares what modules of several stages hold, in the first mini-batches."""
+    """Compares what modules of several stages hold, in the first mini-batches.
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages = stages
+    Args:
+        partitions: What each stage runs; those of other processes have copies of what is shared.
+    """
+
+    def __init__(self, partitions: Sequence[Partition]) -> None:
+        self._partitions = partitions
         self._count = 0
 
     def begin(self) -> list[_Shared]:
         """The shared objects before a mini-batch; none after the first mini-batches."""
         self._count += 1
-        return _shared_by(self._stages) if self._count <= _MINIBATCHES else []
+        return _shared_by(self._partitions) if self._count <= _MINIBATCHES else []
 
     @staticmethod
     def end(shared: Iterable[_Shared]) -> None:
@@ -80,10 +84,10 @@ def warn_of_attributes(stage: Stage, leaves: Iterable[object]) -> None:
         )
 
 
-def _shared_by(stages: Iterable[Stage]) -> list[_Shared]:
+def _shared_by(partitions: Iterable[Partition]) -> list[_Shared]:
     found: dict[int, tuple[object, dict[int, str]]] = {}
-    for j, stage in enumerate(stages):
-        for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True):
+    for j, partition in enumerate(partitions):
+        for title, layer in zip(partition.titles, partition.layers, strict=True):
             for name, value in held_in(layer):
                 for each in within(value):
                     if isinstance(each, CONTAINERS) or is_own(each):

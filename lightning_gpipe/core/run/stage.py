@@ -7,15 +7,16 @@ between a mini-batch's forward and its backward belongs to its pass, see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import (
+    NO_VALUES,
     Attributes,
     Behavior,
     Behaviors,
@@ -31,6 +32,18 @@ from lightning_gpipe.core.faithful import (
 )
 from lightning_gpipe.core.plan import Layout, Part, Partition, Route, RouteName, followed_slots
 from lightning_gpipe.core.skip import declared_in
+
+
+def modules_in(partition: Partition) -> tuple[nn.Module, ...]:
+    """The layers and all modules within them, each once; written for speed."""
+    found: dict[nn.Module, None] = {}
+    waiting = list(partition.layers)[::-1]
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found[module] = None
+            waiting += [child for child in module._modules.values() if child is not None][::-1]
+    return tuple(found)
 
 
 class Stage:
@@ -90,23 +103,19 @@ class Stage:
         self._check_placement()
 
     def modules_now(self) -> tuple[nn.Module, ...]:
-        """The layers and all modules within them, each once; written for speed."""
-        found: dict[nn.Module, None] = {}
-        waiting = list(self.partition.layers)[::-1]
-        while waiting:
-            module = waiting.pop()
-            if module not in found:
-                found[module] = None
-                waiting += [child for child in module._modules.values() if child is not None][::-1]
-        return tuple(found)
+        """The layers and all modules within them, each once."""
+        return modules_in(self.partition)
 
-    def shadows(self, *, grad: bool, recomputed: bool) -> Shadows:
-        """Shadows for one mini-batch."""
+    def shadows(
+        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] = NO_VALUES
+    ) -> Shadows:
+        """Shadows for one mini-batch, given values of followed parameters that have none here."""
         return Shadows(
             self.modules,
             grad=grad,
             device=self.device,
             followed=self.followed,
+            values=values,
             recomputed=recomputed,
         )
 

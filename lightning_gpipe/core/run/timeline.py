@@ -27,15 +27,19 @@ class Timeline:
 
     Args:
         schedule: What is to run.
-        clocks: The clock of each worker.
+        clocks: The clock of each worker of this process.
+        workers: The indices of these workers; None for all that the schedule has.
 
     Attributes:
         schedule: As given.
     """
 
-    def __init__(self, schedule: Schedule, clocks: Sequence[Clock]) -> None:
+    def __init__(
+        self, schedule: Schedule, clocks: Sequence[Clock], workers: Sequence[int] | None = None
+    ) -> None:
         self.schedule = schedule
-        self._clocks = clocks
+        indices = range(len(clocks)) if workers is None else workers
+        self._clocks = dict(zip(indices, clocks, strict=True))
         self._records: list[tuple[int, Action, Timestamp, Timestamp]] = []
 
     def add(self, worker: int, action: Action, start: Timestamp, end: Timestamp) -> None:
@@ -46,15 +50,17 @@ class Timeline:
     def spans(self) -> list[Span]:
         """All actions so far, sorted by start; on CUDA, waits for the devices."""
         records = list(self._records)
-        clocks = {clock.device: clock for clock in self._clocks}
+        clocks = {clock.device: clock for clock in self._clocks.values()}
         readings = {device: clock.reading() for device, clock in clocks.items()}
-        seconds = [readings[clock.device] for clock in self._clocks]
+        seconds = {w: readings[clock.device] for w, clock in self._clocks.items()}
         spans = [Span(w, action, seconds[w](a), seconds[w](b)) for w, action, a, b in records]
         return sorted(spans, key=lambda span: span.start)
 
     @property
     def bubble(self) -> float:
         """The share of time in which a worker was idle, between the first action and the last.
+
+        Of several processes, that of this one's workers.
 
         Counted over each phase that ran; what the caller does between them (the loss) is not the
         pipeline's time.
@@ -63,7 +69,7 @@ class Timeline:
         for span in self.spans:
             phases.setdefault(self.schedule.phase_of(span.action), []).append(span)
         busy = sum(span.end - span.start for phase in phases.values() for span in phase)
-        available = len(self.schedule.rows) * sum(map(_length, phases.values()))
+        available = len(self._clocks) * sum(map(_length, phases.values()))
         return 1.0 - busy / available if available else 0.0
 
     def __str__(self) -> str:

@@ -5,15 +5,30 @@ same thread, on another one or in another process.
 """
 
 from lightning_gpipe.core.transport.inline import InlineTransport
-from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
+from lightning_gpipe.core.transport.interface import (
+    Cancelled,
+    Exchange,
+    Label,
+    Task,
+    Transport,
+)
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
+from lightning_gpipe.core.transport.process_group import (
+    ProcessGroupTransport,
+    RankFailed,
+    join_processes,
+)
 
 __all__ = [
     "Cancelled",
     "Exchange",
     "InlineTransport",
+    "Label",
     "LocalTransport",
+    "ProcessGroupTransport",
+    "RankFailed",
     "Task",
     "Transport",
     "Workers",
+    "join_processes",
 ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, identity, record_stream
-from lightning_gpipe.core.plan import CALLER, Action, Layout, Route
+from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, sender
 
 
 class _SideStreams(NamedTuple):
@@ -35,11 +35,13 @@ class Copies:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._devices = [layout.device_of(j) for j in range(layout.n)]
-        self._one_device = len(set(layout.devices)) == 1
+        here = set(layout.stages_here)
+        stages = range(layout.n)
+        self._devices = [layout.device_of(j) if j in here else layout.outside for j in stages]
+        self._one_device = len(set(layout.devices_here)) == 1
         self._side = {
             device: _SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
-            for device in dict.fromkeys(layout.devices)
+            for device in dict.fromkeys(layout.devices_here)
             if device.type == "cuda"
         }
 
@@ -67,11 +69,8 @@ class Copies:
 
     def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
         """The device of the stage that makes what ``to`` needs; None for the caller."""
-        forward = to.kind.direction > 0
-        j = to.j - to.kind.direction
-        if skip is not None:
-            j = skip.source if forward else skip.target
-        return None if forward and j == CALLER else self.device_at(j)
+        j = sender(to, skip)
+        return None if to.kind.direction > 0 and j == CALLER else self.device_at(j)
 
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device

@@ -7,7 +7,7 @@ enter, and for a caller on a thread of autograd, which must not be blocked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
@@ -18,7 +18,7 @@ from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
-from lightning_gpipe.core.transport.interface import Exchange, Task, Transport
+from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
 from lightning_gpipe.core.transport.threads import lineage
 
 NESTED = (
@@ -93,7 +93,12 @@ class InlineTransport(Transport):
         return False
 
     @override
-    def open(self, phase: Schedule) -> InlineExchange:
+    def open(
+        self,
+        phase: Schedule,
+        label: Label | None = None,
+        awaited: Collection[Action] | None = None,
+    ) -> Exchange:
         return InlineExchange(phase, self.copies())
 
     def copies(self) -> Copies:
@@ -104,12 +109,13 @@ class InlineTransport(Transport):
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
-        assert isinstance(exchange, InlineExchange)
+        task_of = dict(zip(self._layout.workers_here, tasks, strict=True))
         with ExitStack() as sessions:
             for task in tasks:
                 sessions.enter_context(task.session())
             for worker, row in exchange.phase.turns:
-                tasks[worker].perform(row)
+                if worker in task_of:
+                    task_of[worker].perform(row)
 
     @override
     def inline(self) -> InlineTransport:

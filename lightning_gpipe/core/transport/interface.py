@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Route, Schedule
@@ -26,8 +26,36 @@ class Cancelled(BaseException):
     """Raised in a worker when the run it is part of has failed elsewhere."""
 
 
+class Label(NamedTuple):
+    """Which phase of which mini-batch it is; the same in all processes.
+
+    Attributes:
+        minibatch: The number of the mini-batch.
+        phase: The phase of its schedule.
+        attempt: How often the phase was begun before.
+        step: That of the training.
+        mode: Differs where gradients or training flags do.
+        state: Differs where the generators of random numbers do.
+    """
+
+    minibatch: int = 0
+    phase: int = 0
+    attempt: int = 0
+    step: int = 0
+    mode: int = 0
+    state: int = 0
+
+
 class Exchange(ABC):
-    """Sends and receives the values of one phase of one mini-batch."""
+    """Sends and receives the values of one phase of one mini-batch.
+
+    Attributes:
+        phase: The phase.
+        heard: The bits that other processes have signalled in it.
+    """
+
+    phase: Schedule
+    heard: int = 0
 
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
@@ -48,6 +76,12 @@ class Exchange(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raise :class:`Cancelled` if the run was cancelled."""
+
+    def signal(self, bits: Callable[[], int]) -> None:  # noqa: B027 - most have nobody to tell
+        """Tell other processes ``bits()`` with each value; those that are set stay set."""
+
+    def settle(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Wait until what was sent may be changed."""
 
 
 class Task(ABC):
@@ -84,8 +118,19 @@ class Transport(ABC):
         """A ``with`` block in which neither another thread nor a failed run uses the workers."""
 
     @abstractmethod
-    def open(self, phase: Schedule) -> Exchange:
-        """A new, empty exchange for a phase of a schedule."""
+    def open(
+        self,
+        phase: Schedule,
+        label: Label | None = None,
+        awaited: Collection[Action] | None = None,
+    ) -> Exchange:
+        """A new, empty exchange for a phase of a schedule.
+
+        Args:
+            phase: The phase.
+            label: Which it is; needed where there are several processes.
+            awaited: For which results the caller waits; None for all.
+        """
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
@@ -94,6 +139,9 @@ class Transport(ABC):
         Raises:
             BaseException: What the first worker to fail raised; the others are stopped.
         """
+
+    def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
+        """Tell other processes that this one has failed."""
 
     @abstractmethod
     def inline(self) -> Transport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -22,7 +22,7 @@ from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.inline import NESTED, InlineTransport
-from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Task, Transport
+from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
 from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
 
 # Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
@@ -38,7 +38,8 @@ _Address = tuple[Action, Route | None]
 class LocalExchange(Exchange):
     """One inbox for each worker, and one for the caller."""
 
-    def __init__(self, layout: Layout, copies: Copies) -> None:
+    def __init__(self, layout: Layout, phase: Schedule, copies: Copies) -> None:
+        self.phase = phase
         self._copies = copies
         self._caller = len(layout.devices)
         # The index of the inbox of each stage; at n and -1 the caller's.
@@ -52,8 +53,13 @@ class LocalExchange(Exchange):
 
     @override
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
-        parcel = self._copies.pack(to, value, skip)
-        self._inboxes[self._inbox_of[to.j]].put(((to, skip), parcel))
+        self.put(to, skip, *self._copies.pack(to, value, skip))
+
+    def put(
+        self, to: Action, skip: Route | None, value: FlatTree, ready: torch.cuda.Event | None
+    ) -> None:
+        """Put a value that is where ``to`` needs it into its inbox; see :class:`Copies`."""
+        self._inboxes[self._inbox_of[to.j]].put(((to, skip), (value, ready)))
 
     @override
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
@@ -66,15 +72,20 @@ class LocalExchange(Exchange):
     def _fetch(self, inbox: int, at: Action) -> None:
         """Take the next parcel from an inbox; return without one if none comes for a while."""
         self.check()
+        if not self._take(inbox) and inbox == self._caller:
+            # The caller receives after the run: nothing more is sent.
+            raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
+
+    def _take(self, inbox: int) -> bool:
+        """Take the next parcel from an inbox; whether anything came within a while."""
         try:
             message = self._inboxes[inbox].get(timeout=_POLL)
         except Empty:
-            if inbox == self._caller:  # the caller receives after the run: nothing more is sent
-                raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
-            return
+            return False
         if message is not None:
             address, parcel = message
             self._arrived[inbox][address] = parcel
+        return True
 
     @override
     def check(self) -> None:
@@ -99,7 +110,8 @@ class LocalTransport(Transport):
 
     def __init__(self, layout: Layout, workers: Workers | None = None) -> None:
         self._layout = layout
-        self._devices = layout.devices
+        self._workers_here = layout.workers_here
+        self._devices = layout.devices_here
         self._workers = workers or Workers(layout)
         self._pool = self._workers.pool
         self._inline = InlineTransport(layout, self._workers.exclusion)
@@ -112,8 +124,13 @@ class LocalTransport(Transport):
         return self._workers.exclusion.entered()
 
     @override
-    def open(self, phase: Schedule) -> LocalExchange:
-        return LocalExchange(self._layout, self._inline.copies())
+    def open(
+        self,
+        phase: Schedule,
+        label: Label | None = None,
+        awaited: Collection[Action] | None = None,
+    ) -> LocalExchange:
+        return LocalExchange(self._layout, phase, self._inline.copies())
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
@@ -154,20 +171,22 @@ class LocalTransport(Transport):
         self._pool.join()
 
     def _check_threads(self) -> None:
-        for w, thread in enumerate(self._pool.threads):
+        own = zip(self._workers_here, self._devices, self._pool.threads, strict=False)
+        for w, device, thread in own:
             if not thread.alive:
                 raise RuntimeError(
-                    f"the thread of worker {w} ({self._devices[w]}) must live as long as the "
+                    f"the thread of worker {w} ({device}) must live as long as the "
                     "pipeline: it ended without a result. The next step starts a new one."
                 )
 
     def _ensure_threads(self) -> list[WorkerThread]:
         """Start the threads that are missing or dead, each with its share of the cores."""
         threads = self._pool.threads
-        for w, device in enumerate(self._devices):
-            if w < len(threads) and threads[w].alive:
+        own = zip(self._workers_here, self._devices, strict=True)
+        for k, (w, device) in enumerate(own):
+            if k < len(threads) and threads[k].alive:
                 continue
-            threads[w : w + 1] = [WorkerThread(f"gpipe-worker-{w} ({device})")]
+            threads[k : k + 1] = [WorkerThread(f"gpipe-worker-{w} ({device})")]
         workers = zip(threads, self._devices, strict=True)
         _share_cores([thread for thread, device in workers if device.type == "cpu"])
         return threads

@@ -7,8 +7,8 @@ from textwrap import dedent
 
 import pytest
 
-from lightning_gpipe.core.plan.program import CALLER, Program
-from lightning_gpipe.core.plan.route import Route, Value, Values
+from lightning_gpipe.core.plan.program import Program
+from lightning_gpipe.core.plan.route import CALLER, Route, Value, Values
 from lightning_gpipe.core.plan.step import Step
 
 

@@ -1,0 +1,96 @@
+"""Parameters that stages of several processes share, in one mini-batch.
+
+One process has the values, its home, where the optimizer changes them. The others have the
+parameter without values: they get these before their first forward, and send their gradients home
+after the last backward. What is used around the stages too is at home in every process, and each of
+them gets the gradients of all stages.
+
+All gradients are added in the order of the stages, as in one process, so that sums are the same to
+the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import CALLER, Action, Kind, Layout, Route, SkipName, Tie, ties_of
+from lightning_gpipe.core.transport import Exchange
+
+Pair = tuple[Tensor, Tensor]  # a leaf, and a gradient of it
+
+
+class Ties:
+    """Sends the values and the gradients of what processes share.
+
+    Args:
+        layout: What runs where.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._ties = ties_of(layout)
+        self._here = set(layout.stages_here)
+
+    def __bool__(self) -> bool:
+        return bool(self._ties)
+
+    @property
+    def everywhere(self) -> list[nn.Parameter]:
+        """The parameters that every process has."""
+        return [tie.parameter for tie in self._ties if tie.home == CALLER]
+
+    def values(self, exchange: Exchange) -> Mapping[int, Tensor]:
+        """Send the values that are here, and receive those that are elsewhere.
+
+        Returns:
+            The values of parameters that have none here, by their ids.
+        """
+        for tie, j, route in self._routes():
+            if tie.home in self._here:
+                value = FlatTree([tie.parameter.detach()])
+                exchange.send(Action(Kind.FORWARD, 0, j), value, route)
+        found = {}
+        for tie, j, route in self._routes():
+            if tie.home != CALLER and j in self._here:
+                value = exchange.receive(Action(Kind.FORWARD, 0, j), route)
+                found[id(tie.parameter)] = value.leaves[0]
+        return found
+
+    def gradients(
+        self, exchange: Exchange, end: Action, taken: Sequence[tuple[int, list[Pair]]]
+    ) -> list[Pair]:
+        """Send the gradients of what is elsewhere, and receive those of what is here.
+
+        Args:
+            exchange: That of the backward phase.
+            end: The last of its results that the caller gets.
+            taken: For each stage of this process its index, and what it has.
+
+        Returns:
+            The gradients of leaves that are here, in the order of the stages.
+        """
+        shared = {id(tie.parameter) for tie in self._ties if self._away(tie)}
+        found = [(j, pair) for j, pairs in taken for pair in pairs if id(pair[0]) not in shared]
+        gradient_of = {(j, id(leaf)): gradient for j, pairs in taken for leaf, gradient in pairs}
+        for tie, j, route in self._routes():
+            if j in self._here:
+                gradient = gradient_of.get((j, id(tie.parameter)))
+                exchange.send(end._replace(j=tie.home), FlatTree([gradient]), route)
+        for tie, j, route in self._routes():
+            if tie.home == CALLER or tie.home in self._here:
+                gradient = exchange.receive(end._replace(j=tie.home), route).leaves[0]
+                if gradient is not None:
+                    found.append((j, (tie.parameter, gradient)))
+        return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+
+    def _routes(self) -> Iterator[tuple[Tie, int, Route]]:
+        """Yield each tie with each stage that follows its home, and the way between."""
+        for k, tie in enumerate(self._ties):
+            for j in tie.followers:
+                yield tie, j, Route(SkipName(None, f"shared parameter {k}"), tie.home, j)
+
+    def _away(self, tie: Tie) -> bool:
+        """Whether what the stages of this process have of it is sent."""
+        return tie.home == CALLER or tie.home not in self._here

@@ -1,0 +1,11 @@
+"""Workers in several processes, connected by torch.distributed.
+
+Worker, schedule and stage stay as they are: what comes from another process is put into the same
+inboxes, by a thread for each other process.
+"""
+
+from lightning_gpipe.core.transport.process_group.groups import join_processes
+from lightning_gpipe.core.transport.process_group.office import RankFailed
+from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
+
+__all__ = ["ProcessGroupTransport", "RankFailed", "join_processes"]

@@ -1,0 +1,111 @@
+"""The values of one phase, some of which cross to other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from typing_extensions import override
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import Action, Layout, Route, Schedule, sender
+from lightning_gpipe.core.transport.copies import Copies, Parcel
+from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.local import LocalExchange
+from lightning_gpipe.core.transport.process_group.link import Mail
+from lightning_gpipe.core.transport.process_group.message import Code, Header
+from lightning_gpipe.core.transport.process_group.office import Office, OutOfStep, RankFailed
+
+
+class ProcessGroupExchange(LocalExchange):
+    """One inbox for each worker of this process, and one for its caller.
+
+    The caller's code runs in each process, on the same values. So what it sends goes to the workers
+    of its own process only, and what it gets goes to all callers.
+
+    Args:
+        layout: What runs where.
+        phase: The phase.
+        label: Which it is.
+        awaited: For which results the caller waits; None for all.
+        copies: Copies between the devices of this process.
+        office: Sends to other processes.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        phase: Schedule,
+        label: Label,
+        awaited: Collection[Action] | None,
+        copies: Copies,
+        office: Office,
+    ) -> None:
+        super().__init__(layout, phase, copies)
+        self.label = label
+        self.heard = 0
+        self._layout = layout
+        self._awaited = awaited
+        self._office = office
+        self._failure: RankFailed | OutOfStep | None = None
+        self._bits: Callable[[], int] = int
+        self._header = Header(Code.VALUE, 0, **label._asdict())
+        self._header = self._header._replace(serial=office.begin(self))
+
+    @override
+    def signal(self, bits: Callable[[], int]) -> None:
+        self._bits = bits
+
+    @override
+    def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+        layout = self._layout
+        if 0 <= to.j < layout.n:
+            owner = layout.owner_of(to.j)
+            if owner == layout.rank:
+                super().send(to, value, skip)
+            elif 0 <= sender(to, skip) < layout.n:
+                self._office.post(owner, self._header_now(), to, skip, value)
+        elif self._awaited is None or to in self._awaited:
+            super().send(to, value, skip)
+            self._office.broadcast(self._header_now(), to, skip, value)
+
+    @override
+    def _fetch(self, inbox: int, at: Action) -> None:
+        self.check()
+        self._take(inbox)
+
+    @override
+    def check(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)  # several threads may raise it
+        super().check()
+
+    @override
+    def settle(self) -> None:
+        self._office.settle(self.check)
+
+    # For the office, on the threads that receive.
+
+    def arrive(self, mail: Mail, bits: int) -> None:
+        """Take a value, and the bits that were signalled with it."""
+        self.heard |= bits  # before the value: who has that knows of these
+        self.put(mail.to, mail.route, *self._placed(mail))
+
+    def fail(self, error: RankFailed | OutOfStep) -> None:
+        """End with this error."""
+        self._failure = error
+        self.cancel()
+
+    def _placed(self, mail: Mail) -> Parcel:
+        """The value, with copies on the device of their stage of those tensors that go there."""
+        leaves = list(mail.value.leaves)
+        places = [k for k, moves in enumerate(mail.on_device) if moves]
+        if not places:
+            return mail.value, None
+        device = self._copies.device_at(mail.to.j)
+        moved, ready = self._copies.send([leaves[k] for k in places], None, device)
+        for k, leaf in zip(places, moved, strict=True):
+            leaves[k] = leaf
+        return FlatTree(leaves, mail.value.spec), ready
+
+    def _header_now(self) -> Header:
+        return self._header._replace(bits=self.heard | self._bits())

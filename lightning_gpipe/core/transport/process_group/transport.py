@@ -1,0 +1,83 @@
+"""Workers in several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+from torch.distributed import ProcessGroupGloo
+from typing_extensions import override
+
+from lightning_gpipe.core.plan import Action, Layout, Schedule
+from lightning_gpipe.core.transport.inline import InlineTransport
+from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
+from lightning_gpipe.core.transport.local import LocalTransport
+from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
+from lightning_gpipe.core.transport.process_group.office import Office
+
+
+class ProcessGroupTransport(Transport):
+    """Runs the workers of this process, and connects them with those of others.
+
+    Args:
+        layout: What runs where.
+        runner: Runs the workers of this process.
+        group: The process group. It must have a backend for tensors of the host, a rank for each
+            owner of workers, and a timeout longer than any pause of a process.
+    """
+
+    def __init__(
+        self, layout: Layout, runner: LocalTransport | InlineTransport, group: ProcessGroupGloo
+    ) -> None:
+        self._layout = layout
+        self._runner = runner
+        self._office = Office(layout, group)
+
+    @override
+    def exclusive(self) -> AbstractContextManager[None]:
+        return self._runner.exclusive()
+
+    @override
+    def open(
+        self,
+        phase: Schedule,
+        label: Label | None = None,
+        awaited: Collection[Action] | None = None,
+    ) -> ProcessGroupExchange:
+        copies = self._runner.inline().copies()
+        assert label is not None, "processes compare the labels of what they run"
+        return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._office)
+
+    @override
+    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+        assert isinstance(exchange, ProcessGroupExchange)
+        self._runner.run(exchange, tasks)
+
+    @override
+    def tell(self, error: BaseException) -> None:
+        self._office.tell(error)
+
+    @override
+    def inline(self) -> ProcessGroupTransport:
+        return self._inline
+
+    @cached_property
+    def _inline(self) -> ProcessGroupTransport:
+        if isinstance(self._runner, InlineTransport):
+            return self
+        twin = object.__new__(ProcessGroupTransport)
+        twin._layout, twin._office = self._layout, self._office
+        twin._runner = self._runner.inline()
+        return twin
+
+    @override
+    def close(self) -> None:
+        self._office.close()
+        self._runner.close()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "a pipeline over processes cannot be copied or pickled: got one. Copy the model before "
+            "it becomes a pipeline, or the one that it was made of."
+        )

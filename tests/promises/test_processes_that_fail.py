@@ -1,0 +1,139 @@
+"""Promise: when one process fails, all say so, name it, and go on or end."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe
+from lightning_gpipe.core.transport import RankFailed
+from tests.support.faults import Fuse, OwnError, throw
+from tests.support.models import rows
+from tests.support.ranks import Failed, Pool, Ranks, group_of, new_ranks
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(2)
+    blocks = [nn.Sequential(nn.Linear(3, 3), Fuse()) for _ in range(3)]
+    return nn.Sequential(*blocks).double()
+
+
+def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
+    return GPipe(
+        module,
+        [1, 1, 1],
+        devices=["cpu"] * 3,
+        chunks=4,
+        owners=[0, 1, 2],
+        group=group_of(3),
+        activation_checkpointing="always",
+        **options,
+    )
+
+
+def told(run: Callable[[], object]) -> str:
+    """The error that a run ends with, in a line."""
+    try:
+        run()
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        return " | ".join([type(error).__name__, str(error), *notes])
+    return "none"
+
+
+def step(pipeline: GPipe) -> Tensor:
+    loss = pipeline(rows(8)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def fail_once(rank: int, kind: str, calls: int) -> tuple[str, Tensor]:
+    """What a step says in which a layer of ``rank`` fails, and the loss of the next one."""
+    module = layers()
+    fuses = [each for each in module.modules() if isinstance(each, Fuse)]
+    pipeline = pipeline_of(module)
+    fuses[rank].light((kind, calls), throw(OwnError("burnt")))
+    message = told(lambda: step(pipeline))
+    loss = step(pipeline)
+    pipeline.close()
+    return message, loss
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind, calls", [("forward", 1), ("forward", 5), ("backward", 2)])
+def test_error_in_a_layer_is_told_to_all_and_the_next_step_works(
+    four_ranks: Pool, rank: int, kind: str, calls: int
+) -> None:
+    expected = layers()(rows(8)).square().mean()
+
+    found = four_ranks.run(fail_once, rank, kind, calls, among=3)
+
+    for k, (message, loss) in enumerate(found):
+        torch.testing.assert_close(loss, expected)
+        where = f"of 4 on stage {rank}"
+        if k == rank:
+            assert message.startswith("OwnError | burnt | raised in ")
+        else:
+            assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) failed: OwnError")
+        assert "burnt" in message
+        assert where in message
+
+
+def differ(what: str) -> str:
+    """What a step says if one process does something else."""
+    pipeline = pipeline_of(layers())
+    rank = torch.distributed.get_rank()
+    step(pipeline)
+    if rank == 1:
+        if what == "mode":
+            pipeline.eval()
+        elif what == "state":
+            torch.manual_seed(5)
+        elif what == "step":
+            pipeline.engine.step = 7
+        else:
+            with torch.no_grad():
+                pipeline(rows(8))
+    message = told(lambda: step(pipeline))
+    pipeline.close()
+    return message
+
+
+@pytest.mark.parametrize("what", ["mode", "state", "step"])
+def test_processes_that_do_not_do_the_same_are_told_apart(four_ranks: Pool, what: str) -> None:
+    found = four_ranks.run(differ, what, among=3)
+
+    assert all("all processes of a pipeline must run the same mini-batches" in m for m in found)
+    assert all("rank" in message and what in message for message in found)
+
+
+@pytest.fixture
+def three_ranks() -> Iterator[Ranks]:
+    with new_ranks(3) as found:
+        yield found
+
+
+def die(rank: int, how: int) -> str:
+    """What a step says in which a layer of ``rank`` ends its process."""
+    module = layers()
+    fuses = [each for each in module.modules() if isinstance(each, Fuse)]
+    pipeline = pipeline_of(module)
+    step(pipeline)
+    fuses[rank].light(("forward", 2), lambda: os.kill(os.getpid(), how))
+    return told(lambda: step(pipeline))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_process_that_dies_is_named_by_the_others(three_ranks: Ranks, rank: int) -> None:
+    found = three_ranks.outcomes(die, rank, signal.SIGKILL)
+
+    assert isinstance(found.pop(rank), Failed)
+    assert all(f"rank {rank} (stage {rank}) is lost" in message for message in found)
+
+
+def test_rank_failed_is_an_error_of_the_run() -> None:
+    assert issubclass(RankFailed, RuntimeError)
