@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import MicroBatching, Rows
-from lightning_gpipe.core.faithful import preserved, rows_needed
+from lightning_gpipe.core.faithful import add_note, preserved, rows_needed
 from lightning_gpipe.core.pipeline.taken import Layers, Taken
 from lightning_gpipe.core.plan import Partition, Program
 from lightning_gpipe.core.profile import Subject, change_tensors
@@ -51,7 +51,7 @@ def entries_of(found: Sequence[Taken], call: Callable[[], Any]) -> list[Entry]:
         RuntimeError: If the call has not come to all of them.
         BaseException: What the model raises.
     """
-    layers = {taken: taken.each_alone() for taken in found}
+    layers = {taken: _each_alone(taken) for taken in found}
     entries: dict[Taken, Entry] = {}
 
     def seen(taken: Taken, program: Program | None, input: Any) -> Any:
@@ -105,7 +105,7 @@ def entries_with(found: Sequence[Taken], sample: Any) -> list[Entry]:
         )
     (first, *others) = found
     if isinstance(first, Layers) and not (first.path or others):
-        return [Entry(first.each_alone(), None, change_tensors(sample, _apart))]
+        return [Entry(_each_alone(first), None, change_tensors(sample, _apart))]
     return entries_of(found, calling(first.root, sample))
 
 
@@ -137,6 +137,23 @@ def subject_of(
     if microbatching.division(pieces) is None:
         found = {1: pieces[0]}  # nobody knows its rows
     return Subject(taken.root, entry.layers, taken.units, beside, entry.program, found, len(pieces))
+
+
+def _each_alone(taken: Taken) -> list[Partition]:
+    """A partition for each unit.
+
+    Raises:
+        TypeError, ValueError: If what was taken cannot be cut everywhere.
+    """
+    try:
+        return taken.each_alone()
+    except (TypeError, ValueError) as error:
+        add_note(
+            error,
+            "raised where each unit was made a stage of its own, to be measured. A balance as a "
+            "list, or balance='parameters', may keep together what cannot be apart.",
+        )
+        raise
 
 
 def _apart(x: torch.Tensor) -> torch.Tensor:

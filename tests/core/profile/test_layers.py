@@ -249,3 +249,18 @@ def test_sample_with_which_no_block_is_called_is_refused() -> None:
 def test_no_sample_is_refused() -> None:
     with pytest.raises(ValueError, match="got sample=None. Write sample=x"):
         profile(nn.Sequential(nn.Tanh()), None)
+
+
+def test_model_that_cannot_be_cut_everywhere_says_so() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(x)) if self.training else self.one(self.other(x))
+
+    with pytest.raises((TypeError, ValueError), match="in the same order") as raised:
+        profile(Turned(), batch())
+
+    assert "a stage of its own, to be measured" in str(raised.value.__notes__)
