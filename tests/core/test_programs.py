@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe import GPipe, Rows, whole
-from lightning_gpipe.core.frontends import Frontend, RunProgram, kinds
+from lightning_gpipe.core.frontends import Frontend, Processes, RunProgram, kinds
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.plan import (
     Partition,
@@ -90,7 +90,7 @@ class Hidden(Frontend):
         return self._partitions
 
     @override
-    def install(self, run: RunProgram) -> None:
+    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
         steps: list[Step] = []
         for partition in self._partitions:
             for layer, name in zip(partition.layers, partition.names, strict=True):

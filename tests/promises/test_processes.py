@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.data import tree_flatten
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.drawn import pipe
 from tests.support.grammar import Case, cases, models
 from tests.support.loops import TOKENS, tokens
-from tests.support.ranks import Pool, group_of
+from tests.support.processes import Owners, assert_equal, processes, values
+from tests.support.ranks import Pool
 from tests.support.traced_models import Encoder
-
-Owners = tuple[int, ...]
 
 OWNERS: dict[int, list[Owners]] = {  # by the number of workers
     2: [(0, 1)],
@@ -32,13 +30,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
 ]
-
-
-def processes(owners: Owners | None) -> dict[str, Any]:
-    """The arguments of a pipeline of these owners."""
-    if owners is None:
-        return {}
-    return {"owners": owners, "group": group_of(len(set(owners)))}
 
 
 def run_case(case: Case, owners: Owners | None = None) -> tuple[list[dict[str, Any]], Tensor]:
@@ -56,21 +47,6 @@ def here(record: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
         "buffers": {name: record["buffers"][name] for name in values(like["buffers"])},
         "hooks": {name: record["hooks"].get(name) for name in like["hooks"]},
     }
-
-
-def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    """Equal in structure and, to the bit, in value."""
-    (found, structure), (wanted, other) = tree_flatten(actual), tree_flatten(expected)
-    assert structure == other
-    for one, two in zip(found, wanted, strict=True):
-        if isinstance(two, Tensor):
-            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
-        else:
-            assert one == two
 
 
 def check(ranks: Pool, case: Case, owners: Owners) -> None:

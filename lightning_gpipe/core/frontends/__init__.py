@@ -14,7 +14,7 @@ from lightning_gpipe.core.frontends.install import (
     install,
     is_installed,
 )
-from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
+from lightning_gpipe.core.frontends.interface import Frontend, Processes, RunProgram
 from lightning_gpipe.core.frontends.kinds import frontend_of
 from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
 from lightning_gpipe.core.frontends.module_list import Loop
@@ -36,6 +36,7 @@ __all__ = [
     "Frontend",
     "Installed",
     "Loop",
+    "Processes",
     "RunProgram",
     "StandIn",
     "Traced",

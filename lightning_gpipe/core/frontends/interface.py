@@ -18,10 +18,11 @@ The facade uses a front-end in this order::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from lightning_gpipe.core.plan import Partition, Program
@@ -43,6 +44,32 @@ class RunProgram(Protocol):
 
         Returns:
             The value of each of the program's outputs, in order, merged over the micro-batches.
+        """
+
+
+class Processes(Protocol):
+    """The processes that own the stages; the facade's.
+
+    All of them run the user's forward, on the same values. So they make the same program of it, as
+    long as each knows what only those find out that have the values of a stage.
+    """
+
+    @property
+    def outside(self) -> torch.device:
+        """The device of what is around the stages in this process."""
+
+    def owns(self, j: int) -> bool:
+        """Whether stage ``j`` is in this process."""
+
+    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns in the process of stage ``j``, in all processes.
+
+        All of them call this, in the same order. Those that do not own the stage do not compute.
+
+        Args:
+            j: The stage.
+            compute: Returns a pytree. What it raises is raised in its process; the others raise
+                that it has failed.
         """
 
 
@@ -78,11 +105,12 @@ class Frontend(ABC):
         """
 
     @abstractmethod
-    def install(self, run: RunProgram) -> None:
+    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
         """Make calls of the model run as a pipeline.
 
         Args:
             run: Runs the program of a call.
+            processes: Those that own the stages, if this one does not own all of them.
 
         Raises:
             RuntimeError: If the model runs as a pipeline already.

@@ -193,6 +193,7 @@ class GPipe(StandIn):
                 threads=threads,
                 workers=workers,
                 group=own_group,
+                k=found.index(taken),
             )
 
         self._pipelines = Pipelines(found, layouts, pipeline)

@@ -69,6 +69,7 @@ class Pipeline:
         threads: Whether workers run on threads of their own.
         workers: The threads, if pipelines of other modules over the same devices use them too.
         group: The process group of the layout's owners, if there are several.
+        k: Which of the pipelines in this group.
 
     Attributes:
         chunks, activation_checkpointing, microbatching: As given.
@@ -87,6 +88,7 @@ class Pipeline:
         threads: bool,
         workers: Workers | None = None,
         group: ProcessGroupGloo | None = None,
+        k: int = 0,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
@@ -95,7 +97,7 @@ class Pipeline:
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
         }
-        transport = _connect(layout, workers, group, threads=threads)
+        transport = _connect(layout, workers, group, k, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
 
@@ -108,6 +110,19 @@ class Pipeline:
     def stages(self) -> Sequence[Stage]:
         """The stages, in order."""
         return self.engine.stages
+
+    @property
+    def outside(self) -> torch.device:
+        """The device of what is around the stages in this process."""
+        return self.layout.outside
+
+    def owns(self, j: int) -> bool:
+        """Whether stage ``j`` is in this process."""
+        return self.layout.owner_of(j) == self.layout.rank
+
+    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+        """See :class:`~lightning_gpipe.core.frontends.Processes`."""
+        return self.engine.everywhere(j, compute)
 
     def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
         """A new pipeline with the same settings, for another layout."""
@@ -242,7 +257,12 @@ def _alone(value: Any) -> FlatTree:
 
 
 def _connect(
-    layout: Layout, workers: Workers | None, group: ProcessGroupGloo | None, *, threads: bool
+    layout: Layout,
+    workers: Workers | None,
+    group: ProcessGroupGloo | None,
+    k: int,
+    *,
+    threads: bool,
 ) -> Transport:
     """A transport between the workers."""
     runner: LocalTransport | InlineTransport = InlineTransport(layout)
@@ -251,4 +271,4 @@ def _connect(
     if not layout.spread:
         return runner
     assert group is not None, "processes are connected by a process group"
-    return ProcessGroupTransport(layout, runner, group)
+    return ProcessGroupTransport(layout, runner, group, k)

@@ -288,7 +288,8 @@ class Programs(Taken):
 
     @override
     def install(self) -> None:
-        self._frontend.install(self._run_program)
+        processes = self.pipeline if self.pipeline.layout.spread else None
+        self._frontend.install(self._run_program, processes)
 
     @override
     def release(self) -> None:

@@ -21,6 +21,7 @@ The program of one mini-batch may differ from that of the next, so it is given w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,6 +113,12 @@ class Program:
     def returned(self) -> tuple[Route, ...]:
         """The routes of outputs that earlier stages than the last make."""
         return tuple(self._routes((j, self.n) for j in range(self.n - 1)))
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """Differs, almost surely, from that of a program with other steps or values."""
+        steps = [(step.value, step.stage, sorted(step.needs)) for step in self._steps]
+        return zlib.crc32(repr((self.inputs, self.outputs, steps)).encode())
 
     def title_of(self, number: int) -> str:
         """What errors call the step that makes a value."""

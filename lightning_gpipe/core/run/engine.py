@@ -24,10 +24,13 @@ from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage, modules_in
+from lightning_gpipe.core.run.telling import everywhere
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.transport import Label, Transport
 
 Observer = Callable[[Timeline], None]
+
+_BETWEEN = -1  # the phase of what is asked between two mini-batches
 
 
 class Engine:
@@ -123,6 +126,18 @@ class Engine:
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return minibatch.caller.split(outputs)
+
+    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+        """What ``compute`` returns in the process of stage ``j``, in all processes.
+
+        All of them call this, in the same order. The others do not compute.
+
+        Raises:
+            BaseException: What ``compute`` raises, in the process of the stage.
+            RankFailed: In the other processes, if it does.
+        """
+        label = Label(self._minibatches, phase=_BETWEEN, step=self.step)
+        return everywhere(self._transport, self._layout, label, j, compute)
 
     def _training_flags(self) -> TrainingFlags:
         """Which modules of all stages are in training mode, those of other processes too."""

@@ -43,6 +43,7 @@ from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
+from lightning_gpipe.core.run.telling import Telling
 from lightning_gpipe.core.run.ties import Ties
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.work import work_of
@@ -94,6 +95,7 @@ class MiniBatch:
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
+        self._program = program
         self._works = [work_of(stage, program) for stage in stages]
         self._transport = transport
         self._draws = draws
@@ -130,15 +132,13 @@ class MiniBatch:
         self._input_devices = [
             FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
         ]
-        with self._transport.exclusive(), _Telling(self._transport):
+        with self._transport.exclusive(), Telling(self._transport):
             for stage in self._stages:
                 stage.refresh()
             self._flags = self._training_flags()
             generators = self._generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
-            self._label = self._label._replace(
-                mode=_mode(self._flags, grad=self._context.grad), state=generators.number
-            )
+            self._label = self._label._replace(mode=self._mode(), state=generators.number)
             signature = bytes(self._flags), microbatches[0].spec
             watches = [
                 stage.watch((*signature, work.signature), division)
@@ -180,7 +180,7 @@ class MiniBatch:
         try:
             # On forward's streams, for which those of backward then wait.
             with self._streams.entered():
-                with self._transport.exclusive(), _Telling(self._transport):
+                with self._transport.exclusive(), Telling(self._transport):
                     input_gradients, taken = self._backward(output_gradients)
                 gradients = sum_gradients(taken, self.leaves)
             self._streams.lend(chain(*input_gradients, gradients))
@@ -365,6 +365,13 @@ class MiniBatch:
         """Whether any micro-batch is recomputed."""
         return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
 
+    def _mode(self) -> int:
+        """A number that differs, almost surely, where processes do not run the same."""
+        number = zlib.crc32(bytes(self._flags), self._schedule.m)
+        if self._program is not None:
+            number ^= self._program.fingerprint
+        return number << 1 | self._context.grad
+
     def _release(self) -> list[Asides]:
         """Release everything after backward: an error that the user keeps may hold this.
 
@@ -376,25 +383,6 @@ class MiniBatch:
         for aside in asides:
             aside.refuse_gradients()
         return asides
-
-
-class _Telling:
-    """Tells other processes of an error in a ``with`` block."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._transport.tell(error)
-
-
-def _mode(flags: TrainingFlags, *, grad: bool) -> int:
-    """A number that differs where modes do, almost surely."""
-    return zlib.crc32(bytes(flags)) << 1 | grad
 
 
 def _device_of(leaf: Any) -> torch.device | None:

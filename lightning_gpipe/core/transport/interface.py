@@ -34,7 +34,7 @@ class Label(NamedTuple):
         phase: The phase of its schedule.
         attempt: How often the phase was begun before.
         step: That of the training.
-        mode: Differs where gradients or training flags do.
+        mode: Differs where gradients, training flags, micro-batches or what stages run do.
         state: Differs where the generators of random numbers do.
     """
 

@@ -17,9 +17,14 @@ from lightning_gpipe.core.frontends.module_list.effects import tensors_held
 
 
 class CacheRule:
-    """Decides about caches among the arguments of blocks; says each thing once."""
+    """Decides about caches among the arguments of blocks; says each thing once.
 
-    def __init__(self) -> None:
+    Args:
+        spread: Whether other processes have blocks too, which fill objects of their own.
+    """
+
+    def __init__(self, *, spread: bool = False) -> None:
+        self._spread = spread
         self._said_without = False
         self._said_one_by_one = False
 
@@ -54,7 +59,19 @@ class CacheRule:
         return found
 
     def one_by_one(self, call: Call, filled: Collection[Path], rows: int) -> None:
-        """Say that a mini-batch of so many rows runs in one micro-batch."""
+        """Say that a mini-batch of so many rows runs in one micro-batch.
+
+        Raises:
+            RuntimeError: If blocks of several processes would fill an object, each its own.
+        """
+        if self._spread:
+            raise RuntimeError(
+                "an object that blocks fill must be in one process with all of them: got "
+                f"{_named(call, filled)}, and stages in several processes, each of which would "
+                "fill only a part of its own object. Do not pass it: for a model of transformers "
+                "write model.config.use_cache = False; generation then computes all positions "
+                "again for each token. Or run all stages in one process."
+            )
         if rows > 1 and not self._said_one_by_one:
             self._said_one_by_one = True
             warnings.warn(

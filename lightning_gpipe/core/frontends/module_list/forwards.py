@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import is_traced
-from lightning_gpipe.core.frontends.interface import RunProgram
+from lightning_gpipe.core.frontends.interface import Processes, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.blocks import Block
@@ -26,6 +26,7 @@ from lightning_gpipe.core.frontends.module_list.outputs import run_recorded
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.recording import Recording
 from lightning_gpipe.core.frontends.module_list.remembered import Remembered
+from lightning_gpipe.core.frontends.module_list.samples import only_here
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
 
 
@@ -54,18 +55,25 @@ class Calls:
         owners: The modules from the model to the one that holds the blocks.
         title: What errors call the blocks.
         run: Runs programs.
+        processes: Those that own the stages, if this one does not own all of them.
 
     Attributes:
         runs: How often the blocks ran as a pipeline.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], owners: Sequence[nn.Module], title: str, run: RunProgram
+        self,
+        blocks: Sequence[Block],
+        owners: Sequence[nn.Module],
+        title: str,
+        run: RunProgram,
+        processes: Processes | None = None,
     ) -> None:
+        self._rehearse = only_here if processes is None else processes.everywhere
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
         self._remembered: dict[ThreadState, Remembered] = {}
-        self._caches = CacheRule()
+        self._caches = CacheRule(spread=processes is not None)
         self._session = _Session()
         self._plain = False
         self.runs = 0
@@ -151,7 +159,7 @@ class Calls:
         device = self._device(first)
         state = session.forwards[-1] if session.forwards else ThreadState.now(device)
         remembered = self._remembered.setdefault(state, Remembered())
-        recording = Recording(first, remembered, device, self._caches, state)
+        recording = Recording(first, remembered, device, self._caches, state, self._rehearse)
         session.recording, session.depth = recording, len(session.forwards)
         return recording
 

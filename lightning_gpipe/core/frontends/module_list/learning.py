@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightning_gpipe.core.frontends.module_list.calls import Call, Learned, kind
 from lightning_gpipe.core.frontends.module_list.effects import tensors_held
 from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
 from lightning_gpipe.core.frontends.module_list.rehearsal import Rehearsal, Try
-from lightning_gpipe.core.frontends.module_list.samples import Samples
+from lightning_gpipe.core.frontends.module_list.samples import Rehearse, Samples
 from lightning_gpipe.core.plan import is_own
 
 Check = Callable[[Learned, Try], None]
@@ -52,6 +52,7 @@ class Learner:
         caches: What to do about objects that blocks fill.
         grad: Whether gradients are recorded.
         samples: The values of the forward for a few rows.
+        rehearse: Runs calls of a stage, for all processes.
 
     Attributes:
         rows: The number of rows.
@@ -64,6 +65,7 @@ class Learner:
         knowledge: dict[Hashable, Learned],
         caches: CacheRule,
         samples: Samples,
+        rehearse: Rehearse,
         *,
         grad: bool,
     ) -> None:
@@ -71,6 +73,7 @@ class Learner:
         self.single = self.rows <= 1
         self._first, self._grad = first, grad
         self._knowledge, self._caches, self._samples = knowledge, caches, samples
+        self._rehearse = rehearse
 
     def known(self, call: Call, given: Arguments, check: Check) -> Known:
         """What is known of a call; rehearsed if it is of a new kind.
@@ -86,9 +89,8 @@ class Learner:
             self._expect_filled(call, given)
         readings, unknown = self._readings(given, learned)
         if learned is None or unknown or not (learned.complete or self.single):
-            rehearsal = Rehearsal(call, given, self.rows, self._samples.few, self._sample)
             before = {} if learned is None else learned.readings
-            learned, found = rehearsal.learn(readings, unknown)
+            learned, found = self._learn(call, given, self._samples.few, readings, unknown)
             learned.readings = {**before, **learned.readings}
             check(learned, found)
             self._knowledge[key] = learned
@@ -114,6 +116,24 @@ class Learner:
         if tensor is self._first:
             return 1
         return WHOLE if self.single else reading_of(tensor, self.rows, learned)
+
+    def _learn(
+        self,
+        call: Call,
+        given: Arguments,
+        few: int | None,
+        readings: Mapping[Path, Reading],
+        unknown: Sequence[Path],
+    ) -> tuple[Learned, Try]:
+        """What a rehearsal of a call shows, which runs where its stage is."""
+        for _, leaf in given.leaves:  # other stages may have to compute it first
+            if isinstance(leaf, Placeholder):
+                self._sample(leaf)
+        rehearsal = Rehearsal(call, given, self.rows, few, self._sample)
+        found: tuple[Learned, Try] = self._rehearse(
+            call.stage, lambda: rehearsal.learn(readings, unknown)
+        )
+        return found
 
     def _readings(
         self, given: Arguments, learned: Learned | None
@@ -141,8 +161,7 @@ class Learner:
             self._make_single()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in given.leaves):
             whole = dict.fromkeys(self._readings(given, None)[0], WHOLE)
-            rehearsal = Rehearsal(call, given, self.rows, None, self._sample)
-            learned, _ = rehearsal.learn(whole, [])
+            learned, _ = self._learn(call, given, None, whole, [])
             if learned.filled:
                 self._caches.without(call, given.tree, learned.filled)
             self._check_held(call, given.objects, learned.filled)

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
+from lightning_gpipe.core.frontends.interface import Frontend, Processes, RunProgram
 from lightning_gpipe.core.frontends.module_list.blocks import Block, BlockCall
 from lightning_gpipe.core.frontends.module_list.checks import check_blocks, check_model
 from lightning_gpipe.core.frontends.module_list.forwards import Calls
@@ -105,16 +105,16 @@ class Loop(Frontend):
         return self._partitions
 
     @override
-    def install(self, run: RunProgram) -> None:
+    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
         assert self._partitions, "partitions() comes before install()"
         self._check_free()
-        devices = _devices(self._partitions)
+        devices = _devices(self._partitions, processes)
         self._blocks = [
             Block(module, k, self._names[k], partition.index, devices[partition.index])
             for partition in self._partitions
             for k, module in zip(partition.indices, partition.layers, strict=True)
         ]
-        self._calls = calls = Calls(self._blocks, self._owners, self._title, run)
+        self._calls = calls = Calls(self._blocks, self._owners, self._title, run, processes)
         for block in self._blocks:
             block.install(calls.block)
         self._forwards = [
@@ -151,11 +151,19 @@ class Loop(Frontend):
             )
 
 
-def _devices(partitions: Sequence[Partition]) -> list[torch.device | None]:
-    """The device of each stage: of what it has alone, since a parameter that it shares is there."""
+def _devices(
+    partitions: Sequence[Partition], processes: Processes | None
+) -> list[torch.device | None]:
+    """The device of each stage: of what it has alone, since a parameter that it shares is there.
+
+    The values of a stage of another process are on the device of what is around the stages here.
+    """
     stages = Counter(parameter for each in partitions for parameter in each.parameters)
     found: list[torch.device | None] = []
     for partition in partitions:
+        if processes is not None and not processes.owns(partition.index):
+            found.append(processes.outside)
+            continue
         alone = (x for x in partition.parameters if stages[x] == 1)
         buffers = (x for layer in partition.layers for x in layer.buffers())
         held = chain(alone, buffers, partition.parameters)

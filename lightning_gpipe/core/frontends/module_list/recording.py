@@ -32,7 +32,7 @@ from lightning_gpipe.core.frontends.module_list.refusals import (
 from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Try
 from lightning_gpipe.core.frontends.module_list.remembered import Remembered
 from lightning_gpipe.core.frontends.module_list.results import Constant, Given, Result, TensorLeaf
-from lightning_gpipe.core.frontends.module_list.samples import Samples
+from lightning_gpipe.core.frontends.module_list.samples import Rehearse, Samples
 from lightning_gpipe.core.frontends.module_list.tape import Entry, Outside, Tape, same_constant
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
 from lightning_gpipe.core.plan import Step, Value
@@ -47,6 +47,7 @@ class Recording:
         device: Where the values of placeholders will be.
         caches: What to do about objects that blocks fill.
         state: The state of the thread in which the forward began.
+        rehearse: Runs calls of a stage on a few rows, for all processes.
 
     Attributes:
         tape: What was recorded.
@@ -63,6 +64,7 @@ class Recording:
         device: torch.device,
         caches: CacheRule,
         state: ThreadState,
+        rehearse: Rehearse,
     ) -> None:
         self.tape = Tape()
         self.rows = first.size(0)
@@ -72,8 +74,10 @@ class Recording:
         self._state = state
         self._remembered = remembered
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
-        self._samples = Samples(self.tape, self.inputs, self.rows)
-        self._learner = Learner(first, remembered.learned, caches, self._samples, grad=state.grad)
+        self._samples = Samples(self.tape, self.inputs, self.rows, rehearse)
+        self._learner = Learner(
+            first, remembered.learned, caches, self._samples, rehearse, grad=state.grad
+        )
         self._outsides = Outsides(self.inputs, self.rows, self._learner.reading)
         self._at = 0  # the number of calls so far
         self._begun: Hashable = None  # what the first one is like

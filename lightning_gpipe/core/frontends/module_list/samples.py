@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,15 @@ from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape import Tape, is_plain
 from lightning_gpipe.core.plan import Step, Value, is_own
 
+# Runs a function for a stage; returns what it returns, in all processes.
+Rehearse = Callable[[int, Callable[[], Any]], Any]
+
 _SHAPES = 1000  # that are remembered of a kind
+
+
+def only_here(stage: int, function: Callable[[], Any]) -> Any:
+    """What the function returns: for a pipeline in one process."""
+    return function()
 
 
 def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tensor:
@@ -42,15 +50,22 @@ class Samples:
         tape: What was recorded; it may grow.
         inputs: The tensors from outside by number, and how they are cut.
         rows: The number of rows.
+        rehearse: Runs calls of a stage, for all processes.
 
     Attributes:
         tape: As given.
         few: How many rows are computed; None for all.
     """
 
-    def __init__(self, tape: Tape, inputs: Mapping[int, tuple[Tensor, Reading]], rows: int) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: Mapping[int, tuple[Tensor, Reading]],
+        rows: int,
+        rehearse: Rehearse = only_here,
+    ) -> None:
         self.tape = tape
-        self._inputs, self._rows = inputs, rows
+        self._inputs, self._rows, self._rehearse = inputs, rows, rehearse
         self.few: int | None = None
         if rows > 1:
             self.few = 3 if rows == 2 else 2  # so that a tensor given whole does not fit
@@ -124,8 +139,12 @@ class Samples:
             return copied(leaf) if is_own(leaf) else leaf
 
         args, kwargs = mapped(given, (step.args, dict(step.kwargs)))
-        with Undisturbed(call.modules, call.device):
-            return step.run(*args, **kwargs)
+
+        def run() -> Any:
+            with Undisturbed(call.modules, call.device):
+                return step.run(*args, **kwargs)
+
+        return self._rehearse(call.stage, run)
 
     def _kind(self, number: int) -> tuple[int, tuple[torch.Size, ...]]:
         """Equal for calls that return values of the same shapes."""

@@ -19,7 +19,7 @@ from lightning_gpipe.core.frontends.install import (
     check_recordable,
     install,
 )
-from lightning_gpipe.core.frontends.interface import Frontend, RunProgram
+from lightning_gpipe.core.frontends.interface import Frontend, Processes, RunProgram
 from lightning_gpipe.core.frontends.traced.assumed import Assumed
 from lightning_gpipe.core.frontends.traced.calls import CallKind, check_constants
 from lightning_gpipe.core.frontends.traced.edits import rename
@@ -101,7 +101,7 @@ class Traced(Frontend):
         return self._held.partitions
 
     @override
-    def install(self, run: RunProgram) -> None:
+    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_traced((args, kwargs), self._module.parameters()):
                 check_recordable(self._module)

@@ -27,7 +27,7 @@ from lightning_gpipe.core.transport.process_group.message import (
     unpack,
 )
 
-_TAG = 7_300  # of all that the pipeline sends in its group
+_TAG = 7_300  # of what the first pipeline of a group sends; the next have those after it
 _JOIN = 5.0
 
 Posted = tuple[Any, Tensor]  # the work of sending a tensor, and the tensor, which must live so long
@@ -58,6 +58,7 @@ class Link:
         coder: Encodes bodies.
         deliver: Called with each header, and the value or the text that came after it.
         lost: Called with the error when nothing can come any more.
+        pipeline: Which of the pipelines of the group.
     """
 
     def __init__(
@@ -67,12 +68,14 @@ class Link:
         coder: Coder,
         deliver: Callable[[int, Header, Mail | str | None], None],
         lost: Callable[[int, BaseException], None],
+        pipeline: int = 0,
     ) -> None:
         self.rank = rank
         self._group = group
         self._coder = coder
         self._deliver = deliver
         self._lost = lost
+        self._tag = _TAG + pipeline
         self._lock = threading.Lock()  # the parts of a message must stay together
         self._sent = Sent()
         self._thread: threading.Thread | None = None
@@ -123,10 +126,10 @@ class Link:
             self._thread.join(_JOIN)
 
     def _send(self, tensor: Tensor) -> Posted:
-        return self._group.send([tensor], self.rank, _TAG), tensor
+        return self._group.send([tensor], self.rank, self._tag), tensor
 
     def _fill(self, tensor: Tensor) -> None:
-        self._group.recv([tensor], self.rank, _TAG).wait()
+        self._group.recv([tensor], self.rank, self._tag).wait()
 
     def _receive(self) -> None:
         remembered: dict[int, Body] = {}

@@ -51,9 +51,10 @@ class Office:
     Args:
         layout: What runs where.
         group: The process group; the rank in it is that of the layout.
+        pipeline: Which of the pipelines of the group.
     """
 
-    def __init__(self, layout: Layout, group: ProcessGroupGloo) -> None:
+    def __init__(self, layout: Layout, group: ProcessGroupGloo, pipeline: int = 0) -> None:
         self._layout = layout
         self._lock = threading.Lock()
         self._serial = 0
@@ -65,7 +66,7 @@ class Office:
         self._waiter: WorkerThread | None = None
         coder = Coder(layout.routes)
         self._links = {
-            rank: Link(group, rank, coder, self._deliver, self._lose)
+            rank: Link(group, rank, coder, self._deliver, self._lose, pipeline)
             for rank in layout.ranks
             if rank != layout.rank
         }

@@ -25,14 +25,19 @@ class ProcessGroupTransport(Transport):
         runner: Runs the workers of this process.
         group: The process group. It must have a backend for tensors of the host, a rank for each
             owner of workers, and a timeout longer than any pause of a process.
+        pipeline: Which of the pipelines of the group.
     """
 
     def __init__(
-        self, layout: Layout, runner: LocalTransport | InlineTransport, group: ProcessGroupGloo
+        self,
+        layout: Layout,
+        runner: LocalTransport | InlineTransport,
+        group: ProcessGroupGloo,
+        pipeline: int = 0,
     ) -> None:
         self._layout = layout
         self._runner = runner
-        self._office = Office(layout, group)
+        self._office = Office(layout, group, pipeline)
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:

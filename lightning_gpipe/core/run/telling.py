@@ -1,0 +1,54 @@
+"""What one process of a pipeline tells the others outside of the work of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_gpipe.core.data import tree_flatten, tree_unflatten
+from lightning_gpipe.core.plan import Action, Kind, Layout, Route, SkipName, fill_drain
+from lightning_gpipe.core.transport import Label, Transport
+
+_ANSWER = SkipName(None, "answer")
+
+
+class Telling:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
+
+
+def everywhere(
+    transport: Transport, layout: Layout, label: Label, j: int, compute: Callable[[], Any]
+) -> Any:
+    """What ``compute`` returns in the process of stage ``j``, in all processes.
+
+    It is sent like an output of that stage, in a phase of its own.
+
+    Args:
+        transport: What connects the processes, all of which call this in the same order.
+        layout: What runs where.
+        label: Of the phase.
+        j: The stage.
+        compute: Returns a pytree.
+
+    Raises:
+        BaseException: What ``compute`` raises, in the process of the stage.
+        RankFailed: In the other processes, if it does.
+    """
+    to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
+    exchange = transport.open(fill_drain(1, layout.placement).phase(0), label)
+    with Telling(transport):
+        if layout.owner_of(j) == layout.rank:
+            exchange.send(to, tree_flatten(compute()), route)
+        found = tree_unflatten(exchange.receive(to, route))
+        exchange.settle()
+    return found

@@ -1,0 +1,33 @@
+"""Pipelines over several processes, and what they are compared by."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.data import tree_flatten
+from tests.support.ranks import group_of
+
+Owners = tuple[int, ...]
+
+
+def processes(owners: Owners | None) -> dict[str, Any]:
+    """The arguments of a pipeline of these owners."""
+    if owners is None:
+        return {}
+    return {"owners": owners, "group": group_of(len(set(owners)))}
+
+
+def values(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Equal in structure and, to the bit, in value."""
+    (found, structure), (wanted, other) = tree_flatten(actual), tree_flatten(expected)
+    assert structure == other
+    for one, two in zip(found, wanted, strict=True):
+        if isinstance(two, Tensor):
+            torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == two
