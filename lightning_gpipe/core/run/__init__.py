@@ -9,10 +9,11 @@ from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.engine import Engine
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
-from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.timeline import Span, Timeline
 
 __all__ = [
     "Engine",
+    "Span",
     "Stage",
     "StagePass",
     "Timeline",

@@ -1,17 +1,22 @@
-"""Tables: which layers are on which device, and where skip connections go.
+"""Tables and pictures: which layers are where, where skip connections go, what ran when.
 
-This is the only room that draws on a terminal.
+This is the only room that draws, on a terminal or into a file.
 """
 
 from rich import print as show
 from rich.table import Table
 
+from lightning_gpipe.core.show.picture import INSTALL, can_draw, draw_timeline, timeline_picture
 from lightning_gpipe.core.show.skips import skip_table
 from lightning_gpipe.core.show.stages import stage_table
 
 __all__ = [
+    "INSTALL",
     "Table",
+    "can_draw",
+    "draw_timeline",
     "show",
     "skip_table",
     "stage_table",
+    "timeline_picture",
 ]

@@ -1,0 +1,121 @@
+"""A timeline as a picture: a row for each worker, a box for each action, gaps where it waits.
+
+What ran and what a simulation predicts are drawn alike, so they can be laid side by side. Only this
+needs matplotlib, which is an extra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from lightning_gpipe.core.plan import Kind
+from lightning_gpipe.core.run import Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INSTALL = "pip install 'lightning-gpipe[pictures]'"
+
+_COLORS = {Kind.FORWARD: "#3b75af", Kind.RECOMPUTE: "#a6c8e6", Kind.BACKWARD: "#e8853d"}
+_DARK = (Kind.FORWARD, Kind.BACKWARD)  # whose labels are white
+_INCHES, _DPI = 12.8, 150  # as wide as a slide: 1920 pixels
+_ROWS = 32  # with more, a row has no room for text
+_POINTS = 7.5  # the width of a letter in a box
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def timeline_picture(
+    spans: Sequence[Span], workers: Sequence[str], *, title: str = "", note: str = ""
+) -> Figure:
+    """Draw what ran when, or what is predicted to::
+
+        cuda:0   ▇F0▇▇F1▇▇F2▇             ▇B2▇▇R1▇▇B1▇ ...
+        cuda:1        ▇F0▇▇F1▇▇F2▇▇B2▇▇R1▇▇B1▇
+
+    Args:
+        spans: The actions, with times in seconds from any beginning.
+        workers: What each worker is called; may have several lines.
+        title: Above the picture.
+        note: Below the title, in smaller letters.
+
+    Returns:
+        A figure as wide as a slide; ``figure.savefig("timeline.png")`` writes it.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+    if not can_draw():
+        raise ImportError(f"drawing needs matplotlib: not installed. Run {INSTALL}.")
+    from matplotlib.figure import Figure
+
+    height = min(7.2, 1.9 + 0.55 * len(workers))
+    figure = Figure(figsize=(_INCHES, height), dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    draw_timeline(axes, spans, workers)
+    axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=26 if note else 8)
+    above = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    axes.annotate(note, (0, 1), (0, 9), fontsize=10.5, color="#555555", **above)
+    axes.set_xlabel("milliseconds")
+    return figure
+
+
+def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> None:
+    """Draw what ran when into axes, as one part of a figure.
+
+    Args:
+        axes: matplotlib's.
+        spans: The actions, with times in seconds.
+        workers: What each worker is called.
+    """
+    begin = min((span.start for span in spans), default=0.0)
+    length = max((span.end for span in spans), default=0.0) - begin or 1e-3
+    several = len({span.action.j for span in spans}) > len({span.worker for span in spans})
+    for kind, color in _COLORS.items():
+        chosen = [span for span in spans if span.action.kind is kind]
+        for worker in sorted({span.worker for span in chosen}):
+            boxes = [
+                (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
+                for each in chosen
+                if each.worker == worker
+            ]
+            axes.broken_barh(
+                boxes, (worker - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.6
+            )
+        if chosen:
+            axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
+    points = 72 * 0.85 * axes.get_figure(root=True).get_figwidth() / length
+    for span in spans if len(workers) <= _ROWS else ():
+        label = f"{span.action.i}" + (f"/{span.action.j}" if several else "")
+        if (span.end - span.start) * points > _POINTS * len(label):
+            axes.text(
+                1e3 * ((span.start + span.end) / 2 - begin),
+                span.worker,
+                label,
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if span.action.kind in _DARK else "black",
+            )
+    _frame(axes, workers, 1e3 * length)
+
+
+def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
+    """The axes around the boxes: the first worker on top, nothing that is not needed."""
+    every = -(-len(workers) // _ROWS)
+    axes.set_yticks(range(0, len(workers), every), workers[::every])
+    axes.set_ylim(len(workers) - 0.45, -0.55)
+    axes.set_xlim(0, length)
+    axes.set_facecolor("#f1f1f1")
+    axes.tick_params(axis="y", length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        legend = {"ncols": 3, "frameon": False, "borderaxespad": 0.3}
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), **legend)
