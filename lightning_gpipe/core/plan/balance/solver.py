@@ -102,6 +102,12 @@ def solve_on(costs: LayerCosts, places: Sequence[Place]) -> list[int]:
         NothingFits: If every cut needs more memory than its devices have.
     """
     _check_parts(len(places), len(costs.times))
+    if len(places) == len(costs.times):  # one cut only, also of thousands of layers
+        sizes = [1] * len(places)
+        lacking = list(_missing(costs, places, sizes))
+        if any(lacking):
+            raise NothingFits(sizes, lacking)
+        return sizes
     tables = priced(costs, places)
     missing = _least_peak([tables[place].lacking for place in places])
     best = {place: _fitting(tables[place], missing) for place in tables}
