@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
+import torch
+from typing_extensions import override
+
+from benchmarks.contestants.processes import Orders, Role, in_processes
 from benchmarks.contestants.task import Task
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
@@ -34,3 +39,57 @@ def ours(
         yield task.contestant(name, model, list(model.parameters()), threads=threads)
     finally:
         model.close()
+
+
+@dataclass
+class Rank(Role):
+    """One process of a pipeline over several.
+
+    Attributes:
+        task: What all of them do.
+        balance, chunks, mode: Arguments of the pipeline.
+        owners: The process of each worker.
+        untimed, threads: See :class:`~benchmarks.contestants.processes.Role`.
+    """
+
+    task: Task
+    balance: Sequence[int]
+    chunks: int
+    mode: ActivationCheckpointing
+    owners: Sequence[int]
+    untimed: int
+    threads: int
+
+    @override
+    def prepare(self, rank: int, world_size: int) -> Orders:
+        torch.manual_seed(0)  # the processes must draw the same
+        model = GPipe(
+            self.task.module,
+            self.balance,
+            devices=["cpu"] * len(self.owners),
+            chunks=self.chunks,
+            activation_checkpointing=self.mode,
+            owners=self.owners,
+        )
+        parameters = list(model.parameters())
+        contestant = self.task.contestant("", model, parameters)
+        return Orders(contestant.step, lambda: [p.grad for p in parameters if p.grad is not None])
+
+
+@contextmanager
+def ours_in_processes(
+    task: Task,
+    balance: Sequence[int],
+    *,
+    chunks: int,
+    mode: ActivationCheckpointing,
+    owners: Sequence[int],
+    untimed: int = 0,
+    name: str,
+    threads: int = 1,
+) -> Iterator[Contestant]:
+    """A pipeline over several processes, for the duration of a ``with`` block."""
+    ranks = range(len(set(owners)))
+    roles = [Rank(task, balance, chunks, mode, owners, untimed, threads) for _ in ranks]
+    with in_processes(roles, name) as contestant:
+        yield contestant
