@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from benchmarks.contestants.fairscale import fairscale
-from benchmarks.contestants.ours import ours
+from benchmarks.contestants.ours import ours, ours_in_processes
 from benchmarks.contestants.pipelining import pipelining
 from benchmarks.contestants.plain import accumulated, mean_square, plain
 from benchmarks.contestants.task import Task
@@ -31,7 +31,7 @@ def words() -> Task:
 
 
 def processes_of_stages() -> list[BaseProcess]:
-    return [each for each in multiprocessing.active_children() if "pipelining" in each.name]
+    return [each for each in multiprocessing.active_children() if "benchmark-rank" in each.name]
 
 
 def names() -> set[str]:
@@ -50,11 +50,21 @@ def test_pipelining() -> None:
 
     with pipelining(task, [1, 1], chunks=3, schedule=Schedule1F1B, untimed=1) as processes:
         agree([plain(task), processes])
-        assert {"pipelining-stage-0", "pipelining-stage-1"} <= names()
+        assert {"benchmark-rank-0", "benchmark-rank-1"} <= names()
         (times,) = contest([processes], rounds=2, warm_up=0).values()
 
         agree([plain(task), processes])  # gradients do not add up from step to step
         assert len(times.seconds) == 2
+
+    assert not names()
+
+
+def test_ours_in_processes() -> None:
+    task = words()
+    shared: dict[str, Any] = {"chunks": 3, "mode": "never", "owners": [0, 1], "name": "ours"}
+
+    with ours_in_processes(task, [1, 1], **shared) as processes:
+        agree([plain(task), processes])
 
     assert not names()
 
@@ -66,7 +76,7 @@ def test_error_in_a_process_reaches_the_caller() -> None:
     with pytest.raises(RuntimeError) as raised, pipelining(task, [1, 1], chunks=3) as processes:
         processes.step()
 
-    assert "pipelining-stage-0 failed" in str(raised.value)
+    assert "benchmark-rank-0 failed" in str(raised.value)
     assert "IndexError: index out of range" in str(raised.value)
     assert not names()
 
@@ -79,7 +89,7 @@ def test_process_that_is_gone() -> None:
             process.kill()
             process.join()
 
-        with pytest.raises(RuntimeError, match="pipelining-stage-. ended without an answer"):
+        with pytest.raises(RuntimeError, match="benchmark-rank-. ended without an answer"):
             processes.step()
 
     assert not names()
