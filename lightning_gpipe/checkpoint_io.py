@@ -7,6 +7,7 @@ that a machine with fewer devices can load it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -56,6 +57,13 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
             parameters[name] = loaded
 
 
+def load_values(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a state dict into a module that is a pipeline, of which a process has a part."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")  # what others have
+        module.load_state_dict(state, strict=strict)
+
+
 def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:
     """Where each parameter is: the dict of a module's parameters, and the name in it."""
     found: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
@@ -78,3 +86,15 @@ def follow_parameters(optimizer: Optimizer) -> None:
         rate = group.get("lr")
         if isinstance(rate, Tensor) and len({each.device for each in group["params"]}) > 1:
             rate.data = rate.cpu()
+
+
+def drop_foreign_states(optimizer: Optimizer) -> None:
+    """Drop the states of parameters whose values another process has."""
+    for parameter in list(optimizer.state):
+        if isinstance(parameter, Tensor) and parameter.is_meta:
+            del optimizer.state[parameter]
+
+
+def to_cpu(module: nn.Module) -> None:
+    """Move the values that this process has to the CPU."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())

@@ -45,7 +45,6 @@ from lightning_gpipe.core.plan import (
     check_balance,
     check_even,
     check_outside,
-    shared_with_outside,
 )
 from lightning_gpipe.core.verify import EachVerifiedOnce, Parity, VerifiedOnce
 from lightning_gpipe.kept_balance import KeptBalance
@@ -106,6 +105,7 @@ class Piped:
         around: Which stage's device has what is around the pipelines.
         verify: Whether to verify each pipeline on its first mini-batch.
         kept: Balances that were measured before; gets those of this one.
+        agree: Gives each process the numbers that the first one has measured.
         sample: Tells what enters each pipeline, if its balance is measured.
         optimizers: Tells the optimizers, if a balance goes by memory.
         options: Other arguments of :class:`~lightning_gpipe.GPipe`.
@@ -126,6 +126,7 @@ class Piped:
         around: Around,
         verify: bool,
         kept: KeptBalance,
+        agree: Callable[[Any], Any],
         sample: Callable[[Sequence[Taken]], list[Entry]],
         optimizers: Callable[[], list[Optimizer]],
         **options: Any,
@@ -142,7 +143,7 @@ class Piped:
             optimizer=optimizers() if "memory" in map(str, balances) else None,
         )
         given = kept.given(self.found, balances, len(devices))
-        sizes = cut_evenly(self.found, given, measuring, around)
+        sizes = agree(cut_evenly(self.found, given, measuring, around))
         kept.keep(self.found, balances, sizes)
         self._root = root
         self._installed: Installed | None = None
@@ -175,10 +176,9 @@ class Piped:
         module = taken.module
         check_awaited(self._root)
         check_free(module, taken.name)
-        self.pipeline = GPipe(module, balance, **options)
-        outside = self.pipeline.layout.outside
-        check_outside(self._root, module, self.pipeline.layout, outside)
-        self.pipeline.share(shared_with_outside(self._root, module), outside)
+        self.pipeline = GPipe(module, balance, module=taken.by_itself(), **options)
+        layout = self.pipeline.layout
+        check_outside(self._root, module, layout, layout.outside)
         run: Callable[[Any], Any] = self.pipeline.forward
         if verify:
             run = VerifiedOnce(self.pipeline, module, on_result=_report)
@@ -187,6 +187,18 @@ class Piped:
     def runs_of(self, taken: Taken) -> int:
         """How often one of the pipelines ran."""
         return taken.runs if self._installed is None else self._installed.runs
+
+    def around(self) -> list[nn.Parameter]:
+        """The parameters that are used around the stages: each process has them."""
+        layouts = self.pipeline.layouts
+        shared = {id(parameter) for layout in layouts for parameter in layout.everywhere}
+        inside = {
+            id(parameter)
+            for layout in layouts
+            for partition in layout.partitions
+            for parameter in partition.parameters
+        }
+        return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
 
     def place_around(self) -> None:
         """Move what is around the pipelines to its device."""

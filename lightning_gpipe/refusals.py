@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -22,6 +28,11 @@ from torchmetrics import Metric
 from lightning_gpipe.core.pipeline import FOUND, is_found
 from lightning_gpipe.core.plan import check_balance
 from lightning_gpipe.kept_balance import FROM_CHECKPOINT
+
+try:
+    from lightning.pytorch.callbacks import WeightAveraging
+except ImportError:  # new in Lightning 2.6
+    WeightAveraging = StochasticWeightAveraging  # type: ignore[assignment,misc]
 
 # For messages.
 AUTO_DEVICES = (
@@ -72,8 +83,9 @@ def refuse_several_nodes(num_nodes: int) -> None:
     """Refuse more than one machine."""
     if num_nodes != 1:
         raise ValueError(
-            "GPipeStrategy drives the devices of one machine from one process: got "
-            f"Trainer(num_nodes={num_nodes}). Write num_nodes=1."
+            "GPipeStrategy(processes='single') drives the devices of one machine from one process: "
+            f"got Trainer(num_nodes={num_nodes}). Write processes='per_node' or 'per_stage', or "
+            "num_nodes=1."
         )
 
 
@@ -84,9 +96,11 @@ def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
     processes = environment.world_size()
     if processes > 1:
         raise RuntimeError(
-            "GPipeStrategy drives all its devices from one process: "
+            "GPipeStrategy(processes='single') drives all its devices from one process: "
             f"{type(environment).__name__} started {processes}, and each would run a pipeline of "
-            "its own. Start the script with python, without torchrun or several tasks."
+            "its own. Write processes='per_stage' for one pipeline over all of them, or "
+            "'per_node' for one over machines, or start the script with python, without torchrun "
+            "or several tasks."
         )
 
 
@@ -110,6 +124,37 @@ def refuse_joined_gradients(optimizer: Optimizer) -> None:
             f"device: got {', '.join(found)}. Choose an optimizer that updates each parameter by "
             "itself, such as Adam."
         )
+
+
+def refuse_verification(processes: str) -> None:
+    """Refuse to compare with a plain run, which needs the values of all stages in one process."""
+    raise ValueError(
+        "verify=True runs the whole model in one process, which must have all its values: got "
+        f"processes={processes!r}. Verify with processes='single', and leave it out here."
+    )
+
+
+def refuse_over_processes(callbacks: Iterable[Callback], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse what needs the values of all parameters in one process."""
+    averages = StochasticWeightAveraging, WeightAveraging
+    for callback in callbacks:
+        if isinstance(callback, (*averages, ModelPruning)):
+            raise ValueError(
+                f"{type(callback).__name__} needs the values of all parameters, and a process has "
+                "those of its own stages only. Leave it out, or write processes='single'."
+            )
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ValueError(
+                f"{type(callback).__name__} saves, tries and restores in each process by itself, "
+                "and they would not stay together. Run it with processes='single' first."
+            )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS joins the gradients of all parameters in one vector, and a process has "
+                "those of its own stages only. Choose an optimizer that updates each parameter by "
+                "itself, such as Adam, or write processes='single' and one device."
+            )
 
 
 def refuse_global_pruning(callbacks: Iterable[Callback]) -> None:

@@ -1,6 +1,6 @@
-"""GPipeStrategy: a LightningModule of which a module runs as a pipeline, in one process.
+"""GPipeStrategy: a LightningModule of which a module runs as a pipeline.
 
-Lightning's strategies assume one device per process. Here one process drives several, and nearly
+Lightning's strategies assume one device per process. Here one process may drive several, and nearly
 every override below removes that assumption: where tensors are created, where modules and optimizer
 states are put, what is saved. The *root device*, which has the batch, the loss, the metrics and all
 modules outside of the pipeline, is the last stage's unless the user says the first's, so that an
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,11 +21,19 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.averages import Averages
-from lightning_gpipe.checkpoint_io import follow_parameters, load_state, on_cpu
+from lightning_gpipe.checkpoint_io import (
+    drop_foreign_states,
+    follow_parameters,
+    load_state,
+    load_values,
+    on_cpu,
+    to_cpu,
+)
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, balance_of_each
@@ -34,8 +43,13 @@ from lightning_gpipe.core.show import show
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
-from lightning_gpipe.one_process import OneProcess
 from lightning_gpipe.piped import Piped, must_stay
+from lightning_gpipe.processes import (
+    Mode,
+    OverProcesses,
+    StartMethod,
+    check_processes,
+)
 from lightning_gpipe.refusals import (
     check_any_balance,
     check_module,
@@ -45,7 +59,8 @@ from lightning_gpipe.refusals import (
     refuse_layer_sync,
     refuse_metrics_on_meta,
     refuse_metrics_with_lists,
-    refuse_several_processes,
+    refuse_over_processes,
+    refuse_verification,
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.watch import Watches
@@ -54,7 +69,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class GPipeStrategy(OneProcess):
+class GPipeStrategy(OverProcesses):
     """Runs a module inside a LightningModule as a GPipe pipeline over ``devices``.
 
     An nn.Sequential runs its layers one after another; of an nn.ModuleList that a forward loops
@@ -94,6 +109,16 @@ class GPipeStrategy(OneProcess):
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
             plain run needs the memory of a whole batch without recomputation, spread over the
             devices.
+        processes: Which processes run the pipeline: ``"single"`` one, which drives all devices
+            with threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine,
+            which drives its devices. With several, each runs the same code on the same batches,
+            which the first one loads, and has the parameters of its own stages.
+        timeout: How long processes wait for one another: when they start, agree on something or
+            save a checkpoint.
+        process_group_backend: The backend of torch.distributed; None for what the devices need.
+        start_method: How processes are started if torchrun or SLURM have not: ``"popen"`` runs the
+            script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and ``"forkserver"`` for
+            scripts that must not be run again.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -117,8 +142,15 @@ class GPipeStrategy(OneProcess):
         threads: bool = True,
         verify: bool = False,
         around: Literal["last", "first"] = "last",
+        processes: Mode = "single",
+        timeout: timedelta = default_pg_timeout,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
     ) -> None:
-        super().__init__()
+        check_processes(processes, start_method)
+        super().__init__(processes, timeout, process_group_backend, start_method)
+        if verify and processes != "single":
+            refuse_verification(processes)
         check_module(module)
         for each in balance_of_each(module, balance):
             check_any_balance(each)
@@ -153,14 +185,18 @@ class GPipeStrategy(OneProcess):
     @property
     @override
     def root_device(self) -> torch.device:
-        """The device of what is around the pipeline: that of the last stage, or of the first."""
+        """The device of what is around the pipeline: that of the last stage, or of the first.
+
+        Of the stages of this process, if there are several.
+        """
+        if self.num_processes > 1:
+            return self._devices[self.local_rank]
         return self._devices[-1 if self._around == "last" else 0]
 
     @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         refuse_devices(self._devices)
-        refuse_several_processes(self.cluster_environment)
         refuse_layer_sync(self._layer_sync)
         super().setup_environment()
         self._averages.hold_back(self.lightning_module)
@@ -181,16 +217,20 @@ class GPipeStrategy(OneProcess):
         spread = undispatch(self.lightning_module)
         self._set_up_pipeline(trainer)
         self.model_to_device()
+        assert self._piped is not None
         if spread is not None:
             rank_zero_info(str(spread))
         if trainer.state.fn == TrainerFn.FITTING:
             self._refuse_recomputed_metrics()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        if self.several:
+            refuse_over_processes(callbacks, self.optimizers)
+        self.train_together(self._piped.around())
         for optimizer in self.optimizers:
             refuse_joined_gradients(optimizer)
             follow_parameters(optimizer)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         refuse_global_pruning(callbacks)
         self._finetuning.adapt(callbacks)
         self._averages.follow(self.lightning_module)
@@ -209,6 +249,7 @@ class GPipeStrategy(OneProcess):
     def teardown(self) -> None:
         if self._piped is not None:
             self._piped.remove()
+        self.train_apart()
         self._logs.release()
         self._averages.release()
         self._finetuning.release()
@@ -216,13 +257,10 @@ class GPipeStrategy(OneProcess):
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
+            if self.several:
+                to_cpu(module)
         super().teardown()
         self._lightning_module = module
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        assert self.parallel_devices, "the Trainer sets the devices"
-        return self.parallel_devices
 
     def _set_up_pipeline(self, trainer: Trainer) -> None:
         module = self.lightning_module
@@ -232,7 +270,7 @@ class GPipeStrategy(OneProcess):
             module,
             self._module,
             self._balance,
-            self._devices,
+            self._workers,
             chunks=self._chunks,
             around=self._around,
             verify=self._verify,
@@ -243,6 +281,8 @@ class GPipeStrategy(OneProcess):
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
+            owners=self._owners,
+            agree=self.broadcast,
         )
         rank_zero_info(str(piped))
         if piped.pipeline.profiles:
@@ -262,6 +302,8 @@ class GPipeStrategy(OneProcess):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._watch is not None and self.lightning_module is not None
+        assert self._piped is not None
+        self._piped.pipeline.step = self.lightning_module.global_step
         step = partial(super().training_step, *args, **kwargs)
         return self._watch.training(step, automatic=self.lightning_module.automatic_optimization)
 
@@ -299,16 +341,19 @@ class GPipeStrategy(OneProcess):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        checkpoint = self._kept.save(on_cpu(checkpoint))
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            checkpoint = self._kept.save(on_cpu(checkpoint))
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self._kept.load(checkpoint)
-        load_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        load = load_state if self._piped is None else load_values
+        load(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)  # puts each state on its parameter's device
+            drop_foreign_states(optimizer)

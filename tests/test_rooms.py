@@ -24,7 +24,7 @@ __main__
 __init__
 check  cli
 strategy
-one_process  piped
+processes  piped
 averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten  pretrained
 kept_balance  sampled
 ════════ above may import Lightning, below may not ════════

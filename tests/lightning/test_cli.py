@@ -200,6 +200,10 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "threads": True,
         "verify": False,
         "around": "last",
+        "processes": "single",
+        "timeout": "0:30:00",
+        "process_group_backend": None,
+        "start_method": "popen",
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")

@@ -52,13 +52,16 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, verify=False, around='last')",
+            "microbatching=None, threads=True, verify=False, around='last', "
+            "processes='single', timeout=datetime.timedelta(seconds=1800), "
+            "process_group_backend=None, start_method='popen')",
         ),
         (
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, around='last', sample=None, optimizer=None)",
+            "microbatching=None, threads=True, around='last', sample=None, optimizer=None, "
+            "owners=None, group=None)",
         ),
     ],
 )

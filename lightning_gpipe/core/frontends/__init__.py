@@ -29,7 +29,7 @@ from lightning_gpipe.core.frontends.placement import (
 )
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
-from lightning_gpipe.core.frontends.stored import check_awaited
+from lightning_gpipe.core.frontends.stored import check_awaited, is_elsewhere
 from lightning_gpipe.core.frontends.traced import Traced
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "frontend_of",
     "heaviest",
     "install",
+    "is_elsewhere",
     "is_installed",
     "load_pretrained",
     "locate",

@@ -15,24 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.stored import stored_value
+from lightning_gpipe.core.frontends.stored import (
+    Elsewhere,
+    await_value,
+    is_elsewhere,
+    stored_value,
+)
 
 
-def place(module: nn.Module, device: torch.device, forgotten: Collection[int] = ()) -> None:
-    """Move ``module`` to ``device``; its meta tensors are created there and initialised.
+def place(module: nn.Module, device: torch.device, created_on: torch.device | None = None) -> None:
+    """Move ``module`` to ``device``; its meta tensors are created and initialised.
+
+    Those that :func:`forget` has moved to the meta device stay there.
 
     Args:
         module: The module.
         device: The device.
-        forgotten: The ids of tensors that :func:`forget` has moved to the meta device, and that
-            stay there.
+        created_on: Where its meta tensors are created, from whose generator of random numbers they
+            are initialised; None for ``device``.
 
     Raises:
         TypeError: If a module with meta tensors has no ``reset_parameters()``.
     """
     for each in module.modules():
-        _materialise(each, device, forgotten)
-    if forgotten:
+        _materialise(each, created_on or device)
+    if any(map(is_elsewhere, chain(module.parameters(), module.buffers()))):
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     else:
         module.to(device)
@@ -45,7 +52,7 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad.data = parameter.grad.data.to(device)
 
 
-def forget(module: nn.Module, kept: Collection[int], forgotten: set[int]) -> None:
+def forget(module: nn.Module, kept: Collection[int]) -> None:
     """Move ``module`` to the meta device, for another process has its values.
 
     Parameters stay the same objects. What has no values yet is created and initialised first, one
@@ -54,18 +61,16 @@ def forget(module: nn.Module, kept: Collection[int], forgotten: set[int]) -> Non
     Args:
         module: The module.
         kept: The ids of parameters that keep their values.
-        forgotten: Those of what was moved; more are added.
     """
     for each in module.modules():
-        _materialise(each, torch.device("cpu"), forgotten)
+        _materialise(each, torch.device("cpu"))
         for parameter in each._parameters.values():
             if parameter is not None and id(parameter) not in kept:
                 forget_values(parameter)
-                forgotten.add(id(parameter))
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = empty = torch.empty_like(buffer, device="meta")
-                forgotten.add(id(empty))
+                await_value(empty, Elsewhere())
 
 
 def forget_values(parameter: nn.Parameter) -> None:
@@ -76,6 +81,7 @@ def forget_values(parameter: nn.Parameter) -> None:
         made = Tensor._make_subclass(kind, empty, parameter.requires_grad)
         made.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, made)
+        await_value(parameter, Elsewhere())
 
 
 def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
@@ -101,10 +107,10 @@ def on_meta(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
 
 
-def _materialise(module: nn.Module, device: torch.device, forgotten: Collection[int] = ()) -> None:
+def _materialise(module: nn.Module, device: torch.device) -> None:
     """Create the meta tensors of ``module`` on ``device``, not those of the modules within it."""
     tensors = chain(module._parameters.values(), module._buffers.values())
-    own = [tensor for tensor in tensors if tensor is not None and id(tensor) not in forgotten]
+    own = [tensor for tensor in tensors if tensor is not None and not is_elsewhere(tensor)]
     if not any(tensor.is_meta for tensor in own):
         return
     in_files = [(t, stored) for t in own if t.is_meta and (stored := stored_value(t)) is not None]

@@ -52,6 +52,10 @@ class Initialised:
     """The value of a tensor that no file has: its module initialises it."""
 
 
+class Elsewhere:
+    """The value of a tensor that another process has."""
+
+
 class Awaited(nn.Parameter):
     """A parameter on the meta device that knows where its value is; a copy of it knows it too."""
 
@@ -77,8 +81,8 @@ def opened(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
-def await_value(tensor: Tensor, value: Stored | Initialised) -> None:
-    """Let ``tensor``, on the meta device, get this value when it is placed."""
+def await_value(tensor: Tensor, value: Stored | Initialised | Elsewhere) -> None:
+    """Let ``tensor``, on the meta device, have its value there; it gets it when it is placed."""
     if type(tensor) is nn.Parameter:
         tensor.__class__ = Awaited
     setattr(tensor, _ATTRIBUTE, value)
@@ -88,6 +92,11 @@ def stored_value(tensor: Tensor) -> Stored | None:
     """Where the value of a tensor on the meta device is, if it is in a file."""
     value = tensor.__dict__.get(_ATTRIBUTE)
     return value if isinstance(value, Stored) else None
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether another process has the value of a tensor that is on the meta device here."""
+    return tensor.is_meta and isinstance(tensor.__dict__.get(_ATTRIBUTE), Elsewhere)
 
 
 def check_awaited(root: nn.Module) -> None:

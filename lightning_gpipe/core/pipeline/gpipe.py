@@ -213,6 +213,11 @@ class GPipe(StandIn):
         return self._pipeline.layout
 
     @property
+    def layouts(self) -> list[Layout]:
+        """What runs where, for each module."""
+        return [pipeline.layout for pipeline in self._pipelines]
+
+    @property
     def engine(self) -> Engine:
         """The engine, which runs the micro-batches. Of several modules, for the first."""
         return self._pipeline.engine
@@ -248,6 +253,15 @@ class GPipe(StandIn):
     @activation_checkpointing.setter
     def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
         self._pipelines.set("activation_checkpointing", chosen)
+
+    @property
+    def step(self) -> int:
+        """The number of the training's step, if it is known; processes must agree on it."""
+        return self._pipeline.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._pipelines.set("step", step)
 
     @property
     def microbatching(self) -> MicroBatching:
@@ -315,10 +329,9 @@ class GPipe(StandIn):
         If the balance was found by measurement, it has what a mini-batch costs each stage, too: the
         time, and the memory at its peak.
         """
-        layouts = [each.layout for each in self._pipelines]
         mode, around = self.activation_checkpointing, self.layout.around
         measured = measured_costs(self.profiles, self._balances, mode, around)
-        return stage_table(layouts, self._skip_bytes(), measured)
+        return stage_table(self.layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:
         """A table of the skip connections: between which layers, and which stages they cross.

@@ -167,6 +167,15 @@ class Pipeline:
         move_home(layout)
         self.engine.layout = layout
 
+    @property
+    def step(self) -> int:
+        """The number of the training's step; processes must agree on it."""
+        return self.engine.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.engine.step = step
+
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts new ones."""
         self.engine.close()

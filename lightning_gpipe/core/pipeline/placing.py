@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from lightning_gpipe.core.frontends import (
     check_awaited,
     forget,
     forget_values,
+    is_elsewhere,
     move,
     place,
     place_around,
@@ -35,15 +37,17 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     place_around(root, layers, layouts[0].outside)
     for layout in layouts:
         kept = {id(p) for p, home in layout.homes.items() if home != META}
-        forgotten: set[int] = set()
+        # All processes draw what they initialise from one generator, that of the CPU.
+        created_on = torch.device("cpu") if layout.spread else None
         for j, partition in enumerate(layout.partitions):
             for layer in partition.layers:
                 if layout.owner_of(j) == layout.rank:
-                    place(layer, layout.device_of(j), forgotten)
+                    place(layer, layout.device_of(j), created_on)
                 else:
-                    forget(layer, kept, forgotten)
+                    forget(layer, kept)
     for layout in layouts:
         move_home(layout)
+        _check_values(layout)
 
 
 def move_home(layout: Layout) -> None:
@@ -53,3 +57,15 @@ def move_home(layout: Layout) -> None:
             forget_values(parameter)
         elif parameter.device != device:
             move(parameter, device)
+
+
+def _check_values(layout: Layout) -> None:
+    """Refuse to be the home of parameters whose values another process has."""
+    lost = [parameter for parameter, home in layout.homes.items() if home != META]
+    lost = [parameter for parameter in lost if is_elsewhere(parameter)]
+    if lost:
+        raise ValueError(
+            "the parameters of a stage must have values in the process that runs it: got "
+            f"{len(lost)} whose values another process has, from an earlier pipeline. Cut the "
+            "model as before, or load its values from a checkpoint."
+        )

@@ -25,7 +25,14 @@ from lightning_gpipe.core.frontends import (
     install,
 )
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.plan import Partition, Program, check_sequential, cut, parameter_costs
+from lightning_gpipe.core.plan import (
+    Partition,
+    Program,
+    check_sequential,
+    cut,
+    parameter_costs,
+    shared_with_outside,
+)
 from lightning_gpipe.core.profile import change_tensors, walk
 
 # Called with a program (None if layers run one after another) and the input; returns the output.
@@ -150,6 +157,13 @@ class Layers(Taken):
         super().__init__(root, path, module)
         self.own = tuple(p for p in module._parameters.values() if p is not None)
         self._installed: Installed | None = None
+
+    def by_itself(self) -> Layers:
+        """It, as a model of its own; ``own`` has the parameters that the model around it shares."""
+        assert isinstance(self.module, nn.Sequential)
+        alone = Layers(self.module, "", self.module)
+        alone.own = (*alone.own, *shared_with_outside(self.root, self.module))
+        return alone
 
     @property
     @override

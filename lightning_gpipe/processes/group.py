@@ -1,0 +1,118 @@
+"""What the processes of a pipeline tell one another beside what the pipeline sends.
+
+All of it goes through the memory of the hosts, over Gloo: batches before they are on a device,
+norms, decisions, checkpoints.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe.processes.parcel import as_bytes, emptied, pack, unpack
+
+
+class Group:
+    """A process group of all ranks, over Gloo.
+
+    Args:
+        timeout: How long to wait for the other processes.
+
+    Attributes:
+        rank: The number of this process.
+        size: How many there are.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.rank = dist.get_rank(self._group)
+        self.size = dist.get_world_size(self._group)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value that process ``source`` has; its tensors on the CPU in all others."""
+        here = self.rank == source
+        parcel = pack(value) if here else None
+        text = self._broadcast_bytes(parcel.text if parcel is not None else None, source)
+        parcel = parcel or emptied(text)
+        for tensor in parcel.tensors:
+            if tensor.numel():
+                dist.broadcast(as_bytes(tensor), group_src=source, group=self._group)
+        return value if here else unpack(parcel)
+
+    def overwrite(self, tensor: Tensor, source: int = 0) -> None:
+        """Give ``tensor`` the values that it has in process ``source``."""
+        if not tensor.numel():
+            return
+        host = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
+        dist.broadcast(as_bytes(host), group_src=source, group=self._group)
+        if self.rank != source:
+            with torch.no_grad():
+                tensor.copy_(host)
+
+    def send(self, value: Any, to: int) -> None:
+        """Send a value to process ``to``, which calls :meth:`receive`."""
+        parcel = pack(value)
+        text = torch.frombuffer(bytearray(parcel.text), dtype=torch.uint8)
+        dist.send(torch.tensor(text.numel()), group_dst=to, group=self._group)
+        dist.send(text, group_dst=to, group=self._group)
+        for tensor in parcel.tensors:
+            if tensor.numel():
+                dist.send(as_bytes(tensor), group_dst=to, group=self._group)
+
+    def receive(self, source: int) -> Any:
+        """The value that process ``source`` sends, with its tensors on the CPU."""
+        size = torch.tensor(0)
+        dist.recv(size, group_src=source, group=self._group)
+        text = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(text, group_src=source, group=self._group)
+        parcel = emptied(text.numpy().tobytes())
+        for tensor in parcel.tensors:
+            if tensor.numel():
+                dist.recv(as_bytes(tensor), group_src=source, group=self._group)
+        return unpack(parcel)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes of a tensor on the CPU, which is changed."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def decide(self, decision: bool, *, all: bool) -> bool:
+        """Whether all processes decide so, or any."""
+        votes = int(self.sum(torch.tensor(int(decision))))
+        return votes == self.size if all else votes > 0
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all processes are here, for as long as the timeout.
+
+        Args:
+            purpose: What they come for, for the message.
+
+        Raises:
+            RuntimeError: Names those that do not come.
+        """
+        try:
+            dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"all processes of a pipeline must {purpose} together: rank {self.rank} of "
+                f"{self.size} waited for {self._timeout.total_seconds():g} s. {error}"
+            ) from error
+
+    def leave(self) -> None:
+        """Close the connections; whoever waits for this process gets an error."""
+        dist.destroy_process_group(self._group)
+
+    def _broadcast_bytes(self, text: bytes | None, source: int) -> bytes:
+        size = torch.tensor(0 if text is None else len(text))
+        dist.broadcast(size, group_src=source, group=self._group)
+        if text is None:
+            found = torch.empty(int(size), dtype=torch.uint8)
+        else:
+            found = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(found, group_src=source, group=self._group)
+        return found.numpy().tobytes()

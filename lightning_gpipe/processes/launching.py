@@ -1,0 +1,237 @@
+"""Which processes run a pipeline, how they are started, and how they find one another.
+
+Lightning's parallel strategies take the number of processes, and the rank of each, from the devices
+or from the environment. A pipeline in one process has one rank, whatever the number of its devices,
+and also where a launcher's variables are set. One in several is started by Lightning's launchers.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+from typing_extensions import override
+
+from lightning_gpipe.processes.batches import Generators
+from lightning_gpipe.processes.gathering import fetch
+from lightning_gpipe.processes.group import Group
+from lightning_gpipe.processes.network import choose_interface
+from lightning_gpipe.refusals import (
+    refuse_a_second_trainer,
+    refuse_several_nodes,
+    refuse_several_processes,
+)
+
+Mode = Literal["single", "per_stage", "per_node"]
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def check_processes(processes: str, start_method: str) -> None:
+    """Refuse what is no way to run in processes."""
+    if processes not in get_args(Mode):
+        words = ", ".join(map(repr, get_args(Mode)))
+        raise ValueError(f"processes must be one of {words}: got {processes!r}.")
+    if start_method not in get_args(StartMethod):
+        words = ", ".join(map(repr, get_args(StartMethod)))
+        raise ValueError(f"start_method must be one of {words}: got {start_method!r}.")
+
+
+class Launched(ParallelStrategy):
+    """A strategy of one Trainer, in one process or several.
+
+    Args:
+        processes: Which processes there are.
+        timeout: How long they wait for one another.
+        process_group_backend: The backend of the process group; None for what the devices need.
+        start_method: How they are started, if no launcher of the user's has.
+    """
+
+    def __init__(
+        self,
+        processes: Mode,
+        timeout: timedelta,
+        process_group_backend: str | None,
+        start_method: StartMethod,
+    ) -> None:
+        super().__init__()
+        self._mode: Mode = processes
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self._start_method: StartMethod = start_method
+        self._nodes = 1
+        self._group: Group | None = None  # of several processes, once they are connected
+
+    # A Trainer reads the private attribute of a strategy object, and later sets the other.
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        refuse_a_second_trainer(self._accelerator_of_trainer)
+        return None
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator_of_trainer = accelerator
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator_of_trainer
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator) -> None:
+        self._accelerator_of_trainer = accelerator
+
+    # Which processes there are.
+
+    @property
+    def several(self) -> bool:
+        """Whether the pipeline may have several processes."""
+        return self._mode != "single"
+
+    @property
+    def is_distributed(self) -> bool:
+        """False: each process sees every batch."""
+        return False
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on a machine."""
+        return len(self._devices) if self._mode == "per_stage" else 1
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return super().global_rank if self.several else 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return super().local_rank if self.several else 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return super().node_rank if self.several else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_processes
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self._nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if not self.several:
+            refuse_several_nodes(num_nodes)
+        self._nodes = num_nodes
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        """Those of the Trainer: of this machine."""
+        assert self.parallel_devices, "the Trainer sets the devices"
+        return self.parallel_devices
+
+    @property
+    def _workers(self) -> list[torch.device]:
+        """The device of each worker, on all machines."""
+        return self._devices * self.num_nodes
+
+    @property
+    def _owners(self) -> list[int] | None:
+        """The rank of the process of each worker; None if there is one process."""
+        if self.world_size == 1:
+            return None
+        each = len(self._devices) // self.num_processes
+        return [worker // each for worker in range(len(self._workers))]
+
+    # Starting and connecting them.
+
+    @override
+    def _configure_launcher(self) -> None:
+        if not self.several:
+            return
+        assert self.cluster_environment is not None, "the Trainer has found one"
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+        else:
+            self._launcher = _Started(self, start_method=self._start_method)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment which of the processes this is."""
+        if self.several and self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.world_size)
+            for each in (rank_zero_only, rank_zero_of_fabric):
+                vars(each)["rank"] = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        if self.several:
+            self._connect()
+        else:
+            refuse_several_processes(self.cluster_environment)
+        super().setup_environment()
+
+    def _connect(self) -> None:
+        """Join the other processes; draw the same random numbers from here on."""
+        assert self.cluster_environment is not None
+        self.set_world_ranks()
+        if self.world_size == 1:
+            return
+        if not dist.is_initialized():
+            if self.num_nodes > 1:
+                choose_interface(self.cluster_environment.main_address)
+            _init_dist_connection(
+                self.cluster_environment, self._backend_for_devices(), timeout=self._timeout
+            )
+        if self._group is None:
+            self._group = Group(self._timeout)
+        state = self._group.broadcast(Generators().state())
+        Generators().set(state)
+
+    def fetch(self, module: nn.Module) -> None:
+        """Give the module of the first process the values of all, on the CPU."""
+        if self._group is not None:
+            fetch(module, self._group)
+
+    def _backend_for_devices(self) -> str:
+        if self._backend is not None:
+            return self._backend
+        on_gpus = self.root_device.type == "cuda" and dist.is_nccl_available()
+        return "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+
+
+class _Started(_MultiProcessingLauncher):
+    """Starts processes with multiprocessing, and leaves the whole model in the main process."""
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        strategy = self._strategy
+        assert isinstance(strategy, Launched)
+        strategy.fetch(trainer.lightning_module)
+        return super()._collect_rank_zero_results(trainer, results)
