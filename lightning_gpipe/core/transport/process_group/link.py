@@ -16,12 +16,10 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Route
+from lightning_gpipe.core.transport.process_group.bodies import Coder, Received, Sent
 from lightning_gpipe.core.transport.process_group.message import (
-    Body,
     Code,
-    Coder,
     Header,
-    Sent,
     bytes_in,
     pack,
     unpack,
@@ -132,7 +130,7 @@ class Link:
         self._group.recv([tensor], self.rank, self._tag).wait()
 
     def _receive(self) -> None:
-        remembered: dict[int, Body] = {}
+        received = Received(self._coder)
         words = Header.empty()
         try:
             while True:
@@ -149,9 +147,7 @@ class Link:
                 if header.code == Code.FAILURE:
                     self._deliver(self.rank, header, encoded.decode())
                     continue
-                if encoded:
-                    remembered[header.slot] = self._coder.decoded(encoded)
-                body = remembered[header.slot]
+                body = received.body(header.slot, encoded)
                 value, on_device = unpack(body, self._fill)
                 self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
         except BaseException as error:

@@ -7,10 +7,7 @@ it is sent when it differs from the one before, in the same slot, and remembered
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 from enum import IntEnum
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,10 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import LEAF_SPEC, MARKS, FlatTree
+from lightning_gpipe.core.data import MARKS, FlatTree, identity
 from lightning_gpipe.core.plan import Action, Route
-
-_CAPACITY = 4096  # bodies that are remembered; beyond it, the least recently used is sent again
 
 
 class Code(IntEnum):
@@ -106,6 +101,11 @@ class _Other(NamedTuple):
     tensor: Tensor
     requires_grad: bool
     on_device: bool
+    marks: tuple[str, ...]
+
+
+# What a leaf may be that nobody can change.
+_LASTING = frozenset({_Index, type(None), bool, int, float, complex, str, bytes, torch.dtype})
 
 
 class Body(NamedTuple):
@@ -122,8 +122,15 @@ class Body(NamedTuple):
     to: Action
     route: Route | None
     leaves: list[Any]
-    tensors: list[_Dense]
+    tensors: list[_Dense | _Other]
     spec: Any
+
+    @property
+    def lasting(self) -> bool:
+        """Whether nothing in it can be changed by who gets the value."""
+        return all(type(each) in _LASTING for each in self.leaves) and all(
+            type(each) is _Dense for each in self.tensors
+        )
 
 
 def pack(to: Action, route: Route | None, value: FlatTree) -> tuple[Body, list[Tensor]]:
@@ -132,25 +139,26 @@ def pack(to: Action, route: Route | None, value: FlatTree) -> tuple[Body, list[T
     A tensor that is there twice stays one tensor. One that has no dense memory of its own, such as
     a sparse one, goes with the body.
     """
-    numbers: dict[int, int] = {}
-    dense: list[_Dense] = []
+    numbers: dict[Hashable, int] = {}
+    tensors: list[_Dense | _Other] = []
     sent: list[Tensor] = []
     leaves: list[Any] = []
     for leaf in value.leaves:
         if not isinstance(leaf, Tensor):
             leaves.append(leaf)
             continue
-        number = numbers.get(id(leaf))
-        if number is None:
-            found = _dense(leaf)
-            if found is None:
-                leaves.append(_other(leaf))
-                continue
-            number = numbers[id(leaf)] = len(dense)
-            dense.append(found[0])
-            sent.append(found[1])
-        leaves.append(_Index(number))
-    return Body(to, route, leaves, dense, value.spec), sent
+        marks = tuple(mark for mark in MARKS if hasattr(leaf, mark))
+        key = identity(leaf), marks
+        if key not in numbers:
+            numbers[key] = len(tensors)
+            if _is_dense(leaf):
+                described, content = _dense(leaf, marks)
+                tensors.append(described)
+                sent.append(content)
+            else:
+                tensors.append(_other(leaf, marks))
+        leaves.append(_Index(numbers[key]))
+    return Body(to, route, leaves, tensors, value.spec), sent
 
 
 def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[bool]]:
@@ -165,10 +173,7 @@ def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[b
     """
     tensors = []
     for each in body.tensors:
-        stored = torch.empty_strided(each.stored, each.stride, dtype=each.dtype)
-        if stored.numel():
-            fill(bytes_in(stored))
-        tensor = stored.expand(each.size) if each.stored != each.size else stored
+        tensor = each.tensor if isinstance(each, _Other) else _filled(each, fill)
         if each.requires_grad:
             tensor.requires_grad_()
         for mark in each.marks:
@@ -177,16 +182,18 @@ def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[b
     leaves: list[Any] = []
     on_device: list[bool] = []
     for leaf in body.leaves:
-        if isinstance(leaf, _Index):
-            leaves.append(tensors[leaf.number])
-            on_device.append(body.tensors[leaf.number].on_device)
-        elif isinstance(leaf, _Other):
-            leaves.append(leaf.tensor.detach().requires_grad_(leaf.requires_grad))
-            on_device.append(leaf.on_device)
-        else:
-            leaves.append(leaf)
-            on_device.append(False)
+        is_tensor = isinstance(leaf, _Index)
+        leaves.append(tensors[leaf.number] if is_tensor else leaf)
+        on_device.append(is_tensor and body.tensors[leaf.number].on_device)
     return FlatTree(leaves, body.spec), on_device
+
+
+def _filled(described: _Dense, fill: Callable[[Tensor], None]) -> Tensor:
+    """A new tensor, with the values that come."""
+    stored = torch.empty_strided(described.stored, described.stride, dtype=described.dtype)
+    if stored.numel():
+        fill(bytes_in(stored))
+    return stored.expand(described.size) if described.stored != described.size else stored
 
 
 def bytes_in(tensor: Tensor) -> Tensor:
@@ -195,89 +202,15 @@ def bytes_in(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-class Sent:
-    """The bodies that were sent to one process, by the slots in which it remembers them."""
-
-    def __init__(self) -> None:
-        self._slots: OrderedDict[tuple[Action, Route | None], tuple[int, bytes]] = OrderedDict()
-
-    def slot_for(self, body: Body, encoded: bytes) -> tuple[int, bool]:
-        """The slot of a body, and whether it must be sent because another one is there."""
-        key = body.to, body.route
-        before = self._slots.get(key)
-        if before is not None:
-            slot = before[0]
-        elif len(self._slots) < _CAPACITY:
-            slot = len(self._slots)
-        else:
-            _, (slot, _) = self._slots.popitem(last=False)
-        self._slots[key] = slot, encoded
-        self._slots.move_to_end(key)
-        return slot, before is None or before[1] != encoded
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has dense memory of its own."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_nested
+    return plain and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-class Coder:
-    """Encodes bodies; those of all processes must be made with equal arguments.
-
-    Args:
-        routes: The skip connections. Their names differ between processes, so they are numbered.
-    """
-
-    def __init__(self, routes: Sequence[Route]) -> None:
-        self._routes = list(routes)
-        self._numbers = {route: number for number, route in enumerate(routes)}
-
-    def encoded(self, body: Body) -> bytes:
-        """The body as bytes.
-
-        Raises:
-            TypeError: If something in it cannot be pickled.
-        """
-        buffer = io.BytesIO()
-        try:
-            _Pickler(buffer, self._numbers).dump(tuple(body))
-        except Exception as error:
-            raise TypeError(
-                "what travels between processes must be tensors and values that can be pickled: "
-                f"{type(error).__name__}: {error}. Make it where it is needed instead, or run the "
-                "stages between which it travels in one process."
-            ) from error
-        return buffer.getvalue()
-
-    def decoded(self, encoded: bytes) -> Body:
-        """The body."""
-        return Body(*_Unpickler(io.BytesIO(encoded), self._routes).load())
-
-
-class _Pickler(pickle.Pickler):
-    """Names what must be the same object, or differs, in the other process."""
-
-    def __init__(self, buffer: io.BytesIO, numbers: dict[Route, int]) -> None:
-        super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self._numbers = numbers
-
-    def persistent_id(self, value: Any) -> Any:
-        if value is LEAF_SPEC:
-            return -1
-        return self._numbers.get(value) if type(value) is Route else None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, routes: list[Route]) -> None:
-        super().__init__(buffer)
-        self._routes = routes
-
-    def persistent_load(self, number: Any) -> Any:
-        return LEAF_SPEC if number < 0 else self._routes[number]
-
-
-def _dense(tensor: Tensor) -> tuple[_Dense, Tensor] | None:
-    """What a tensor is, and its bytes on the host; None if it has no dense memory of its own."""
-    plain = type(tensor) in (Tensor, torch.nn.Parameter)
-    if not plain or tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
+def _dense(tensor: Tensor, marks: tuple[str, ...]) -> tuple[_Dense, Tensor]:
+    """What a tensor is, and its bytes on the host."""
     size, requires_grad = tuple(tensor.shape), tensor.requires_grad
-    marks = tuple(mark for mark in MARKS if hasattr(tensor, mark))
     value = tensor.detach().resolve_conj().resolve_neg()
     for dim, stride in enumerate(value.stride()):
         if stride == 0 and value.shape[dim] > 1:
@@ -299,7 +232,7 @@ def _fills_its_memory(tensor: Tensor) -> bool:
     return all(stride == each for (stride, _), each in zip(dims, expected, strict=False))
 
 
-def _other(tensor: Tensor) -> _Other:
+def _other(tensor: Tensor, marks: tuple[str, ...]) -> _Other:
     on_device = tensor.device.type != "cpu"
     value = tensor.detach()
-    return _Other(value.cpu() if on_device else value, tensor.requires_grad, on_device)
+    return _Other(value.cpu() if on_device else value, tensor.requires_grad, on_device, marks)

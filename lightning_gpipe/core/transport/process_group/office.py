@@ -17,8 +17,9 @@ from torch.distributed import ProcessGroupGloo
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Layout, Route
 from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.process_group.bodies import Coder
 from lightning_gpipe.core.transport.process_group.link import Link, Mail, Posted
-from lightning_gpipe.core.transport.process_group.message import Code, Coder, Header
+from lightning_gpipe.core.transport.process_group.message import Code, Header
 from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2
