@@ -44,7 +44,8 @@ from lightning_gpipe.core.faithful.library_generators import LibraryGenerators
 from lightning_gpipe.core.faithful.managers import NOTHING, Manager
 from lightning_gpipe.core.faithful.redirect import PrivateGenerators, default_generator
 
-_DREW, _MOVED = 1, 2  # from private generators, and from the shared ones themselves
+# Draws from private generators, from the shared ones themselves, and by untagged operators.
+_DREW, _MOVED, _UNTAGGED = 1, 2, 4
 
 
 class OwnGenerators:
@@ -181,7 +182,8 @@ class SharedGenerators:
     @property
     def bits(self) -> int:
         """What other processes must hear: whether anything was drawn, and from which generators."""
-        return _DREW * self.drew + _MOVED * self.moved()
+        untagged = any(each.untagged for each in self._private)
+        return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * untagged
 
     def hear(self, bits: int) -> None:
         """Take the :attr:`bits` of other processes."""
@@ -195,7 +197,8 @@ class SharedGenerators:
     @property
     def untagged(self) -> list[str]:
         """The names of custom operators that drew from the shared generators themselves."""
-        return sorted(set().union(*(each.untagged for each in self._private)))
+        found = sorted(set().union(*(each.untagged for each in self._private)))
+        return found or ["one in another process"] * bool(self._heard & _UNTAGGED)
 
     @cached_property
     def digests(self) -> tuple[bytes, ...]:

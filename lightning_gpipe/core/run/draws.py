@@ -122,11 +122,15 @@ class Draws:
         if not self.shared:
             return forward(None)
         seen = self._forward.of(flags) or _ASSUMED
-        if seen is _Seen.NEVER and not modes:
-            return self._run_bare(flags, forward, generators, snapshots, recomputed)
-        outputs = forward(generators)
-        self._forward.set(flags, _after(seen, generators.drew))
-        self._settle(generators, generators.drew, recomputed)
+        try:
+            if seen is _Seen.NEVER and not modes:
+                return self._run_bare(flags, forward, generators, snapshots, recomputed)
+            outputs = forward(generators)
+            self._forward.set(flags, _after(seen, generators.drew))
+            self._settle(generators, generators.drew, recomputed)
+        except BaseException:
+            generators.rewind()  # how far it came depends on timing, and differs between processes
+            raise
         return outputs
 
     def run_backward(

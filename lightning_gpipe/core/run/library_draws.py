@@ -15,31 +15,47 @@ from functools import partial
 from lightning_gpipe.core.faithful import LibraryGenerators, LibraryState, TrainingFlags
 
 _CAPACITY = 64  # training modes
+_BITS = {"random": 8, "numpy.random": 16}  # others than those of SharedGenerators
 _INSTEAD = "Use torch.rand, or a generator that the layer holds, such as numpy.random.default_rng()"
 
 
-@dataclass(frozen=True)
+@dataclass
 class LibraryWatch:
     """Watches the generators during one forward.
 
     Attributes:
         saved: The generators, if their states must be saved for recomputation.
         before: Their states, if they will be compared.
-        settle: What to do with these after forward.
+        settle: What to do after forward with the names of those that were drawn from.
+        heard: The bits that other processes have signalled.
     """
 
     saved: LibraryGenerators | None
     before: LibraryState | None
-    settle: Callable[[LibraryState], None]
+    settle: Callable[[list[str]], None]
+    heard: int = 0
+
+    @property
+    def bits(self) -> int:
+        """What other processes must hear: which generators layers have drawn from."""
+        moved = self._moved()
+        return sum(bit for name, bit in _BITS.items() if name in moved)
 
     def end(self) -> None:
         """Compare the states after forward.
 
         Raises:
-            RuntimeError: If a recomputation would draw other numbers.
+            RuntimeError: If a recomputation would draw other numbers, or other processes have not
+                drawn them.
         """
-        if self.before is not None:
-            self.settle(self.before)
+        if self.before is None:
+            return
+        moved = self._moved()
+        if found := [name for name, bit in _BITS.items() if name in moved or self.heard & bit]:
+            self.settle(found)
+
+    def _moved(self) -> list[str]:
+        return [] if self.before is None else LibraryGenerators().moved(self.before)
 
 
 class LibraryDraws:
@@ -55,31 +71,33 @@ class LibraryDraws:
         """Whether the states must be saved before each forward of the mini-batch that has begun."""
         return self._count.get(flags, 0) <= 1 or flags in self._drawing
 
-    def begin(self, flags: TrainingFlags, *, alone: bool, recomputed: bool) -> LibraryWatch:
+    def begin(
+        self, flags: TrainingFlags, *, alone: bool, recomputed: bool, spread: bool = False
+    ) -> LibraryWatch:
         """Begin the forward of a mini-batch.
 
         Args:
             flags: The training flags of all modules.
             alone: Whether all stages run on the calling thread.
             recomputed: Whether any micro-batch will be recomputed.
+            spread: Whether other processes have stages too.
         """
         if len(self._count) > _CAPACITY:
             self._count.clear()
         count = self._count[flags] = self._count.get(flags, 0) + 1
         looked_at = count & (count - 1) == 0  # a power of two
+        before = self._generators.get_state() if looked_at else None
+        settle = partial(self._settle, flags, alone=alone, recomputed=recomputed)
         return LibraryWatch(
             saved=self._generators if alone and recomputed and self.saved(flags) else None,
-            before=self._generators.get_state() if looked_at else None,
-            settle=partial(self.settle, flags, alone=alone, recomputed=recomputed),
+            before=before,
+            settle=partial(_refuse, before) if spread and before is not None else settle,
         )
 
-    def settle(
-        self, flags: TrainingFlags, before: LibraryState, *, alone: bool, recomputed: bool
+    def _settle(
+        self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
     ) -> None:
-        """Refuse what was drawn since ``before``, or warn of it, if it cannot be drawn again."""
-        moved = self._generators.moved(before)
-        if not moved:
-            return
+        """Refuse what was drawn from these, or warn of it, if it cannot be drawn again."""
         reproducible = alone and (self.saved(flags) or not recomputed)
         self._drawing.add(flags)
         if reproducible:
@@ -107,3 +125,13 @@ class LibraryDraws:
         if not self._told:
             self._told = True
             warnings.warn(message, stacklevel=2)
+
+
+def _refuse(before: LibraryState, moved: list[str]) -> None:
+    """Undo and refuse what was drawn from these, because other processes have not drawn it."""
+    LibraryGenerators().set_state(before)
+    raise RuntimeError(
+        "layers in a pipeline over processes must draw from PyTorch's generators: "
+        f"{' and '.join(moved)} drew random numbers in one process and not in the others, where "
+        f"your own code would draw other numbers afterwards. {_INSTEAD}."
+    )

@@ -22,7 +22,6 @@ from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
     NOTHING,
     Context,
-    LibraryGenerators,
     LibrarySnapshot,
     OwnGenerators,
     Randomness,
@@ -39,7 +38,7 @@ from lightning_gpipe.core.run.asides import Asides, Unfinished
 from lightning_gpipe.core.run.caller import Caller, Sent
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
-from lightning_gpipe.core.run.library_draws import LibraryDraws
+from lightning_gpipe.core.run.library_draws import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
@@ -101,7 +100,7 @@ class MiniBatch:
         self._draws = draws
         self._library_draws = library_draws
         self._unfinished = unfinished
-        self._library: LibraryGenerators | None = None  # if their states must be saved
+        self._library: LibraryWatch | None = None  # in forward
         self._training_flags = training_flags
         self._label = label
         self._ties = Ties(layout)
@@ -146,10 +145,9 @@ class MiniBatch:
             ]
             alone = self._transport_in(self._context) is self._transport.inline()
             alone = alone and not self._layout.spread
-            library = self._library_draws.begin(
-                self._flags, alone=alone, recomputed=self._recomputes
+            library = self._library = self._library_draws.begin(
+                self._flags, alone=alone, recomputed=self._recomputes, spread=self._layout.spread
             )
-            self._library = library.saved
             try:
                 outputs = self._draws.run(
                     self._flags,
@@ -163,6 +161,7 @@ class MiniBatch:
             except BaseException:
                 self._abandon_passes()
                 raise
+            self._library = None
             library.end()
         return outputs
 
@@ -265,7 +264,7 @@ class MiniBatch:
 
     def _randomness(self, stage: Stage, shared: SharedGenerators | None) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared
-        own = OwnGenerators(devices, self._library)
+        own = OwnGenerators(devices, None if self._library is None else self._library.saved)
         private = None
         if shared is not None:
             private = shared.private(stage.partition.index, grad=self._context.grad)
@@ -327,13 +326,19 @@ class MiniBatch:
         awaited = self.caller.awaited(schedule) if phase == _BACKWARD else None
         label = self._label._replace(phase=phase)
         exchange = self._transport_in(context).open(schedule, label, awaited)
-        exchange.signal(lambda: self._generators.bits)
+        exchange.signal(self._bits)
         return exchange
 
     def _end(self, exchange: Exchange) -> None:
         """End a phase, once the caller has all results."""
         exchange.settle()
         self._generators.hear(exchange.heard)
+        if self._library is not None:
+            self._library.heard |= exchange.heard
+
+    def _bits(self) -> int:
+        """What other processes must hear."""
+        return self._generators.bits | (0 if self._library is None else self._library.bits)
 
     def _run(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
         """Run the workers in ``context``, given what the caller sends them."""
