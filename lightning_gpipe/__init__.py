@@ -11,8 +11,15 @@ from lightning_gpipe.core.data import (
     whole,
 )
 from lightning_gpipe.core.faithful import is_recomputing
-from lightning_gpipe.core.pipeline import GPipe, balance_by_memory, balance_by_time, profile
-from lightning_gpipe.core.plan import LayerProfile, ModelProfile, Schedule, balance_by_parameters
+from lightning_gpipe.core.pipeline import GPipe, balance_by_memory, balance_by_time, plan, profile
+from lightning_gpipe.core.plan import (
+    LayerProfile,
+    ModelProfile,
+    Place,
+    Plan,
+    Schedule,
+    balance_by_parameters,
+)
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.verify import Parity, verify
 from lightning_gpipe.strategy import GPipeStrategy
@@ -27,6 +34,8 @@ __all__ = [
     "ModelProfile",
     "PaddedSequences",
     "Parity",
+    "Place",
+    "Plan",
     "Rows",
     "Schedule",
     "Timeline",
@@ -36,6 +45,7 @@ __all__ = [
     "collect_loss_terms",
     "is_recomputing",
     "loss_term",
+    "plan",
     "profile",
     "verify",
     "whole",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -36,11 +36,14 @@ from lightning_gpipe.core.pipeline import (
     Taken,
     balance_of_each,
     balances_for,
+    chosen,
+    measured_with,
     parameters_around,
     take_all,
     taken_at,
 )
 from lightning_gpipe.core.plan import (
+    ActivationCheckpointing,
     Around,
     check_balance,
     check_even,
@@ -101,7 +104,8 @@ class Piped:
         paths: What of it runs as a pipeline, as the user gave it.
         balance: The balance, as the user gave it.
         devices: One per worker.
-        chunks: The number of micro-batches; None takes 4 per stage.
+        chunks: The number of micro-batches; None takes 4 per stage, ``"auto"`` what is planned.
+        activation_checkpointing: Which of them are recomputed; ``"auto"`` those that are planned.
         around: Which stage's device has what is around the pipelines.
         verify: Whether to verify each pipeline on its first mini-batch.
         kept: Balances that were measured before; gets those of this one.
@@ -122,7 +126,8 @@ class Piped:
         balance: Any,
         devices: Sequence[torch.device],
         *,
-        chunks: int | None,
+        chunks: int | Literal["auto"] | None,
+        activation_checkpointing: ActivationCheckpointing | Literal["auto"],
         around: Around,
         verify: bool,
         kept: KeptBalance,
@@ -133,28 +138,33 @@ class Piped:
     ) -> None:
         balances = balance_of_each(paths, balance)
         self.found = taken_of(root, paths, balances)
+        several = chunks or _CHUNKS_PER_STAGE * len(devices)
+        by_memory = {"memory", "auto"} & {*map(str, balances), chunks, activation_checkpointing}
         measuring = Measuring(
             self.found,
             partial(sample, self.found),
             devices,
-            chunks=chunks or _CHUNKS_PER_STAGE * len(devices),
-            activation_checkpointing=options["activation_checkpointing"],
+            **measured_with(several, activation_checkpointing),
             microbatching=options["microbatching"],
-            optimizer=optimizers() if "memory" in map(str, balances) else None,
+            optimizer=optimizers() if by_memory else None,
         )
         given = kept.given(self.found, balances, len(devices))
-        sizes = agree(cut_evenly(self.found, given, measuring, around))
+        choice = agree(
+            chosen(self.found, given, measuring, several, activation_checkpointing, around)
+        )
+        sizes = agree(cut_evenly(self.found, choice.balances, measuring, around))
         kept.keep(self.found, balances, sizes)
         self._root = root
         self._installed: Installed | None = None
         self._verified: EachVerifiedOnce | None = None
         options |= {
             "devices": devices,
-            "chunks": chunks or _CHUNKS_PER_STAGE * max(map(len, sizes)),
+            "chunks": choice.chunks if chunks else _CHUNKS_PER_STAGE * max(map(len, sizes)),
+            "activation_checkpointing": choice.activation_checkpointing,
             "around": around,
         }
         self._pipe(sizes, verify=verify, **options)
-        self.pipeline.profiles = measuring.done
+        self.pipeline.plan, self.pipeline.profiles = choice.plan, measuring.done
 
     def _pipe(self, sizes: Sequence[Sequence[int]], *, verify: bool, **options: Any) -> None:
         """Make the pipelines."""

@@ -34,10 +34,10 @@ from lightning_gpipe.checkpoint_io import (
     on_cpu,
     to_cpu,
 )
-from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
-from lightning_gpipe.core.pipeline import GPipe, balance_of_each
-from lightning_gpipe.core.plan import check_activation_checkpointing, check_around, count_recomputed
+from lightning_gpipe.core.pipeline import GPipe, balance_of_each, check_auto
+from lightning_gpipe.core.plan import check_around, count_recomputed
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.show import show
 from lightning_gpipe.finetuning import Finetuning
@@ -88,14 +88,16 @@ class GPipeStrategy(OverProcesses):
             there. ``"checkpoint"`` takes no other. For several modules, a balance for each, or one
             of these words for all.
         chunks: The number of micro-batches that a batch is split into; None takes 4 per stage,
-            which makes the bubble small. A batch with fewer rows makes fewer.
+            which makes the bubble small. A batch with fewer rows makes fewer. ``"auto"`` plans it:
+            the layers are measured as for a balance by time, and what is predicted to be fastest is
+            taken of what fits the devices.
         module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
             the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
             nn.Sequential. Several paths, such as ``["generator", "discriminator"]``, are a pipeline
             each, over the same devices and threads.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k.
+            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
         microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
@@ -133,10 +135,11 @@ class GPipeStrategy(OverProcesses):
         | list[list[int]]
         | list[list[str]]
         | Literal["parameters", "time", "memory", "checkpoint"] = "parameters",
-        chunks: int | None = None,
+        chunks: int | Literal["auto"] | None = None,
         *,
         module: str | list[str] | None = None,
-        activation_checkpointing: Literal["always", "except_last", "never"] | int = "except_last",
+        activation_checkpointing: Literal["always", "except_last", "never", "auto"]
+        | int = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
@@ -154,9 +157,7 @@ class GPipeStrategy(OverProcesses):
         check_module(module)
         for each in balance_of_each(module, balance):
             check_any_balance(each)
-        if chunks is not None:
-            check_chunks(chunks)
-        check_activation_checkpointing(activation_checkpointing)
+        check_auto(1 if chunks is None else chunks, activation_checkpointing)
         check_microbatching(microbatching)
         check_around(around)
         self._balance = balance
@@ -293,7 +294,8 @@ class GPipeStrategy(OverProcesses):
 
     def _refuse_recomputed_metrics(self) -> None:
         assert self._piped is not None and self.lightning_module is not None
-        if count_recomputed(self._activation_checkpointing, self._piped.pipeline.chunks):
+        pipeline = self._piped.pipeline
+        if count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
             for taken in self._piped.found:
                 refuse_metrics_with_lists(self.lightning_module, taken.module)
 

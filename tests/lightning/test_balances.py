@@ -237,3 +237,19 @@ def test_batches_that_do_not_begin_anew_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="can begin anew: got Stream, an iterator"):
         made.fit(Slow(), DataLoader(Stream(), 4), Data().val_dataloader())
+
+
+def test_plan_of_a_fit(tmp_path: Path) -> None:
+    strategy = GPipeStrategy("time", "auto", module="layers", activation_checkpointing="auto")
+    found: list[Any] = []
+
+    class Planned(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert strategy.pipeline is not None
+            found.append((strategy.pipeline.plan, strategy.pipeline.chunks))
+
+    made = fitted(tmp_path, strategy, devices=2, callbacks=[Planned()], build=Slow, max_epochs=1)
+
+    ((plan, chunks),) = found
+    assert plan.settings.balance == (2, 4) and chunks == plan.settings.chunks > 1
+    assert_same_weights(made, fitted(tmp_path, build=Slow, max_epochs=1))

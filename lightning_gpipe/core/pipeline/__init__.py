@@ -15,6 +15,15 @@ from lightning_gpipe.core.pipeline.by_measure import balance_by_memory, balance_
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.measuring import Measuring, profile
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.planning import (
+    Choice,
+    check_auto,
+    chosen,
+    measured_with,
+    plan,
+    profiles_of,
+    rows_of,
+)
 from lightning_gpipe.core.pipeline.sampling import Entry, calling, entries_of, entries_with
 from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
 from lightning_gpipe.core.pipeline.taking import (
@@ -25,6 +34,7 @@ from lightning_gpipe.core.pipeline.taking import (
 __all__ = [
     "FOUND",
     "Check",
+    "Choice",
     "Entry",
     "GPipe",
     "Layers",
@@ -37,12 +47,18 @@ __all__ = [
     "balance_of_each",
     "balances_for",
     "calling",
+    "check_auto",
     "checked",
+    "chosen",
     "entries_of",
     "entries_with",
     "is_found",
+    "measured_with",
     "parameters_around",
+    "plan",
     "profile",
+    "profiles_of",
+    "rows_of",
     "take_all",
     "taken_at",
 ]

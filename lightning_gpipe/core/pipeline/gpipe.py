@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from lightning_gpipe.core.pipeline.measuring import Measuring
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
+from lightning_gpipe.core.pipeline.planning import check_auto, chosen, measured_with
 from lightning_gpipe.core.pipeline.sampling import entries_with
 from lightning_gpipe.core.pipeline.taken import Taken
 from lightning_gpipe.core.pipeline.taking import (
@@ -96,10 +97,12 @@ class GPipe(StandIn):
             values are ends of the pipeline and no devices, so that they hold for any ``devices``.
             None gives embeddings to the first stage and heads to the last, because the model's own
             code around the pipeline runs on one device.
-        chunks: The number of micro-batches; a batch with fewer rows makes fewer.
+        chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
+            it: the layers are measured on the ``sample``, and what is predicted to be fastest is
+            taken of what fits the devices.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k.
+            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``.
         deferred_batch_norm: Whether batch norms update their running statistics once per mini-batch
             instead of once per micro-batch.
         microbatching: Another way to make micro-batches, such as ``Rows(dim=1)`` or
@@ -107,9 +110,9 @@ class GPipe(StandIn):
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger, as is always done on one device.
-        sample: A mini-batch to measure the layers on, for ``balance="time"`` and ``"memory"``: a
-            tuple of arguments, a dict of named ones, or one argument. An nn.Sequential has one
-            argument, which may be a tuple.
+        sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
+            what is ``"auto"``: a tuple of arguments, a dict of named ones, or one argument. An
+            nn.Sequential has one argument, which may be a tuple.
         optimizer: What ``balance="memory"`` counts as optimizer state: an optimizer, its class, or
             a function that makes one of a list of parameters. None counts none.
         owners: For each worker, the rank of the process that runs it: ``[0, 1]`` is a process per
@@ -124,6 +127,7 @@ class GPipe(StandIn):
         chunks: As given.
         activation_checkpointing: As given.
         microbatching: How a mini-batch is split into micro-batches.
+        plan: The plan, if something was ``"auto"``.
         profiles: What the layers cost, for each module, if the balance was found by measurement.
 
     Raises:
@@ -139,8 +143,8 @@ class GPipe(StandIn):
         *,
         module: str | Taken | Sequence[str | Taken] | None = None,
         devices: Sequence[str | torch.device] | None = None,
-        chunks: int = 1,
-        activation_checkpointing: ActivationCheckpointing = "except_last",
+        chunks: int | Literal["auto"] = 1,
+        activation_checkpointing: ActivationCheckpointing | Literal["auto"] = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: bool = True,
@@ -150,7 +154,8 @@ class GPipe(StandIn):
         owners: Sequence[int] | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        check_settings(chunks, activation_checkpointing, microbatching, around)
+        check_auto(chunks, activation_checkpointing)
+        check_settings(1, "never", microbatching, around)
         balances = balance_of_each(module, balance)
         spread = undispatch(model) if isinstance(model, nn.Module) else None
         found = take_all(model, module, balances)
@@ -159,21 +164,21 @@ class GPipe(StandIn):
             found,
             partial(entries_with, found, sample),
             devices or (),
-            chunks=chunks,
-            activation_checkpointing=activation_checkpointing,
+            **measured_with(chunks, activation_checkpointing),
             microbatching=microbatching,
             optimizer=optimizer,
         )
-        sizes = balances_for(found, balances, measuring, around)
+        choice = chosen(found, balances, measuring, chunks, activation_checkpointing, around)
+        sizes = balances_for(found, choice.balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
-        chosen = choose_devices(devices, *map(len, parts))
-        own_group, rank = join_processes(owners, len(chosen), group)
+        workers_on = choose_devices(devices, *map(len, parts))
+        own_group, rank = join_processes(owners, len(workers_on), group)
         layouts = [
-            laid_out(*each, chosen, around, owners or (), rank)
+            laid_out(*each, workers_on, around, owners or (), rank)
             for each in zip(found, parts, strict=True)
         ]
         super().__init__(model)
-        self.profiles = measuring.done
+        self.plan, self.profiles = choice.plan, measuring.done
         if deferred_batch_norm:
             for layout in layouts:
                 check_batch_norms(*layers_in(layout))
@@ -186,8 +191,8 @@ class GPipe(StandIn):
         def pipeline(taken: Taken, layout: Layout, workers: Workers) -> Pipeline:
             return Pipeline(
                 layout,
-                chunks=chunks,
-                activation_checkpointing=activation_checkpointing,
+                chunks=choice.chunks,
+                activation_checkpointing=choice.activation_checkpointing,
                 microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,

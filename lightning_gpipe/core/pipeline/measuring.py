@@ -71,18 +71,38 @@ class Measuring:
         }
         return [of_kind[_kind(device)] for device in self.devices]
 
+    def at(self, chunks: int) -> ModelProfile:
+        """The costs of the only module, in mini-batches of another number of micro-batches."""
+        return self._on(self._place, chunks)[0]
+
+    def most(self, chunks: int) -> int:
+        """How many micro-batches the mini-batch makes of the only module, up to so many."""
+        (taken,), (entry,) = self._found, self._entries
+        return subject_of(taken, entry, chunks, self._microbatching).chunks
+
+    @property
+    def counts(self) -> bool:
+        """Whether operations are counted, and nothing is computed."""
+        return self._place.type == "meta"
+
+    @property
+    def _place(self) -> torch.device:
+        """Where to measure."""
+        if any(p.is_meta for taken in self._found for p in taken.root.parameters()):
+            return torch.device("meta")  # they have no values yet, so nothing can be run
+        return self.devices[0]
+
     @cached_property
     def _entries(self) -> Sequence[Entry]:
         return self._find()
 
-    def _on(self, device: torch.device) -> list[ModelProfile]:
+    def _on(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
         entries = self._entries
-        if any(p.is_meta for taken in self._found for p in taken.root.parameters()):
-            device = torch.device("meta")  # they have no values yet, so nothing can be run
+        device = device if self._place.type != "meta" else self._place
         profiles = []
         for taken, entry in zip(self._found, entries, strict=True):
             beside = [each.module for each in self._found if each is not taken]
-            subject = subject_of(taken, entry, self._chunks, self._microbatching, beside)
+            subject = subject_of(taken, entry, chunks or self._chunks, self._microbatching, beside)
             with intra_op_threads(torch.get_num_threads() // len(self.devices)):
                 profiles.append(profile_layers(subject, device, self._optimizer))
         return profiles

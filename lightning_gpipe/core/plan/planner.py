@@ -131,6 +131,7 @@ def plan_for(
     stages: int | None = None,
     balance: Sequence[int] | None = None,
     chunks: int | None = None,
+    most: int | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
     around: Around = "last",
 ) -> Plan:
@@ -144,6 +145,7 @@ def plan_for(
         stages: Their number; None takes up to one per device.
         balance: The number of layers in each stage; None finds the best one.
         chunks: The number of micro-batches; None tries the powers of two.
+        most: The most micro-batches to try; None tries as many as there are rows.
         activation_checkpointing: Which of them are recomputed; None finds as few as fit.
         around: Which stage what is around the layers is with.
 
@@ -162,7 +164,7 @@ def plan_for(
         )
     layers = len(found[0].layers)
     numbers = [stages] if stages else _fewer(min(len(places), layers))
-    tried = [chunks] if chunks else _powers_of_two(planner.rows)
+    tried = [chunks] if chunks else _powers_of_two(most or planner.rows)
     candidates = [
         Candidate(n, m, k)
         for n in numbers
