@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import Classifier, Data, six_layers
-from tests.support.ranks import Pool
+from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -139,3 +150,214 @@ def test_fit(
         one, other = (checkpoint(tmp_path / run / file) for run in ("both", "single"))
         assert_equal(one, other)
         assert one["state_dict"]._metadata == other["state_dict"]._metadata
+
+
+# Checkpoints.
+
+
+def resumed(root: Path, processes: str, mode: str, path: Path | None, epochs: int) -> Any:
+    """A fit that goes on from a checkpoint, and its last checkpoint."""
+    torch.manual_seed(0)
+    model = dropping()
+    made = trainer_over(root, processes, BALANCE[mode], {}, max_epochs=epochs)
+    made.fit(model, datamodule=Data(shuffle=True), ckpt_path=path)
+    made.save_checkpoint(root / f"{epochs}.ckpt")
+    return made.global_step
+
+
+def test_resumed_in_other_numbers_of_processes(tmp_path: Path, two_ranks: Pool) -> None:
+    one, both, again = (tmp_path / name for name in ("one", "both", "again"))
+    with torch.random.fork_rng(devices=[]):
+        resumed(one, "single", "per_stage", None, 1)
+        resumed(one, "single", "per_stage", one / "1.ckpt", 2)
+        resumed(one, "single", "per_stage", one / "2.ckpt", 3)
+
+    steps = two_ranks.run(resumed, both, "per_stage", "per_stage", one / "1.ckpt", 2)
+    with torch.random.fork_rng(devices=[]):
+        resumed(again, "single", "per_stage", both / "2.ckpt", 3)
+
+    assert steps == [6, 6]
+    assert_equal(checkpoint(both / "2.ckpt"), checkpoint(one / "2.ckpt"))
+    assert_equal(checkpoint(again / "3.ckpt"), checkpoint(one / "3.ckpt"))
+
+
+def saved_by_one(root: Path) -> str:
+    """What a rank is told that saves alone."""
+    made = trainer_over(root, "per_stage", [2, 4], {"timeout": timedelta(seconds=2)}, max_epochs=1)
+    made.fit(Classifier(), datamodule=Data())
+    if made.global_rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        made.save_checkpoint(root / "alone.ckpt")
+    return str(error.value)
+
+
+def test_checkpoint_saved_by_one_process_only(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        message, _ = ranks.run(saved_by_one, tmp_path)
+
+    assert message.startswith(
+        "all processes of a pipeline must save a checkpoint together: rank 0 of 2 waited for 2 s."
+    )
+    assert "1" in message
+
+
+# Data.
+
+
+class Stream(IterableDataset[Any]):
+    """Rows that are drawn, as many as are drawn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(int(torch.randint(6, 15, ()))):
+            x = torch.rand(6, dtype=torch.float64) * np.random.rand()
+            yield {"x": x.t(), "y": int(x.argmax()) % 3, "name": "row"}
+
+
+class Streaming(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch["name"][0] == "row"
+        loss: Tensor = super().training_step((batch["x"], batch["y"]), batch_idx)
+        return loss + 0.001 * random.random() * np.random.rand()
+
+
+def fit_stream(root: Path, processes: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    model = Streaming()
+    if processes != "single" and dist.get_rank():
+        np.random.rand(3)  # of which it draws nothing
+    made = trainer_over(root, processes, [2, 4], {})
+    made.fit(model, DataLoader(Stream(), batch_size=4))
+    return made.global_step, made.callback_metrics, torch.rand(()), np.random.rand()
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_random_stream_of_unknown_length(tmp_path: Path, two_ranks: Pool) -> None:
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        expected = fit_stream(tmp_path, "single", 3)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+    found = two_ranks.run(fit_stream, tmp_path, "per_stage", 3)
+
+    assert_equal(found, [expected, expected])
+
+
+class Broken(Dataset[Any]):
+    """Raises at its fifth row."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, k: int) -> Any:
+        if k == 5:
+            raise OSError("no such file: row 5")
+        return torch.ones(6, dtype=torch.float64), 1
+
+
+def fit_broken(root: Path) -> str:
+    made = trainer_over(root, "per_stage", [2, 4], {})
+    with pytest.raises((OSError, RuntimeError)) as error:
+        made.fit(Classifier(), DataLoader(Broken(), batch_size=2))
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_dataset_that_raises(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        found = ranks.run(fit_broken, tmp_path)
+
+    assert found == [
+        "OSError: no such file: row 5",
+        "RuntimeError: rank 0, which loads the batches, failed: OSError: no such file: row 5",
+    ]
+
+
+# Models.
+
+
+class Tied(L.LightningModule):
+    """An embedding around the layers, whose weight the last layer has too; built late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            self.embedding = nn.Linear(6, 6, bias=False)
+            last = nn.Linear(6, 6)
+            last.weight = self.embedding.weight
+            self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), last)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.layers is not None
+        x = self.layers(self.embedding(batch[0].float()))
+        return nn.functional.cross_entropy(x, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def fit_tied(root: Path, processes: str) -> dict[str, Any]:
+    torch.manual_seed(5)
+    made = trainer_over(root, processes, [2, 2], {})
+    with made.init_module(empty_init=True):
+        model = Tied()
+        model.configure_model()
+    made.fit(model, datamodule=Data())
+    made.save_checkpoint(root / "end.ckpt")
+    return checkpoint(root / "end.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no")
+def test_model_on_meta_that_shares_a_parameter_with_a_stage(
+    tmp_path: Path, two_ranks: Pool
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        expected = fit_tied(tmp_path / "single", "single")
+
+    found = two_ranks.run(fit_tied, tmp_path / "both", "per_stage")
+
+    assert_equal(found[0], expected)
+
+
+# What is refused.
+
+
+def test_verification() -> None:
+    with pytest.raises(ValueError, match="verify=True.*processes='per_stage'.*'single'"):
+        GPipeStrategy([2, 4], processes="per_stage", verify=True)
+
+
+def test_words_of_other_processes() -> None:
+    with pytest.raises(ValueError, match="processes must be one of 'single'.*got 'threads'"):
+        GPipeStrategy([2, 4], processes="threads")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start_method must be one of 'popen'.*got 'thread'"):
+        GPipeStrategy([2, 4], start_method="thread")  # type: ignore[arg-type]
+
+
+def refused(root: Path) -> list[str]:
+    """What a fit says that cannot be over processes."""
+    found = []
+    lbfgs = Classifier()
+    lbfgs.configure_optimizers = lambda: torch.optim.LBFGS(lbfgs.parameters())  # type: ignore[method-assign]
+    for model, callbacks in [
+        (lbfgs, []),
+        (Classifier(), [StochasticWeightAveraging(0.1)]),
+        (Classifier(), [LearningRateFinder()]),
+    ]:
+        made = trainer_over(root, "per_stage", [2, 4], {}, callbacks=callbacks)
+        with pytest.raises(ValueError) as error:
+            made.fit(model, datamodule=Data())
+        found.append(str(error.value).partition(" ")[0])
+    return found
+
+
+def test_what_needs_all_parameters(tmp_path: Path, two_ranks: Pool) -> None:
+    names = ["LBFGS", "StochasticWeightAveraging", "LearningRateFinder"]
+
+    assert two_ranks.run(refused, tmp_path) == [names, names]
