@@ -49,8 +49,8 @@ models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)
-	$(BIN)/pytest tests/promises/test_drawn_models.py --hypothesis-profile=soak \
-	    --timeout=0 -o faulthandler_timeout=0
+	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_interrupts.py \
+	    --hypothesis-profile=soak --timeout=0 -o faulthandler_timeout=0
 	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
 

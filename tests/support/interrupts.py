@@ -26,13 +26,24 @@ def interrupted_at(run: Callable[[], object], line: Line, time: int) -> bool:
     return _interrupted(run, {line[0]}, time, line.__eq__)
 
 
-def first_and_last(run: Callable[[], object], files: Collection[str]) -> list[tuple[Line, int]]:
-    """Each line of ``files`` that runs, with its first time, 1, and its last, if it has two."""
+def first_and_last(
+    run: Callable[[], object], files: Collection[str], *, both: bool = True
+) -> list[tuple[Line, int]]:
+    """Each line of ``files`` that runs, with its first time, 1, and its last, if it has two.
+
+    Args:
+        run: What to run.
+        files: The source files whose lines count.
+        both: Whether a line comes with both; else the lines take turns, with the first or the last.
+    """
     lines: list[Line] = []
     with _traced(files, lines.append):
         run()
-    times = Counter(lines)
-    return [(line, time) for line in times for time in sorted({1, times[line]})]
+    moments = []
+    for k, (line, last) in enumerate(Counter(lines).items()):
+        times = sorted({1, last})
+        moments += [(line, time) for time in (times if both else [times[k % len(times)]])]
+    return moments
 
 
 def _interrupted(
