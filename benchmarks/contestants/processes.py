@@ -140,17 +140,18 @@ class Processes:
 
 @contextmanager
 def _processes(roles: Sequence[Role], store: str) -> Iterator[Processes]:
-    spawn = multiprocessing.get_context("spawn")
+    # Not forked from here, where threads are.
+    context = multiprocessing.get_context("forkserver")
     started: list[BaseProcess] = []
     pipes: list[Connection] = []
     processes = Processes(started, pipes)
     try:
         for rank, role in enumerate(roles):
-            mine, its = spawn.Pipe()
+            mine, its = context.Pipe()
             # Pickled here, or the tensors would share their memory with those of the others.
             arguments = (pickle.dumps(role), rank, len(roles), store, its)
             name = f"benchmark-rank-{rank}"
-            process = spawn.Process(target=_serve, args=arguments, name=name, daemon=True)
+            process = context.Process(target=_serve, args=arguments, name=name, daemon=True)
             process.start()
             its.close()
             started.append(process)

@@ -26,7 +26,15 @@ import torch.distributed as dist
 TIMEOUT = 30.0  # of a function; far more than it needs on a busy machine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "lightning_gpipe", __name__])
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.pipelining",  # for the benchmarks' processes, which it forks as well
+        "lightning_gpipe",
+        __name__,
+    ]
+)
 
 
 _GROUPS: dict[int, dist.ProcessGroup] = {}  # on a rank, by their sizes
