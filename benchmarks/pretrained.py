@@ -51,6 +51,11 @@ class Model(nn.Module):
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["--measure"]:
+        way, where, *sizes = arguments[1:]
+        print(measure(way, Path(where), *map(int, sizes)))
+        return
     given = options("pretrained", __doc__, rounds=1, argv=argv, blocks=16, width=2048)
     report = Report(
         given,
@@ -105,8 +110,4 @@ def peak() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--measure"]:
-        way, where, *sizes = sys.argv[2:]
-        print(measure(way, Path(where), *map(int, sizes)))
-    else:
-        main()
+    main()

@@ -51,13 +51,13 @@ def test_counted_on_fake_tensors_is_counted_on_real_ones(pipelined: bool) -> Non
 
 def test_widest_needs_no_more_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LARGER", (1, 4))
-    monkeypatch.setattr(memory, "WIDTHS", range(2, 12, 2))
+    monkeypatch.setattr(memory, "WIDTHS", range(4, 10, 2))
     one_stage = partial(memory.in_stages, balance=None, chunks=2)
     needs = {c: memory.need_counted(1, c, 2, 64, one_stage) for c in memory.WIDTHS}
 
     assert memory.widest_within(needs[6], 2, 64) == 6
     assert memory.widest_within(needs[8] - 1, 2, 64) == 6
-    assert memory.widest_within(0, 2, 64) is None
+    assert memory.widest_within(needs[4] - 1, 2, 64) is None
 
 
 def test_contestants_agree() -> None:
