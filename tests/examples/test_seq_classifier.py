@@ -2,7 +2,9 @@
 
 import csv
 import re
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from zlib import crc32
 
@@ -27,6 +29,10 @@ from tests.support.pipes import Pipe
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/seq_classifier.yaml"
 WORDS = [f"word{k}" for k in range(20)]
+PACKAGES = (
+    "asyncio collections concurrent ctypes dbm email encodings html http importlib json logging "
+    "multiprocessing re sqlite3 unittest urllib wsgiref xml"
+)
 
 
 def samples(*lengths: int) -> list[Docstring]:
@@ -34,6 +40,22 @@ def samples(*lengths: int) -> list[Docstring]:
     return [
         Docstring("zlib", k % 3, tuple(WORDS[k : k + length])) for k, length in enumerate(lengths)
     ]
+
+
+@pytest.fixture(scope="module")
+def part_of_the_library(tmp_path_factory: pytest.TempPathFactory) -> list[Docstring]:
+    """The docstrings of some packages, as all take seconds to read."""
+    library, part = Path(sysconfig.get_path("stdlib")), tmp_path_factory.mktemp("library")
+    for name in PACKAGES.split():
+        shutil.copytree(library / name, part / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sysconfig.get_path", lambda _: part)
+        return docstrings.__wrapped__()
+
+
+@pytest.fixture
+def some_docstrings(monkeypatch: pytest.MonkeyPatch, part_of_the_library: list[Docstring]) -> None:
+    monkeypatch.setattr(seq_classifier, "docstrings", lambda: part_of_the_library)
 
 
 @pytest.fixture
@@ -82,6 +104,7 @@ def test_docstrings_of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ]
 
 
+@pytest.mark.usefixtures("some_docstrings")
 def test_validation_has_no_text_of_training():
     data = DocstringData()
 
@@ -91,7 +114,7 @@ def test_validation_has_no_text_of_training():
     validation = {each.words for each in data.validation}
     assert not training & validation
     assert len(data.training) == pytest.approx(4 * len(data.validation), abs=4)
-    assert len(data.training) > 2000
+    assert len(data.training) > 500
 
 
 def test_collate_pads_to_the_longest(data: DocstringData):
@@ -169,8 +192,8 @@ def test_tokens_of_an_epoch(model: PackageClassifier, batches: list[Batch]):
 
 
 @pytest.fixture
-def few_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = docstrings()[::20]
+def few_docstrings(monkeypatch: pytest.MonkeyPatch, part_of_the_library: list[Docstring]) -> None:
+    few = part_of_the_library[::5]
     monkeypatch.setattr(seq_classifier, "docstrings", lambda: few)
 
 
@@ -210,6 +233,7 @@ def test_run_that_trims_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 # Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
+@pytest.mark.usefixtures("some_docstrings")
 def test_configuration_trains_through_lightning_cli(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
