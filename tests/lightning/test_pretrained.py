@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.pretrained import load_pretrained, parameters_on_meta
+from tests.support.language_models import llama, rows
 from tests.support.lightning_modules import trainer
 
 
@@ -21,17 +22,8 @@ from tests.support.lightning_modules import trainer
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tied embeddings, in shards."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=24,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
     path = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).double().save_pretrained(path, max_shard_size="10KB")
+    llama().double().save_pretrained(path, max_shard_size="10KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path
 
@@ -67,8 +59,7 @@ class Late(Tuned):
 
 
 def data() -> DataLoader[Any]:
-    ids = torch.randint(24, (12, 7), generator=torch.Generator().manual_seed(3))
-    return DataLoader(ids, batch_size=4)  # type: ignore[arg-type]  # rows of a tensor
+    return DataLoader(rows(12, seed=3), batch_size=4)  # type: ignore[arg-type]  # a tensor
 
 
 def strategy(**options: Any) -> GPipeStrategy:

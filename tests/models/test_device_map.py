@@ -13,26 +13,18 @@ with warnings.catch_warnings():
     for _library in ("transformers", "accelerate"):
         pytest.importorskip(_library, reason="needs the libraries of make models")
     from accelerate import dispatch_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_gpipe import GPipe
+from tests.support.language_models import llama, rows
 
 
 def test_llama_that_was_dispatched() -> None:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    plain = LlamaForCausalLM(config)
+    plain = llama(num_hidden_layers=3, tie_word_embeddings=False)
     parts = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
     device_map = dict.fromkeys([*parts, *(f"model.layers.{k}" for k in range(3))], "cpu")
     model = dispatch_model(deepcopy(plain), device_map, force_hooks=True)
     assert "_hf_hook" in vars(model.model.layers[0])
-    ids = torch.randint(40, (4, 5))
+    ids = rows(4, seed=0)
 
     pipeline = GPipe(model, [1, 2], module="model.layers", devices=["cpu"] * 2, chunks=2)
 

@@ -16,9 +16,9 @@ with warnings.catch_warnings():
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_gpipe import GPipe
+from tests.support.language_models import llama, rows
 
 # By peft 0.21: of what it calls in transformers, and of merging, which is not done here.
 pytestmark = [
@@ -46,18 +46,10 @@ def of_torchao(linear: nn.Linear) -> nn.Module:
     return linear
 
 
-def llama(quantised: Any) -> Any:
+def adapted_llama(quantised: Any) -> Any:
     """Quantised, on its device, with adapters that change the output."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(hidden_size=64, intermediate_size=64, num_key_value_heads=2)
     for parent in [each for each in model.model.layers.modules() if type(each) is not nn.Linear]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -75,7 +67,7 @@ def llama(quantised: Any) -> Any:
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 @pytest.mark.parametrize("quantised", [in_4_bits, in_8_bits, of_torchao])
 def test_adapters_on_a_quantised_llama(quantised: Any, mode: Any) -> None:
-    plain, model = llama(quantised), llama(quantised)
+    plain, model = adapted_llama(quantised), adapted_llama(quantised)
     blocks = "base_model.model.model.layers"
     weight = f"{blocks}.1.mlp.down_proj.base_layer.weight"
     kind = type(model.get_parameter(weight))
@@ -88,7 +80,7 @@ def test_adapters_on_a_quantised_llama(quantised: Any, mode: Any) -> None:
         chunks=3,
         activation_checkpointing=mode,
     )
-    ids = torch.randint(40, (6, 7), generator=torch.Generator().manual_seed(0))
+    ids = rows(6, seed=0)
 
     for _ in range(2):
         found, expected = pipeline(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)

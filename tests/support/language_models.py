@@ -63,26 +63,30 @@ class Traced(nn.Module):
         return self.up(self.middle(y).relu() + y)
 
 
-def llama() -> nn.Module:
-    """A Llama of transformers with a few thousand parameters."""
+def llama(**changed: Any) -> Any:
+    """A Llama of transformers with a few thousand parameters.
+
+    Args:
+        changed: What else its configuration shall have.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        use_cache=False,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config)
+    options = {
+        "vocab_size": TOKENS,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "use_cache": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    return LlamaForCausalLM(LlamaConfig(**options | changed))
 
 
 def t5() -> nn.Module:
