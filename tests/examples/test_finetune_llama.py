@@ -85,6 +85,20 @@ def test_adapters_learn_what_they_learn_in_a_plain_run(tmp_path: Path) -> None:
     assert pipelined == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_on_the_weights_of_another(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install peft")
+    first = run(tmp_path / "first")
+    given = f"--pretrained={tmp_path / 'first/version_0/llama'}", "--lora=2"
+
+    plain = run(tmp_path / "plain", "--plain", *given)
+    pipelined = run(tmp_path / "pipelined", *given)
+
+    # Not the same: the plain model draws weights before its adapters, one on meta does not.
+    assert pipelined == pytest.approx(plain, rel=2e-3)
+    assert max(plain, pipelined) < first
+
+
 # Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
 def test_configuration_trains_through_lightning_cli(
