@@ -2,6 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_gpipe.callbacks import Rebalance
 from lightning_gpipe.core.data import (
     MicroBatching,
     PaddedSequences,
@@ -36,6 +37,7 @@ __all__ = [
     "Parity",
     "Place",
     "Plan",
+    "Rebalance",
     "Rows",
     "Schedule",
     "Timeline",

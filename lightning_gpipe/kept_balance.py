@@ -48,6 +48,11 @@ class KeptBalance:
             if _is_kept(balance)
         }
 
+    def replace(self, found: Sequence[Taken], sizes: Sequence[Sequence[int]]) -> None:
+        """Keep other balances in the place of those that are kept."""
+        pairs = zip(found, sizes, strict=True)
+        self._kept |= {taken.path: list(size) for taken, size in pairs if taken.path in self._kept}
+
     def given(self, found: Sequence[Taken], balances: Sequence[Any], devices: int) -> list[Any]:
         """The balances, those to be measured replaced by what the checkpoint has.
 

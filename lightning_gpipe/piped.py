@@ -37,6 +37,7 @@ from lightning_gpipe.core.pipeline import (
     balance_of_each,
     balances_for,
     chosen,
+    laid_out,
     measured_with,
     parameters_around,
     take_all,
@@ -110,6 +111,7 @@ class Piped:
         verify: Whether to verify each pipeline on its first mini-batch.
         kept: Balances that were measured before; gets those of this one.
         agree: Gives each process the numbers that the first one has measured.
+        measured: Whether to measure the layers whatever the balances go by.
         sample: Tells what enters each pipeline, if its balance is measured.
         optimizers: Tells the optimizers, if a balance goes by memory.
         options: Other arguments of :class:`~lightning_gpipe.GPipe`.
@@ -132,6 +134,7 @@ class Piped:
         verify: bool,
         kept: KeptBalance,
         agree: Callable[[Any], Any],
+        measured: bool,
         sample: Callable[[Sequence[Taken]], list[Entry]],
         optimizers: Callable[[], list[Optimizer]],
         **options: Any,
@@ -153,6 +156,7 @@ class Piped:
             chosen(self.found, given, measuring, several, activation_checkpointing, around)
         )
         sizes = agree(cut_evenly(self.found, choice.balances, measuring, around))
+        profiles = measuring.profiles if measured else measuring.done
         kept.keep(self.found, balances, sizes)
         self._root = root
         self._installed: Installed | None = None
@@ -164,7 +168,7 @@ class Piped:
             "around": around,
         }
         self._pipe(sizes, verify=verify, **options)
-        self.pipeline.plan, self.pipeline.profiles = choice.plan, measuring.done
+        self.pipeline.plan, self.pipeline.profiles = choice.plan, profiles
 
     def _pipe(self, sizes: Sequence[Sequence[int]], *, verify: bool, **options: Any) -> None:
         """Make the pipelines."""
@@ -193,6 +197,18 @@ class Piped:
         if verify:
             run = VerifiedOnce(self.pipeline, module, on_result=_report)
         self._installed = install(module, run, taken.name)
+
+    def rebalance(self, balance: Any) -> None:
+        """Cut by another balance, see :meth:`~lightning_gpipe.GPipe.rebalance`."""
+        if self._installed is None:
+            self.pipeline.rebalance(balance)
+            return
+        (taken,), layout = self.pipeline.taken, self.pipeline.layout
+        with taken.plain():  # it is cut as one that does not run as a pipeline
+            check_balance(balance, len(taken.units), self.found[0].name)
+            moved = laid_out(taken, taken.partitions(balance), layout.devices, layout.around)
+            check_outside(self._root, taken.module, moved, moved.outside)
+            self.pipeline.rebalance(balance)
 
     def runs_of(self, taken: Taken) -> int:
         """How often one of the pipelines ran."""
@@ -229,10 +245,10 @@ class Piped:
     def __str__(self) -> str:
         """A line for each module: how it was cut, over what; and what else could have been."""
         stages = iter(self.pipeline.stages)
-        sizes = map(len, self.pipeline.balance if len(self.found) > 1 else [self.pipeline.balance])
         lines = []
-        for taken, n in zip(self.found, sizes, strict=True):
-            cut = ", ".join(f"{each.partition} on {each.device}" for each in islice(stages, n))
+        for taken, size in zip(self.found, self.pipeline.balances, strict=True):
+            each_on = (f"{each.partition} on {each.device}" for each in islice(stages, len(size)))
+            cut = ", ".join(each_on)
             kind = type(taken.module).__name__
             lines.append(f"GPipe runs {taken.name} ({kind}) as a pipeline: {cut}")
         beside = parameters_around(self.found)

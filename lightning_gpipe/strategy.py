@@ -43,6 +43,7 @@ from lightning_gpipe.core.show import show
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
+from lightning_gpipe.optimizer_state import state_follows
 from lightning_gpipe.piped import Piped, must_stay
 from lightning_gpipe.processes import (
     Mode,
@@ -175,11 +176,38 @@ class GPipeStrategy(OverProcesses):
         self._watch: Watches | None = None
         self._logs = GuardedLogs()
         self._kept = KeptBalance()
+        self._measured = False
 
     @property
     def pipeline(self) -> GPipe | None:
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
         return None if self._piped is None else self._piped.pipeline
+
+    def measure_layers(self) -> None:
+        """Measure what the layers cost at setup, whatever the balance goes by."""
+        self._measured = True
+
+    def rebalance(self, balance: list[int] | list[list[int]]) -> None:
+        """Cut by another balance between two steps of a fit, and move the layers.
+
+        The state of the optimizers follows their parameters, and so do averages of weights. A
+        balance that is kept in checkpoints is this one then.
+
+        Args:
+            balance: The number of layers in each stage, of as many stages as there are; of several
+                modules, a list for each.
+
+        Raises:
+            TypeError, ValueError: If the balance does not fit; nothing has changed then.
+            RuntimeError: If there is no pipeline, or see :meth:`lightning_gpipe.GPipe.rebalance`.
+        """
+        if self._piped is None:
+            raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
+        assert self.lightning_module is not None
+        with state_follows(self.optimizers):
+            self._piped.rebalance(balance)
+        self._averages.follow(self.lightning_module)
+        self._kept.replace(self._piped.found, self._piped.pipeline.balances)
 
     # Several devices.
 
@@ -276,6 +304,7 @@ class GPipeStrategy(OverProcesses):
             around=self._around,
             verify=self._verify,
             kept=self._kept,
+            measured=self._measured,
             sample=partial(entries_in, module, trainer),
             optimizers=partial(optimizers_of, module, trainer),
             activation_checkpointing=self._activation_checkpointing,

@@ -22,10 +22,11 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 ORDER = """
 __main__
 __init__
-check  cli
+callbacks  check  cli
 strategy
 processes  piped
-averages  checkpoint_io  finetuning  guarded_log  refusals  watch  skip  flatten  pretrained
+averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  watch  skip  flatten
+pretrained
 kept_balance  sampled
 ════════ above may import Lightning, below may not ════════
 core.verify

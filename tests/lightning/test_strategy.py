@@ -31,6 +31,7 @@ def test_public_names() -> None:
         "Parity",
         "Place",
         "Plan",
+        "Rebalance",
         "Rows",
         "Schedule",
         "Timeline",

@@ -27,6 +27,7 @@ from lightning_gpipe.core.pipeline.planning import (
 from lightning_gpipe.core.pipeline.sampling import Entry, calling, entries_of, entries_with
 from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
 from lightning_gpipe.core.pipeline.taking import (
+    laid_out,
     take_all,
     taken_at,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "entries_of",
     "entries_with",
     "is_found",
+    "laid_out",
     "measured_with",
     "parameters_around",
     "plan",

@@ -39,7 +39,13 @@ from lightning_gpipe.core.pipeline.taking import (
     layers_in,
     take_all,
 )
-from lightning_gpipe.core.plan import ActivationCheckpointing, Around, Layout, RouteName
+from lightning_gpipe.core.plan import (
+    ActivationCheckpointing,
+    Around,
+    Layout,
+    RouteName,
+    check_balance,
+)
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Stage, Timeline
 from lightning_gpipe.core.show import Table, skip_table, stage_table
@@ -208,7 +214,7 @@ class GPipe(StandIn):
         return self._pipelines[0]
 
     @property
-    def _balances(self) -> list[list[int]]:
+    def balances(self) -> list[list[int]]:
         """The balance of each module."""
         return [self.balance] if len(self.taken) == 1 else self.balance
 
@@ -307,7 +313,7 @@ class GPipe(StandIn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pipelines.copied(self._balances)
+        self._pipelines.copied(self.balances)
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -319,6 +325,35 @@ class GPipe(StandIn):
             A handle whose ``remove()`` ends the calls.
         """
         return self._pipelines.observe(observer)
+
+    def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
+        """Cut the layers by another balance, and move those that come to another device.
+
+        For between a backward and the next forward. Parameters stay the same objects, with their
+        gradients; the state that an optimizer has of them stays where it is. What is computed is
+        the same to the bit on the CPU, with two exceptions: layers that draw random numbers draw
+        others, by their new stages, and where a parameter or a tensor is used by layers of several
+        stages, its gradients are added stage by stage, in another order.
+
+        Args:
+            balance: The number of layers in each stage, of as many stages as there are; of several
+                modules, a list for each.
+
+        Raises:
+            TypeError, ValueError: If the balance does not fit the model; nothing has changed then.
+            RuntimeError: If the pipeline runs over several processes, a mini-batch waits for its
+                backward, or a device has no room; the layers are where they were then.
+        """
+        balances: list[Any] = [balance] if len(self.taken) == 1 else list(balance)
+        if len(balances) != len(self.taken):
+            raise ValueError(
+                f"balance must have a list for each module: got {len(balances)} for "
+                f"{len(self.taken)} modules."
+            )
+        for taken, each in zip(self.taken, balances, strict=True):
+            check_balance(each, len(taken.units), taken.name)
+        self._pipelines.recut(balances, self.balances)
+        self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balance)
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
@@ -335,7 +370,7 @@ class GPipe(StandIn):
         time, and the memory at its peak.
         """
         mode, around = self.activation_checkpointing, self.layout.around
-        measured = measured_costs(self.profiles, self._balances, mode, around)
+        measured = measured_costs(self.profiles, self.balances, mode, around)
         return stage_table(self.layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:

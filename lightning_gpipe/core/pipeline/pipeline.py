@@ -125,8 +125,8 @@ class Pipeline:
         return self.engine.everywhere(j, compute)
 
     def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
-        """A new pipeline with the same settings, for another layout."""
-        return Pipeline(
+        """A new pipeline with the same settings and observers, for another layout."""
+        made = Pipeline(
             layout,
             chunks=self.chunks,
             activation_checkpointing=self.activation_checkpointing,
@@ -134,6 +134,8 @@ class Pipeline:
             workers=workers,
             **self._fixed,
         )
+        made.engine.succeed(self.engine)
+        return made
 
     def run(self, input: Any) -> Any:
         """Run the layers one after another on ``input`` in micro-batches, and merge the output."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
+from lightning_gpipe.core.pipeline.placing import place_all
 from lightning_gpipe.core.pipeline.taken import Programs, Taken
 from lightning_gpipe.core.pipeline.taking import laid_out
-from lightning_gpipe.core.plan import Layout
+from lightning_gpipe.core.plan import Layout, Partition
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.transport import Workers
 
@@ -85,14 +87,77 @@ class Pipelines:
             self._pipelines = [pipeline.again(layout, workers) for pipeline, layout in pairs]
         self._attach()
 
+    def recut(self, balances: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> None:
+        """Cut by other balances, and move the layers whose device is another one then.
+
+        Args:
+            balances: The number of units in each stage, of each.
+            before: Those of now, to which an error returns.
+
+        Raises:
+            TypeError, ValueError: If a balance does not fit; nothing has changed then.
+            RuntimeError: If this is no time for it, or a device has no room.
+        """
+        self._check_recut(balances, before)
+        self.close()
+        self.release()
+        try:
+            self._recut(balances)
+        except BaseException:
+            self._recut(before)
+            raise
+
+    def _check_recut(
+        self, balances: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
+    ) -> None:
+        if any(pipeline.layout.spread for pipeline in self):
+            raise RuntimeError(
+                "a pipeline must run in one process to be cut anew: got one over several, which "
+                "keep the values of their own stages only. Save a checkpoint, and resume from it "
+                "with another balance."
+            )
+        if list(map(len, balances)) != list(map(len, before)):
+            raise ValueError(
+                "a new balance must have as many stages as the pipeline has: got "
+                f"{list(map(list, balances))} in the place of {list(map(list, before))}."
+            )
+        if not all(pipeline.engine.idle for pipeline in self):
+            gc.collect()  # a mini-batch that nobody refers to may be in a cycle
+        if not all(pipeline.engine.idle for pipeline in self):
+            raise RuntimeError(
+                "layers must not move while a mini-batch waits for its backward: there is an "
+                "output of the pipeline whose graph is alive. Call backward first, or keep "
+                "output.detach()."
+            )
+
+    def _recut(self, balances: Sequence[Sequence[int]]) -> None:
+        """Cut, move, and make the pipelines anew."""
+        pairs = list(zip(self.found, self._pipelines, balances, strict=True))
+        layouts = [
+            _relaid(taken, taken.partitions(balance), pipeline.layout)
+            for taken, pipeline, balance in pairs
+        ]
+        place_all(self.found[0].root, layouts)
+        workers = Workers(*layouts)
+        self._pipelines = [
+            pipeline.again(layout, workers)
+            for pipeline, layout in zip(self._pipelines, layouts, strict=True)
+        ]
+        self._attach()
+
     def _layout_again(self, k: int, balance: Sequence[int]) -> Layout:
         layout = self._pipelines[k].layout
         if not isinstance(self.found[k], Programs):
             return layout
-        partitions = self.found[k].partitions(balance)
-        owners, rank = layout.owners, layout.rank
-        return laid_out(self.found[k], partitions, layout.devices, layout.around, owners, rank)
+        return _relaid(self.found[k], self.found[k].partitions(balance), layout)
 
     def _attach(self) -> None:
         for taken, pipeline in zip(self.found, self._pipelines, strict=True):
             taken.attach(pipeline)
+
+
+def _relaid(taken: Taken, partitions: Sequence[Partition], before: Layout) -> Layout:
+    """The layout of other partitions where there was one before, on the same devices."""
+    layout = laid_out(taken, partitions, before.devices, before.around, before.owners, before.rank)
+    homes = {parameter: before.homes[parameter] for parameter in before.everywhere}
+    return layout.with_everywhere(homes).with_homes(homes)

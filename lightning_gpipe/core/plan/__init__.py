@@ -13,6 +13,7 @@ from lightning_gpipe.core.plan.balance.by_profile import (
     time_costs,
 )
 from lightning_gpipe.core.plan.balance.costs import LayerCosts, Place, parameter_costs
+from lightning_gpipe.core.plan.balance.shift import Shift, shift_for
 from lightning_gpipe.core.plan.balance.solver import solve, solve_on
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.held import (
@@ -112,6 +113,7 @@ __all__ = [
     "RouteName",
     "Schedule",
     "Settings",
+    "Shift",
     "SkipName",
     "Slot",
     "StageCosts",
@@ -149,6 +151,7 @@ __all__ = [
     "plan_for",
     "sender",
     "shared_with_outside",
+    "shift_for",
     "sizes_of",
     "slowest",
     "solve",

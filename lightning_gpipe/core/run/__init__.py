@@ -7,12 +7,14 @@ workers in between interpret the schedule and decide nothing.
 from lightning_gpipe.core.run.alone import pass_alone
 from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.engine import Engine
+from lightning_gpipe.core.run.observation import Observation, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 from lightning_gpipe.core.run.timeline import Span, Timeline
 
 __all__ = [
     "Engine",
+    "Observation",
     "Span",
     "Stage",
     "StagePass",
@@ -20,4 +22,5 @@ __all__ = [
     "explain_second_backward",
     "in_layers",
     "pass_alone",
+    "typical",
 ]

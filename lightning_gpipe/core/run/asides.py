@@ -124,6 +124,11 @@ class Unfinished:
         """Remove one, before its backward."""
         self._forwards = [each for each in self._forwards if each.minibatch() is not minibatch]
 
+    @property
+    def awaited(self) -> bool:
+        """Whether the backward of a mini-batch can still run."""
+        return any(each.minibatch() is not None for each in self._forwards)
+
     def settle(self) -> None:
         """Let gradients raise that arrive, or have arrived, in mini-batches that are gone.
 

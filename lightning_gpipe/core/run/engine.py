@@ -163,6 +163,16 @@ class Engine:
         self._observers[handle.id] = observer
         return handle
 
+    @property
+    def idle(self) -> bool:
+        """Whether no mini-batch waits for its backward."""
+        return not self._unfinished.awaited
+
+    def succeed(self, other: Engine) -> None:
+        """Take the place of another engine: its step, and its observers, whose handles hold."""
+        self.step, self._minibatches = other.step, other._minibatches
+        self._observers = other._observers
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Keep no record of what runs in a ``with`` block, and call no observers."""

@@ -260,7 +260,7 @@ class MiniBatch:
             for w in layout.workers_here
         ]
         clocks = [worker.clock for worker in self._workers]
-        self.timeline = Timeline(schedule, clocks, layout.workers_here)
+        self.timeline = Timeline(schedule, clocks, layout.workers_here, layout)
 
     def _randomness(self, stage: Stage, shared: SharedGenerators | None) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_gpipe.core.plan import Action, Schedule
+from lightning_gpipe.core.plan import Action, Layout, Schedule
 from lightning_gpipe.core.run.clocks import Clock, Timestamp
 
 
@@ -29,15 +29,21 @@ class Timeline:
         schedule: What is to run.
         clocks: The clock of each worker of this process.
         workers: The indices of these workers; None for all that the schedule has.
+        layout: What runs where.
 
     Attributes:
-        schedule: As given.
+        schedule, layout: As given.
     """
 
     def __init__(
-        self, schedule: Schedule, clocks: Sequence[Clock], workers: Sequence[int] | None = None
+        self,
+        schedule: Schedule,
+        clocks: Sequence[Clock],
+        workers: Sequence[int] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.schedule = schedule
+        self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
         self._clocks = dict(zip(indices, clocks, strict=True))
         self._records: list[tuple[int, Action, Timestamp, Timestamp]] = []

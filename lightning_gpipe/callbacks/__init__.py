@@ -1,0 +1,5 @@
+"""Callbacks that watch a pipeline while it trains, and move its layers when that pays."""
+
+from lightning_gpipe.callbacks.rebalance import Rebalance
+
+__all__ = ["Rebalance"]

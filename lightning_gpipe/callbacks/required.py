@@ -1,0 +1,47 @@
+"""What callbacks of a pipeline need: the strategy that makes one."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.strategy import GPipeStrategy
+
+
+def strategy_of(trainer: Trainer, callback: object) -> GPipeStrategy:
+    """The strategy of a Trainer.
+
+    Raises:
+        TypeError: If it makes no pipeline.
+    """
+    strategy = trainer.strategy
+    if isinstance(strategy, GPipeStrategy):
+        return strategy
+    raise TypeError(
+        f"{type(callback).__name__} is for a pipeline: got a Trainer with "
+        f"{type(strategy).__name__}. Write Trainer(strategy=GPipeStrategy(...)), or leave out the "
+        "callback."
+    )
+
+
+def pipeline_of(trainer: Trainer, callback: object) -> GPipe:
+    """The pipeline of a Trainer that has been set up.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    pipeline = strategy_of(trainer, callback).pipeline
+    assert pipeline is not None, "there is one from setup to teardown"
+    return pipeline
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is no whole number of 1 or more.
+
+    Raises:
+        TypeError, ValueError: Names the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number: got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be 1 or more: got {value}.")
