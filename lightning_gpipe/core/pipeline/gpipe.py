@@ -8,7 +8,7 @@ pipeline's engine.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows
 from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
@@ -124,7 +125,8 @@ class GPipe(StandIn):
         owners: For each worker, the rank of the process that runs it: ``[0, 1]`` is a process per
             stage of two, ``[0, 0, 1, 1]`` two processes with two devices each. All processes make
             the same model and call it with the same input; each keeps the parameters of its own
-            stages, and has those of the others on the ``meta`` device. None: this process runs all.
+            stages, and has those of the others on the ``meta`` device, in its state dict too; the
+            state dict of a whole model can be loaded in each. None: this process runs all.
         group: The process group of these ranks; None for all processes.
 
     Attributes:
@@ -302,6 +304,32 @@ class GPipe(StandIn):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         return self.taken[0].call(*args, **kwargs)
 
+    @override
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state dict of the whole model; of it, what this process has.
+
+        Args:
+            state_dict: As for an nn.Module.
+            strict: As for an nn.Module.
+            assign: As for an nn.Module; False if there are other processes.
+
+        Raises:
+            ValueError: If tensors of stages of other processes would be assigned here.
+        """
+        if not self.layout.spread:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign:
+            raise ValueError(
+                "assign must be False for a pipeline over processes: got assign=True, which would "
+                "put the values of stages of other processes here, and replace parameters that an "
+                "optimizer may hold. Leave it out: what is in this process is copied."
+            )
+        with warnings.catch_warnings():  # of what other processes have
+            warnings.filterwarnings("ignore", r"(?s).*to a meta parameter .* is a no-op")
+            return super().load_state_dict(state_dict, strict=strict)
+
     @property
     def taken(self) -> Sequence[Taken]:
         """What runs as a pipeline, of the model."""
@@ -383,10 +411,11 @@ class GPipe(StandIn):
     def extra_repr(self) -> str:
         devices = [str(device) for device in self.devices]
         around = "" if self.layout.around == "last" else f", around={self.layout.around!r}"
+        owners = f", owners={list(self.layout.owners)}" if self.layout.spread else ""
         return (
             f"balance={self.balance}, devices={devices}, chunks={self.chunks}, "
             f"activation_checkpointing={self.activation_checkpointing!r}, "
-            f"microbatching={self.microbatching!r}{around}"
+            f"microbatching={self.microbatching!r}{around}{owners}"
         )
 
     def close(self) -> None:

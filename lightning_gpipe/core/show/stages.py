@@ -55,7 +55,7 @@ def stage_table(
         partition = layout.partitions[j]
         table.add_row(
             str(j),
-            str(layout.device_of(j)),
+            layout.where(j),
             str(partition) if partition.names else f"{partition.first}..{partition.last}",
             f"{len(partition.layers)}",
             _kinds(partition.layers),
