@@ -29,7 +29,7 @@ class Group:
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
 
@@ -105,7 +105,8 @@ class Group:
 
     def leave(self) -> None:
         """Close the connections; whoever waits for this process gets an error."""
-        dist.destroy_process_group(self._group)
+        group, self._group = self._group, None  # they are closed when nobody refers to it
+        dist.destroy_process_group(group)
 
     def _broadcast_bytes(self, text: bytes | None, source: int) -> bytes:
         size = torch.tensor(0 if text is None else len(text))

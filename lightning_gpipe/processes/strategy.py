@@ -6,6 +6,7 @@ summed over them: to a metric, a logger or a user's ``all_gather`` they are one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,10 @@ class OverProcesses(Launched):
         """
         assert self.lightning_module is not None
         if self._group is not None:
+            # What is logged is the same in all processes.
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
+            )
             self._together = Together(self._group, around, self.precision_plugin)
             for module in self.lightning_module.modules():
                 if isinstance(module, Metric):  # it would gather the same values from each
@@ -45,6 +50,14 @@ class OverProcesses(Launched):
         if self._together is not None:
             self._together.release()
             self._together = None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self._group is not None:
+            self.train_apart()  # what it adapted refers to the group
+            self._group.leave()
+            self._group = None
 
     @contextmanager
     @override
