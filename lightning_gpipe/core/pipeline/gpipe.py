@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -128,6 +129,10 @@ class GPipe(StandIn):
             stages, and has those of the others on the ``meta`` device, in its state dict too; the
             state dict of a whole model can be loaded in each. None: this process runs all.
         group: The process group of these ranks; None for all processes.
+        timeout: After how long a process that was stopped, or that no network reaches any more, is
+            lost, which ends the others with an error that names it. One that is merely slow is not:
+            it may pause for as long as it likes. To start, processes have ten times as long. None
+            is 30 seconds; only with ``owners``.
 
     Attributes:
         balance: The number of layers in each stage.
@@ -161,6 +166,7 @@ class GPipe(StandIn):
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
         group: ProcessGroup | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         check_auto(chunks, activation_checkpointing)
         check_settings(1, "never", microbatching, around)
@@ -180,7 +186,7 @@ class GPipe(StandIn):
         sizes = balances_for(found, choice.balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         workers_on = choose_devices(devices, *map(len, parts))
-        own_group, rank = join_processes(owners, len(workers_on), group)
+        connection, rank = join_processes(owners, len(workers_on), group, timeout)
         layouts = [
             laid_out(*each, workers_on, around, owners or (), rank)
             for each in zip(found, parts, strict=True)
@@ -205,8 +211,7 @@ class GPipe(StandIn):
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
                 workers=workers,
-                group=own_group,
-                k=found.index(taken),
+                connection=connection and connection._replace(pipeline=found.index(taken)),
             )
 
         self._pipelines = Pipelines(found, layouts, pipeline)
@@ -417,6 +422,14 @@ class GPipe(StandIn):
             f"activation_checkpointing={self.activation_checkpointing!r}, "
             f"microbatching={self.microbatching!r}{around}{owners}"
         )
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other processes of an error in your own code, which ends their step too.
+
+        An error of a layer is told to all by itself, and so is one that ends the process. Others
+        wait for a process that catches an error and goes on.
+        """
+        self._pipelines.tell(error)
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroupGloo
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
@@ -49,6 +48,7 @@ from lightning_gpipe.core.plan import (
 )
 from lightning_gpipe.core.run import Engine, Stage
 from lightning_gpipe.core.transport import (
+    Connection,
     InlineTransport,
     LocalTransport,
     ProcessGroupTransport,
@@ -68,8 +68,7 @@ class Pipeline:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
         threads: Whether workers run on threads of their own.
         workers: The threads, if pipelines of other modules over the same devices use them too.
-        group: The process group of the layout's owners, if there are several.
-        k: Which of the pipelines in this group.
+        connection: That of the owners of the layout, if there are several.
 
     Attributes:
         chunks, activation_checkpointing, microbatching: As given.
@@ -87,8 +86,7 @@ class Pipeline:
         deferred_batch_norm: bool,
         threads: bool,
         workers: Workers | None = None,
-        group: ProcessGroupGloo | None = None,
-        k: int = 0,
+        connection: Connection | None = None,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
@@ -97,7 +95,7 @@ class Pipeline:
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
         }
-        transport = _connect(layout, workers, group, k, threads=threads)
+        transport = _connect(layout, workers, connection, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
 
@@ -268,12 +266,7 @@ def _alone(value: Any) -> FlatTree:
 
 
 def _connect(
-    layout: Layout,
-    workers: Workers | None,
-    group: ProcessGroupGloo | None,
-    k: int,
-    *,
-    threads: bool,
+    layout: Layout, workers: Workers | None, connection: Connection | None, *, threads: bool
 ) -> Transport:
     """A transport between the workers."""
     runner: LocalTransport | InlineTransport = InlineTransport(layout)
@@ -281,5 +274,7 @@ def _connect(
         runner = LocalTransport(layout, workers)
     if not layout.spread:
         return runner
-    assert group is not None, "processes are connected by a process group"
-    return ProcessGroupTransport(layout, runner, group, k)
+    assert connection is not None, "several owners are joined before"
+    transport = ProcessGroupTransport(layout, runner, connection)
+    transport.start()
+    return transport

@@ -56,7 +56,6 @@ class Engine:
         self.step = 0
         self.timeline: Timeline | None = None
         self._unfinished = Unfinished()
-        self._minibatches = 0
         here = {stage.partition.index: stage for stage in self.stages}
         self._modules = [
             here.get(j) or modules_in(partition) for j, partition in enumerate(layout.partitions)
@@ -104,7 +103,6 @@ class Engine:
         """
         with self._transport.exclusive():  # in another thread's backward gradients are on the way
             self._unfinished.settle()
-        self._minibatches += 1
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -116,7 +114,7 @@ class Engine:
             library_draws=self._library_draws,
             unfinished=self._unfinished,
             training_flags=self._training_flags,
-            label=Label(self._minibatches, step=self.step),
+            label=Label(self._transport.begun, step=self.step),
         )
         shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
@@ -136,7 +134,7 @@ class Engine:
             BaseException: What ``compute`` raises, in the process of the stage.
             RankFailed: In the other processes, if it does.
         """
-        label = Label(self._minibatches, phase=_BETWEEN, step=self.step)
+        label = Label(self._transport.begun, phase=_BETWEEN, step=self.step)
         return everywhere(self._transport, self._layout, label, j, compute)
 
     def _training_flags(self) -> TrainingFlags:
@@ -170,7 +168,7 @@ class Engine:
 
     def succeed(self, other: Engine) -> None:
         """Take the place of another engine: its step, and its observers, whose handles hold."""
-        self.step, self._minibatches = other.step, other._minibatches
+        self.step = other.step
         self._observers = other._observers
 
     @contextmanager
@@ -187,6 +185,10 @@ class Engine:
     def exclusive(self) -> AbstractContextManager[None]:
         """A ``with`` block in which no other thread runs mini-batches."""
         return self._transport.exclusive()
+
+    def tell(self, error: BaseException) -> None:
+        """Tell other processes of an error in the caller's code."""
+        self._transport.tell(error)
 
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""

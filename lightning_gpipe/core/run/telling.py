@@ -45,8 +45,8 @@ def everywhere(
         RankFailed: In the other processes, if it does.
     """
     to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
-    exchange = transport.open(fill_drain(1, layout.placement).phase(0), label)
     with Telling(transport):
+        exchange = transport.open(fill_drain(1, layout.placement).phase(0), label)
         if layout.owner_of(j) == layout.rank:
             exchange.send(to, tree_flatten(compute()), route)
         found = tree_unflatten(exchange.receive(to, route))

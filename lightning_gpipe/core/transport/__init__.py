@@ -14,6 +14,7 @@ from lightning_gpipe.core.transport.interface import (
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
 from lightning_gpipe.core.transport.process_group import (
+    Connection,
     ProcessGroupTransport,
     RankFailed,
     join_processes,
@@ -21,6 +22,7 @@ from lightning_gpipe.core.transport.process_group import (
 
 __all__ = [
     "Cancelled",
+    "Connection",
     "Exchange",
     "InlineTransport",
     "Label",

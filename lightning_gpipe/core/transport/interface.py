@@ -140,8 +140,16 @@ class Transport(ABC):
             BaseException: What the first worker to fail raised; the others are stopped.
         """
 
+    @property
+    def begun(self) -> int:
+        """How many phases were begun since a run failed, the same in all processes; or 0."""
+        return 0
+
     def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
-        """Tell other processes that this one has failed."""
+        """Tell other processes that this one has failed, in a phase or between two.
+
+        Where they are in a phase, or begin the next one, that fails too.
+        """
 
     @abstractmethod
     def inline(self) -> Transport:

@@ -4,8 +4,8 @@ Worker, schedule and stage stay as they are: what comes from another process is 
 inboxes, by a thread for each other process.
 """
 
-from lightning_gpipe.core.transport.process_group.groups import join_processes
+from lightning_gpipe.core.transport.process_group.groups import Connection, join_processes
 from lightning_gpipe.core.transport.process_group.office import RankFailed
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 
-__all__ = ["ProcessGroupTransport", "RankFailed", "join_processes"]
+__all__ = ["Connection", "ProcessGroupTransport", "RankFailed", "join_processes"]

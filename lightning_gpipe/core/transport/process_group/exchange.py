@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Layout, Route, Schedule, sender
+from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, Schedule, sender
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.interface import Label
 from lightning_gpipe.core.transport.local import LocalExchange
@@ -70,8 +70,19 @@ class ProcessGroupExchange(LocalExchange):
 
     @override
     def _fetch(self, inbox: int, at: Action) -> None:
-        self.check()
+        try:
+            self.check()
+        except RankFailed as error:
+            raise RankFailed(f"{error}, while {self._awaited_at(at)} was awaited") from None
         self._take(inbox)
+
+    def _awaited_at(self, at: Action) -> str:
+        """What is awaited in the place of ``at``."""
+        if at.j == CALLER:
+            return f"the end of {at.kind.verb} of micro-batch {at.i} on stage 0"
+        if at.j == self._layout.n:
+            return f"the output of micro-batch {at.i}"
+        return f"the input of {at.kind.verb} of micro-batch {at.i} on stage {at.j}"
 
     @override
     def check(self) -> None:
@@ -82,6 +93,7 @@ class ProcessGroupExchange(LocalExchange):
     @override
     def settle(self) -> None:
         self._office.settle(self.check)
+        self._office.end()
 
     # For the office, on the threads that receive.
 

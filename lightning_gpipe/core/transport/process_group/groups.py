@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
@@ -13,27 +13,60 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-# A rank may pause for as long as it likes: that one is lost is noticed in other ways.
-_PATIENCE = timedelta(days=365)
+from lightning_gpipe.core.transport.process_group.address import device_for
+from lightning_gpipe.core.transport.process_group.meeting import meet
+
+_TIMEOUT = timedelta(seconds=30)
+_START = 10  # times as long for a start: one may still load a model
+
+
+class Connection(NamedTuple):
+    """What connects the processes of a pipeline.
+
+    Attributes:
+        group: Their group, for tensors of the host, with a rank for each owner of workers.
+        timeout: After how long a process that is not heard is lost.
+        pipeline: Which of the pipelines between them.
+    """
+
+    group: ProcessGroupGloo
+    timeout: timedelta = _TIMEOUT
+    pipeline: int = 0
+
+    @property
+    def patience(self) -> timedelta:
+        """How long one may take to be heard for the first time."""
+        return _START * self.timeout
 
 
 def join_processes(
-    owners: Sequence[int] | None, workers: int, group: dist.ProcessGroup | None
-) -> tuple[ProcessGroupGloo | None, int]:
+    owners: Sequence[int] | None,
+    workers: int,
+    group: dist.ProcessGroup | None,
+    timeout: timedelta | None = None,
+) -> tuple[Connection | None, int]:
     """Make the process group of a pipeline, in all of its processes at once.
 
     Args:
         owners: For each worker, the rank of the process that runs it; None for this process.
         workers: The number of workers.
         group: The process group of these ranks; None for all processes.
+        timeout: After how long a process that is not heard is lost; None for 30 seconds.
 
     Returns:
-        A group of its own for what the pipeline sends, and the rank of this process in it.
+        A connection for what the pipeline sends, and the rank of this process in it.
 
     Raises:
-        ValueError: If the owners do not fit the workers or the group.
-        RuntimeError: If there is no process group.
+        ValueError: If the owners do not fit the workers or the group, or the timeout is not
+            positive.
+        RuntimeError: If there is no process group, or others do not come.
     """
+    if timeout is not None and (owners is None or timeout <= timedelta(0)):
+        raise ValueError(
+            "timeout must be positive, and is for a pipeline over several processes: got "
+            f"timeout={timeout!r}, owners={owners}. Leave it out, or give owners and a "
+            "datetime.timedelta."
+        )
     if owners is None:
         return None, 0
     if len(owners) != workers:
@@ -54,16 +87,27 @@ def join_processes(
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    return _of_its_own(group, rank, size), rank
+    return Connection(_connected(group, rank, timeout or _TIMEOUT), timeout or _TIMEOUT), rank
 
 
-def _of_its_own(group: dist.ProcessGroup | None, rank: int, size: int) -> ProcessGroupGloo:
-    """A group of the same ranks over Gloo, with a longer timeout.
+def _connected(group: dist.ProcessGroup | None, rank: int, timeout: timedelta) -> ProcessGroupGloo:
+    """A group of the same ranks over Gloo.
 
     ``torch.distributed.new_group`` names a group by how many groups the process has had before, in
     which ranks may differ, or it waits for all processes, which may not come.
     """
-    name = [uuid4().hex]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    store = PrefixStore(f"lightning_gpipe/{name[0]}", _get_default_store())
-    return ProcessGroupGloo(store, rank, size, _PATIENCE)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    store = PrefixStore("lightning_gpipe", _get_default_store())
+    name = meet(store, ranks, rank, _START * timeout)
+    gloo: Any = ProcessGroupGloo  # whose stubs know no options
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [device_for()]
+    try:
+        return ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"all processes of a pipeline must be connected within {timeout.total_seconds():g} s: "
+            f"rank {rank} could not be: {error}. If the machine has several networks, set "
+            "GLOO_SOCKET_IFNAME to the interface that reaches the other machines."
+        ) from error

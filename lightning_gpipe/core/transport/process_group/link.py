@@ -8,7 +8,10 @@ receives tensors of the host, such as Gloo.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from torch import Tensor
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Route
 from lightning_gpipe.core.transport.process_group.bodies import Coder, Received, Sent
+from lightning_gpipe.core.transport.process_group.groups import Connection
 from lightning_gpipe.core.transport.process_group.message import (
     Code,
     Header,
@@ -26,7 +30,10 @@ from lightning_gpipe.core.transport.process_group.message import (
 )
 
 _TAG = 7_300  # of what the first pipeline of a group sends; the next have those after it
-_JOIN = 5.0
+# A process may pause for as long as it likes: the group's timeout is for its connection only.
+_PATIENCE = timedelta(days=365)
+_PIECE = 1 << 24  # bytes that are sent at a time, so that something is heard while much is sent
+_BEATS = 1_000  # that may be on their way
 
 Posted = tuple[Any, Tensor]  # the work of sending a tensor, and the tensor, which must live so long
 
@@ -51,31 +58,33 @@ class Link:
     """Sends to one other process, and receives from it.
 
     Args:
-        group: The process group.
+        connection: That of all processes.
         rank: The other process.
         coder: Encodes bodies.
         deliver: Called with each header, and the value or the text that came after it.
+        heard: Called with the rank when anything has come.
         lost: Called with the error when nothing can come any more.
-        pipeline: Which of the pipelines of the group.
     """
 
     def __init__(
         self,
-        group: Any,  # whose stubs know neither send nor recv
+        connection: Connection,
         rank: int,
         coder: Coder,
         deliver: Callable[[int, Header, Mail | str | None], None],
+        heard: Callable[[int], None],
         lost: Callable[[int, BaseException], None],
-        pipeline: int = 0,
     ) -> None:
         self.rank = rank
-        self._group = group
+        self._group: Any = connection.group  # whose stubs know neither send nor recv
         self._coder = coder
         self._deliver = deliver
+        self._heard = heard
         self._lost = lost
-        self._tag = _TAG + pipeline
-        self._lock = threading.Lock()  # the parts of a message must stay together
+        self._tag = _TAG + connection.pipeline
+        self._lock = threading.RLock()  # the parts of a message must stay together
         self._sent = Sent()
+        self._beats: deque[Posted] = deque()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -108,26 +117,46 @@ class Link:
             size = len(encoded) if changed else 0
             posted = [self._send(header._replace(slot=slot, size=size).encoded())]
             if changed:
-                posted.append(self._send(_as_tensor(encoded)))
-            return posted + [self._send(bytes_in(t)) for t in tensors if t.numel()]
+                posted += self._send_all(_as_tensor(encoded))
+            for tensor in tensors:
+                posted += self._send_all(bytes_in(tensor))
+            return posted
 
     def tell(self, header: Header, text: str = "") -> list[Posted]:
         """Send a header that announces no value, and a text."""
         encoded = text.encode()
         with self._lock:
             posted = [self._send(header._replace(size=len(encoded)).encoded())]
-            return posted + ([self._send(_as_tensor(encoded))] if encoded else [])
+            return posted + (self._send_all(_as_tensor(encoded)) if encoded else [])
 
-    def join(self) -> None:
+    def beat(self) -> None:
+        """Let the other process hear this one."""
+        with suppress(RuntimeError):  # it is lost, as the receiving thread notices
+            self._beats += self.tell(Header(Code.BEAT, 0))
+            while len(self._beats) > _BEATS:  # the first has gone long ago
+                wait(self._beats.popleft())
+
+    def cut(self) -> None:
+        """End all connections of the group, and with them all that waits for them."""
+        with suppress(RuntimeError):  # a wait that times out ends them; nothing else does
+            nothing = torch.empty(1)
+            self._group.recv([nothing], self.rank, _TAG - 1).wait(timedelta(milliseconds=1))
+
+    def join(self, timeout: float) -> None:
         """Wait for the receiving thread to end, which it does when the other process closes."""
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN)
+            self._thread.join(timeout)
 
     def _send(self, tensor: Tensor) -> Posted:
         return self._group.send([tensor], self.rank, self._tag), tensor
 
-    def _fill(self, tensor: Tensor) -> None:
-        self._group.recv([tensor], self.rank, self._tag).wait()
+    def _send_all(self, content: Tensor) -> list[Posted]:
+        return [self._send(piece) for piece in _pieces(content)]
+
+    def _fill(self, content: Tensor) -> None:
+        for piece in _pieces(content):
+            self._group.recv([piece], self.rank, self._tag).wait(_PATIENCE)
+            self._heard(self.rank)
 
     def _receive(self) -> None:
         received = Received(self._coder)
@@ -144,7 +173,9 @@ class Link:
                     content = torch.empty(header.size, dtype=torch.uint8)
                     self._fill(content)
                     encoded = content.numpy().tobytes()
-                if header.code == Code.FAILURE:
+                if header.code == Code.BEAT:
+                    continue
+                if header.code in (Code.FAILURE, Code.LOST):
                     self._deliver(self.rank, header, encoded.decode())
                     continue
                 body = received.body(header.slot, encoded)
@@ -152,6 +183,21 @@ class Link:
                 self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
         except BaseException as error:
             self._lost(self.rank, error)
+
+
+def wait(posted: Posted) -> None:
+    """Wait until it has gone.
+
+    Raises:
+        RuntimeError: If it cannot go any more.
+    """
+    posted[0].wait(_PATIENCE)
+
+
+def _pieces(content: Tensor) -> Iterator[Tensor]:
+    size = _PIECE // content.element_size()
+    for start in range(0, content.numel(), size):
+        yield content[start : start + size]
 
 
 def _as_tensor(content: bytes) -> Tensor:

@@ -25,6 +25,8 @@ class Code(IntEnum):
     VALUE = 1  # what an action needs
     FAILURE = 2  # that a run failed, and how
     END = 3  # that nothing more comes
+    BEAT = 4  # that the process lives
+    LOST = 5  # that another one does not, and how that was noticed
 
 
 class Header(NamedTuple):
@@ -32,11 +34,11 @@ class Header(NamedTuple):
 
     Attributes:
         code: A :class:`Code`.
-        serial: The number of the exchange.
+        serial: The number of the exchange; see :class:`Office`.
         minibatch, phase, attempt, step, mode, state: Its label.
-        slot: That of the body.
+        slot: That of the body; of an end, how many there have been.
         size: The bytes of the body, or 0 if it is the one that was in the slot before.
-        bits: Those that are signalled.
+        bits: Those that are signalled; of an end, whether it follows that of another process.
         version: That of this format.
     """
 

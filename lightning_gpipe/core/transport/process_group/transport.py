@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
-from torch.distributed import ProcessGroupGloo
 from typing_extensions import override
 
 from lightning_gpipe.core.plan import Action, Layout, Schedule
@@ -14,6 +14,7 @@ from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
 from lightning_gpipe.core.transport.local import LocalTransport
 from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
+from lightning_gpipe.core.transport.process_group.groups import Connection
 from lightning_gpipe.core.transport.process_group.office import Office
 
 
@@ -23,21 +24,20 @@ class ProcessGroupTransport(Transport):
     Args:
         layout: What runs where.
         runner: Runs the workers of this process.
-        group: The process group. It must have a backend for tensors of the host, a rank for each
-            owner of workers, and a timeout longer than any pause of a process.
-        pipeline: Which of the pipelines of the group.
+        connection: That of the owners of the workers.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        runner: LocalTransport | InlineTransport,
-        group: ProcessGroupGloo,
-        pipeline: int = 0,
+        self, layout: Layout, runner: LocalTransport | InlineTransport, connection: Connection
     ) -> None:
         self._layout = layout
         self._runner = runner
-        self._office = Office(layout, group, pipeline)
+        self._office = Office(layout, connection)
+        weakref.finalize(self, self._office.leave)
+
+    def start(self) -> None:
+        """Watch the other processes from now on."""
+        self._office.start()
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -58,6 +58,11 @@ class ProcessGroupTransport(Transport):
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         assert isinstance(exchange, ProcessGroupExchange)
         self._runner.run(exchange, tasks)
+
+    @property
+    @override
+    def begun(self) -> int:
+        return self._office.begun
 
     @override
     def tell(self, error: BaseException) -> None:

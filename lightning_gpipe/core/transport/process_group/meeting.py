@@ -1,0 +1,62 @@
+"""Processes come to the same place, or it is known who does not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from uuid import uuid4
+
+from torch.distributed.distributed_c10d import Store
+
+_POLL = 0.05  # seconds
+_MISSING = "missing "
+
+
+def meet(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
+    """Wait for all processes, and agree on a name that was never used.
+
+    Each writes that it has come; the first one waits for all, and answers each. A collective would
+    wait for as long as the user's process group does, and not tell for whom.
+
+    Args:
+        store: What all of them read and write.
+        ranks: The global ranks of the processes.
+        rank: Which of them this is.
+        timeout: How long to wait for the others.
+
+    Raises:
+        RuntimeError: If not all have come by then.
+    """
+    place, own = "-".join(map(str, ranks)), uuid4().hex
+    others = [k for k in range(len(ranks)) if k != 0]
+    if rank == 0:
+        missing = _await(store, {k: f"{place}/{k}" for k in others}, timeout)
+        came = [k for k in others if k not in missing]
+        tickets = {k: store.get(f"{place}/{k}").decode() for k in came}
+        answer = _MISSING + ", ".join(map(str, missing)) if missing else own
+        for k, ticket in tickets.items():
+            store.delete_key(f"{place}/{k}")
+            store.set(f"{place}/{ticket}", answer)
+    else:
+        store.set(f"{place}/{rank}", own)
+        # The first may have come last, and then waits for as long itself.
+        missing = _await(store, {0: f"{place}/{own}"}, 2 * timeout)
+        answer = _MISSING + "0" if missing else store.get(f"{place}/{own}").decode()
+    if answer.startswith(_MISSING):
+        raise RuntimeError(
+            "all processes must come to make the pipeline, each with the same owners: rank "
+            f"{answer.removeprefix(_MISSING)} did not within {timeout.total_seconds():g} s. See "
+            "whether it has failed; if it is slow, set a longer timeout."
+        )
+    return answer
+
+
+def _await(store: Store, key_of: dict[int, str], timeout: timedelta) -> list[int]:
+    """Wait until these keys are there; returns those of whom they are not."""
+    missing, deadline = list(key_of), time.monotonic() + timeout.total_seconds()
+    while missing := [k for k in missing if not store.check([key_of[k]])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL)
+    return missing
