@@ -30,7 +30,7 @@ from lightning_gpipe.strategy import GPipeStrategy
 
 _ROWS = 4  # in the input of a step
 _INPUT = "sizes of a row of input, as 3,64,64; with spaces between those of several arguments"
-_OF_ONE_STEP = {
+OF_ONE_STEP = {
     "accelerator": "cpu",
     "fast_dev_run": "true",
     "enable_progress_bar": "false",
@@ -128,7 +128,7 @@ class _Listed(Callback):
 
 def _check_configuration(arguments: Sequence[str]) -> None:
     """Run a batch of a configuration's data."""
-    overrides = [f"--trainer.{name}={value}" for name, value in _OF_ONE_STEP.items()]
+    overrides = [f"--trainer.{name}={value}" for name, value in OF_ONE_STEP.items()]
     LightningCLI(
         subclass_mode_model=True,
         subclass_mode_data=True,

@@ -36,7 +36,7 @@ from lightning_gpipe.checkpoint_io import (
 )
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
-from lightning_gpipe.core.pipeline import GPipe, balance_of_each, check_auto
+from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_auto
 from lightning_gpipe.core.plan import check_around, count_recomputed
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.show import show
@@ -44,7 +44,7 @@ from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.optimizer_state import state_follows
-from lightning_gpipe.piped import Piped, must_stay
+from lightning_gpipe.piped import Piped, must_stay, taken_of
 from lightning_gpipe.processes import (
     Mode,
     OverProcesses,
@@ -67,7 +67,7 @@ from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.watch import Watches
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 
 class GPipeStrategy(OverProcesses):
@@ -208,6 +208,20 @@ class GPipeStrategy(OverProcesses):
             self._piped.rebalance(balance)
         self._averages.follow(self.lightning_module)
         self._kept.replace(self._piped.found, self._piped.pipeline.balances)
+
+    @property
+    def microbatching(self) -> MicroBatching | None:
+        """As given."""
+        return self._microbatching
+
+    @property
+    def around(self) -> Literal["last", "first"]:
+        """As given."""
+        return self._around
+
+    def taken(self, module: LightningModule) -> list[Taken]:
+        """What of a LightningModule would run as pipelines."""
+        return taken_of(module, self._module, balance_of_each(self._module, "parameters"))
 
     # Several devices.
 

@@ -22,12 +22,13 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 ORDER = """
 __main__
 __init__
+planning
 callbacks  check  cli
 strategy
 processes  piped
 averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  watch  skip  flatten
 pretrained
-kept_balance  sampled
+kept_balance  sampled  device_options
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

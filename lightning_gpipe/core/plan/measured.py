@@ -8,7 +8,7 @@ activations: which of them a stage runs how often is the schedule's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -30,6 +30,10 @@ class PerRow:
     def at(self, rows: int) -> float:
         """The cost of a micro-batch with so many rows."""
         return self.fixed + self.per_row * rows
+
+    def over(self, number: float) -> PerRow:
+        """The cost divided by a number."""
+        return PerRow(self.fixed / number, self.per_row / number)
 
     @classmethod
     def through(cls, costs: Mapping[int, float]) -> PerRow:
@@ -136,6 +140,19 @@ class ModelProfile:
             layer.time(self.rows) + recomputed * layer.dropping.at(self.rows)
             for layer in self.layers
         ]
+
+    def in_seconds(self, per_second: float) -> ModelProfile:
+        """The same in seconds, on a device that makes so many operations in each."""
+        layers = tuple(
+            replace(
+                layer,
+                forward=layer.forward.over(per_second),
+                dropping=layer.dropping.over(per_second),
+                backward=layer.backward.over(per_second),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers, unit="s")
 
     def as_dict(self) -> dict[str, Any]:
         """The same as nested dicts and lists of numbers and strings, as for JSON."""

@@ -6,16 +6,29 @@ This is the only room that draws, on a terminal or into a file.
 from rich import print as show
 from rich.table import Table
 
-from lightning_gpipe.core.show.picture import INSTALL, can_draw, draw_timeline, timeline_picture
+from lightning_gpipe.core.show.picture import (
+    INSTALL,
+    can_draw,
+    check_can_draw,
+    draw_timeline,
+    timeline_picture,
+)
+from lightning_gpipe.core.show.plan_picture import plan_picture
+from lightning_gpipe.core.show.plans import alternatives_table, plan_table, show_plan
 from lightning_gpipe.core.show.skips import skip_table
 from lightning_gpipe.core.show.stages import stage_table
 
 __all__ = [
     "INSTALL",
     "Table",
+    "alternatives_table",
     "can_draw",
+    "check_can_draw",
     "draw_timeline",
+    "plan_picture",
+    "plan_table",
     "show",
+    "show_plan",
     "skip_table",
     "stage_table",
     "timeline_picture",

@@ -31,6 +31,16 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
+def check_can_draw() -> None:
+    """Raise if matplotlib is not installed.
+
+    Raises:
+        ImportError: Says how to install it.
+    """
+    if not can_draw():
+        raise ImportError(f"drawing needs matplotlib: not installed. Run {INSTALL}.")
+
+
 def timeline_picture(
     spans: Sequence[Span], workers: Sequence[str], *, title: str = "", note: str = ""
 ) -> Figure:
@@ -51,8 +61,7 @@ def timeline_picture(
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    if not can_draw():
-        raise ImportError(f"drawing needs matplotlib: not installed. Run {INSTALL}.")
+    check_can_draw()
     from matplotlib.figure import Figure
 
     height = min(7.2, 1.9 + 0.55 * len(workers))

@@ -1,0 +1,101 @@
+"""A plan as tables: what each stage runs, takes and needs; and what else there was to choose."""
+
+from __future__ import annotations
+
+import sys
+from math import inf
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_gpipe.core.plan import Plan, Prediction
+
+
+def show_plan(plan: Plan) -> None:
+    """Print both tables; into a file, as wide as they are."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(plan_table(plan.prediction))
+    if plan.alternatives:
+        console.print(alternatives_table(plan))
+
+
+def plan_table(prediction: Prediction) -> Table:
+    """List the stages, one row each::
+
+        stage  device  layers           number  parameters  ms     memory, GiB  of
+            0       0  embed .. blocks.5     7     40,960  12.31         10.22  24
+            1       1  blocks.6 .. head      7     41,123  12.05          9.80  24
+
+    The memory is that at the peak, followed by what it is made of.
+    """
+    table = Table(title=headline(prediction))
+    for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction)):
+        table.add_column(name, justify="left" if name == "layers" else "right")
+    for name in ("GiB", "of", "held", "activations", "boundaries", "sent"):
+        table.add_column(name, justify="right")
+    for j, stage in enumerate(prediction.stages):
+        memory = stage.memory
+        limit = "" if stage.limit == inf else _gib(stage.limit)
+        table.add_row(
+            f"{j}",
+            f"{stage.device}",
+            " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]])),
+            f"{len(stage.layers)}",
+            f"{stage.parameters:,}",
+            _time(prediction, stage.time),
+            _gib(memory.total),
+            limit,
+            *map(_gib, (memory.held, memory.activations, memory.boundaries, stage.sent)),
+        )
+    return table
+
+
+def alternatives_table(plan: Plan) -> Table:
+    """List what was not chosen, and why::
+
+    stages  chunks  recomputed       ms  GiB   why not
+         8      16           0            26.1  lacks 2.1 GiB on stage 0
+         8      32           8  512.3     22.0  3.1% slower: ...
+    """
+    table = Table(title="alternatives")
+    for name in ("stages", "chunks", "recomputed", time_unit(plan.prediction), "bubble", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("why not")
+    for each in plan.alternatives:
+        found = each.prediction
+        fits = not any(found.missing)
+        table.add_row(
+            f"{len(found.settings.balance)}",
+            f"{found.settings.chunks}",
+            f"{max(found.settings.recomputed)}",
+            _time(found, found.time) if fits else "",
+            f"{found.bubble:.1%}" if fits else "",
+            _gib(max(stage.memory.total for stage in found.stages)),
+            each.reason,
+        )
+    return table
+
+
+def headline(prediction: Prediction) -> str:
+    """What was chosen, and what it is predicted to take, in a line."""
+    chosen = prediction.settings
+    text = (
+        f"{len(chosen.balance)} stages, chunks={chosen.chunks}, activation_checkpointing="
+        f"{chosen.activation_checkpointing!r}: {_time(prediction, prediction.time)} "
+        f"{time_unit(prediction)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
+        f"{prediction.bubble:.1%}"
+    )
+    return text + (f", {prediction.throughput:,.4g} rows/s" if prediction.unit == "s" else "")
+
+
+def time_unit(prediction: Prediction) -> str:
+    """The unit in which times are shown."""
+    return "ms" if prediction.unit == "s" else "GFLOP"
+
+
+def _time(prediction: Prediction, time: float) -> str:
+    return f"{time * 1e3:,.2f}" if prediction.unit == "s" else f"{time / 1e9:,.2f}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.3g}"

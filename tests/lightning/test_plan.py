@@ -1,0 +1,165 @@
+"""``plan`` chooses how to run a configuration's model on devices that need not be there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
+from torch import nn
+
+from lightning_gpipe.core.plan import Place
+from lightning_gpipe.core.show import can_draw
+from lightning_gpipe.device_options import places_of
+from lightning_gpipe.planning import plan_command
+from tests.support.lightning_modules import FEATURES, Classifier
+
+HERE = "tests.lightning.test_plan"
+
+
+class OnMeta(Classifier):
+    """Made on the meta device, which a model larger than the machine is."""
+
+    def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
+        layers = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(8)))
+        super().__init__(optimizer, scheduled, layers)
+        self.to("meta")
+
+
+class OfAFewWords(Classifier):
+    def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
+        print("a line of the user's")
+        super().__init__(optimizer, scheduled)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])  # of which LightningCLI would warn
+    # seed_everything writes to the environment; this puts it back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+def configured(folder: Path, model: str | None = None, **trainer: Any) -> str:
+    """The path of a configuration."""
+    values = {
+        "trainer": {"accelerator": "gpu", "devices": 2, "strategy": "gpipe", **trainer},
+        "model": {"class_path": model or f"{Classifier.__module__}.Classifier"},
+        "data": {"class_path": "tests.support.lightning_modules.Data"},
+    }
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(values), encoding="utf-8")
+    return str(path)
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--config {configured(tmp_path)} --devices 3 --device-memory 1GiB --stages 2"
+    assert plan_command(arguments.split()) == 0
+
+    printed = capsys.readouterr().out
+    for part in ("2 stages", "bubble", "rows/s", "layers.0", "parameters", "GiB", "alternatives"):
+        assert part in printed
+
+
+def test_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path, f"{HERE}.OfAFewWords")
+    assert plan_command(["--config", config, "--devices", "2", "--stages", "2", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    first, last = found["stages"]
+    assert (first["device"], last["device"]) == (0, 1)
+    assert [*first["layers"], *last["layers"]] == [f"layers.{k}" for k in range(6)]
+    assert found["time"] > 0
+    assert found["memory"] == first["memory"]["total"] + last["memory"]["total"]
+
+
+def test_model_on_the_meta_device_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(tmp_path, f"{HERE}.OnMeta")
+    devices = ["--devices", "4", "--device-speed", "1TFLOPS"]
+    chosen = ["--stages", "4", "--chunks", "4", "--json"]
+    assert plan_command(["--config", config, *devices, *chosen]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert (found["unit"], found["balance"]) == ("s", [2, 2, 2, 2])
+    rows = found["rows"]
+    forward = 2 * rows * FEATURES**2 / 1e12
+    assert found["stages"][1]["time"] == pytest.approx(2 * 3 * forward)
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"--config {configured(tmp_path)} --devices 2 --device-memory 100B".split()
+    assert plan_command(arguments) == 1
+
+    printed = capsys.readouterr()
+    assert "a plan must fit the memory of the devices: none does" in printed.err
+    assert "GiB on device" in printed.err
+    assert "stages" in printed.out
+
+
+def test_configuration_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("trainer: {max_epochs: 1}\n", encoding="utf-8")
+
+    assert plan_command(["--config", str(path), "--devices", "2"]) == 1
+    assert "needs a model" in capsys.readouterr().err
+
+
+def test_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command(["--devices", "2"]) == 1
+    assert "needs a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["24 Gib", "24", "GiB", "1.2.3GiB", "-1GiB"])
+def test_sizes_that_cannot_be_read(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert plan_command([f"--device-memory={text}"]) == 1
+    assert "must be a size such as 24GiB" in capsys.readouterr().err
+
+
+def test_devices_as_they_are_written() -> None:
+    assert places_of(2, ["1KiB"], []) == ([Place(memory=1024)] * 2, None)
+    places, operations = places_of(None, ["1KB", "2KB"], ["2TFLOPS", "1TFLOPS"])
+    assert places == [Place(speed=1, memory=1000), Place(speed=0.5, memory=2000)]
+    assert operations == 2e12
+
+
+@pytest.mark.parametrize(
+    "devices, memory, speed, match",
+    [
+        (3, ["1B", "1B"], [], "got 2 for 3 devices"),
+        (2, [], ["fast"], "must be a factor such as 2"),
+        (2, [], ["0"], "positive"),
+        (2, [], ["1", "1TFLOPS"], "factors only, or operations only"),
+        (0, [], [], "one at least"),
+    ],
+)
+def test_devices_that_cannot_be(
+    devices: int, memory: list[str], speed: list[str], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        places_of(devices, memory, speed)
+
+
+def test_operations_for_layers_that_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = f"--config {configured(tmp_path)} --devices 2 --device-speed 1TFLOPS".split()
+    assert plan_command(arguments) == 1
+    assert "Add --measure-on meta" in capsys.readouterr().err
+
+
+def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.png"
+    arguments = f"--config {configured(tmp_path)} --devices 2 --plot {path}".split()
+    assert plan_command(arguments) == (0 if can_draw() else 1)
+
+    if can_draw():
+        assert path.read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "matplotlib" in capsys.readouterr().err
