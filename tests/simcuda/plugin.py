@@ -34,3 +34,8 @@ _STARTED = _started()  # while this module is imported: before those after it im
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_STARTED, NAME)
+
+
+def take_hazards() -> list[str]:
+    """The hazards so far in this process, which then do not count any more."""
+    return _STARTED.take() if isinstance(_STARTED, FailOnHazard) else []

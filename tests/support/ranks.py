@@ -26,8 +26,11 @@ import torch.distributed as dist
 TIMEOUT = 30.0  # of a function; far more than it needs on a busy machine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# Simulated GPUs come before torch, which the others import.
+_SIMULATED = ["tests.simcuda.plugin"] if "SIMULATED_GPUS" in os.environ else []
 _CONTEXT.set_forkserver_preload(
     [
+        *_SIMULATED,
         "torch",
         "torch.distributed",
         "torch.distributed.pipelining",  # for the benchmarks' processes, which it forks as well
