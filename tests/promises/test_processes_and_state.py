@@ -58,6 +58,43 @@ def test_state_dict_of_the_whole_model_is_loaded_in_each_process(four_ranks: Poo
     assert_equal({**one, **other}, dict(model.state_dict()))
 
 
+class Recurrent(nn.Module):
+    """A GRU, which has weak references to its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 3, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tensor(self.gru(x[:, None])[0][:, 0])
+
+
+def recurrent() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Recurrent() for _ in range(4)))
+
+
+def run_recurrent() -> Tensor:
+    pipeline = piped(recurrent())
+    y = pipeline(rows(4))
+    y.square().mean().backward()
+    pipeline.close()
+    return y.detach()
+
+
+def test_recurrent_layers(four_ranks: Pool) -> None:
+    for y in four_ranks.run(run_recurrent, among=2):
+        assert_equal(y, recurrent()(rows(4)).detach())
+
+
+def test_recurrent_layers_that_were_built_without_values() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Sequential(Recurrent()) for _ in range(2)))
+    pipeline = GPipe(module, [1, 1], devices=["cpu"] * 2)
+
+    assert not pipeline(rows(4)).isnan().any()
+
+
 def printed(table: Table) -> str:
     console = Console(width=150)
     with console.capture() as found:

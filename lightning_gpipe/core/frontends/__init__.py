@@ -26,6 +26,7 @@ from lightning_gpipe.core.frontends.placement import (
     place,
     place_around,
     place_own,
+    replaceable,
 )
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
@@ -61,6 +62,7 @@ __all__ = [
     "place",
     "place_around",
     "place_own",
+    "replaceable",
     "undispatch",
     "with_index",
 ]

@@ -8,7 +8,8 @@ in a file get them from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -52,6 +53,22 @@ def move(parameter: nn.Parameter, device: torch.device) -> None:
         parameter.grad.data = parameter.grad.data.to(device)
 
 
+@contextmanager
+def replaceable(*modules: nn.Module) -> Iterator[None]:
+    """A ``with`` block in which the parameters of recurrent layers can be moved as others can.
+
+    These layers have weak references to their parameters, which PyTorch does not swap then.
+    """
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._init_flat_weights()
+
+
 def forget(module: nn.Module, kept: Collection[int]) -> None:
     """Move ``module`` to the meta device, for another process has its values.
 
@@ -64,9 +81,10 @@ def forget(module: nn.Module, kept: Collection[int]) -> None:
     """
     for each in module.modules():
         _materialise(each, torch.device("cpu"))
-        for parameter in each._parameters.values():
-            if parameter is not None and id(parameter) not in kept:
-                forget_values(parameter)
+        with replaceable(each):
+            for parameter in each._parameters.values():
+                if parameter is not None and id(parameter) not in kept:
+                    forget_values(parameter)
         for name, buffer in each._buffers.items():
             if buffer is not None:
                 each._buffers[name] = empty = torch.empty_like(buffer, device="meta")
@@ -118,9 +136,10 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     initialise = initialiser(module) if missing else lambda: None
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)
     kept = [(t, t.detach().clone()) for t in own if missing and not t.is_meta]
-    for tensor in own:
-        if tensor.is_meta:
-            torch.utils.swap_tensors(tensor, _created(tensor, device))
+    with replaceable(module):
+        for tensor in own:
+            if tensor.is_meta:
+                torch.utils.swap_tensors(tensor, _created(tensor, device))
     initialise()
     with torch.no_grad():
         for tensor, value in kept:

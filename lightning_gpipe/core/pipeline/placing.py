@@ -5,7 +5,7 @@ The layout is complete, and checked, before anything is moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lightning_gpipe.core.frontends import (
     move,
     place,
     place_around,
+    replaceable,
 )
 from lightning_gpipe.core.plan import META, Layout
 
@@ -34,6 +35,13 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     layers = {
         layer for layout in layouts for partition in layout.partitions for layer in partition.layers
     }
+    with replaceable(*root.modules()):
+        _place(root, layers, layouts)
+    for layout in layouts:
+        _check_values(layout)
+
+
+def _place(root: nn.Module, layers: Collection[nn.Module], layouts: Sequence[Layout]) -> None:
     place_around(root, layers, layouts[0].outside)
     for layout in layouts:
         kept = {id(p) for p, home in layout.homes.items() if home != META}
@@ -47,7 +55,6 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
                     forget(layer, kept)
     for layout in layouts:
         move_home(layout)
-        _check_values(layout)
 
 
 def move_home(layout: Layout) -> None:
