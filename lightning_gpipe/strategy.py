@@ -289,6 +289,12 @@ class GPipeStrategy(OverProcesses):
         self._piped.place_around()
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._piped is not None:
+            self._piped.pipeline.tell(exception)  # others would wait for this process
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
         if self._piped is not None:
             self._piped.remove()

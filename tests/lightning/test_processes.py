@@ -409,6 +409,29 @@ def test_parameters_that_every_process_has(two_ranks: Pool) -> None:
     assert two_ranks.run(equalised) == [([0.0] * 6, gradient)] * 2
 
 
+class Raising(Callback):
+    """Raises in one process, between forward and backward."""
+
+    def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            raise KeyError("a callback")
+
+
+def fit_raising(root: Path) -> str:
+    made = trainer_over(root, "per_stage", [2, 4], {}, callbacks=[Raising()])
+    with pytest.raises((KeyError, RuntimeError)) as error:
+        made.fit(Classifier(), datamodule=Data())
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_callback_that_raises_in_one_process(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        told, raised = ranks.run(fit_raising, tmp_path)
+
+    assert raised == "KeyError: 'a callback'"
+    assert told.startswith("RankFailed: rank 1 (stage 1) failed: KeyError: 'a callback'")
+
+
 def sent(values: list[Any]) -> Any:
     """What a rank gets that another one sends."""
     group = Group(timedelta(seconds=20))
