@@ -1,6 +1,7 @@
 """Promise: when one process fails, all say so, name it, and go on or end."""
 
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,3 +138,31 @@ def test_process_that_dies_is_named_by_the_others(three_ranks: Ranks, rank: int)
 
 def test_rank_failed_is_an_error_of_the_run() -> None:
     assert issubclass(RankFailed, RuntimeError)
+
+
+def fail_often(seed: int, times: int) -> list[str]:
+    """What goes wrong over drawn faults: each told to all, the next step right."""
+    draw = random.Random(seed)
+    module = layers()
+    expected = layers()(rows(8)).square().mean()
+    fuses = [each for each in module.modules() if isinstance(each, Fuse)]
+    pipeline = pipeline_of(module)
+    wrong = []
+    for k in range(times):
+        rank, calls = draw.randrange(3), draw.randrange(4)
+        kind = draw.choice(["forward", "recomputation", "backward"])
+        error = draw.choice([OwnError, KeyboardInterrupt, SystemExit, ValueError])(f"drawn {k}")
+        again = 4 * (kind == "recomputation")
+        at = ("backward" if kind == "backward" else "forward", calls + again)
+        fuses[rank].light(at, throw(error))
+        message = told(lambda: step(pipeline))
+        if f"drawn {k}" not in message:
+            wrong.append(f"{k}: {kind} {calls} on {rank}: {message}")
+        if not torch.allclose(step(pipeline), expected):
+            wrong.append(f"{k}: the step after {kind} {calls} on {rank}")
+    pipeline.close()
+    return wrong
+
+
+def test_steps_work_between_drawn_faults(four_ranks: Pool) -> None:
+    assert four_ranks.run(fail_often, 5, 8, among=3) == [[], [], []]
