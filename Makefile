@@ -28,7 +28,7 @@ help:
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
 	@echo "             ARGS='transformers --only Llama' for some of them"
-	@echo "make soak    4,000 drawn models, 1,000 on simulated GPUs; faults, interrupts (some minutes)"
+	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts (some minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -50,7 +50,7 @@ models: .venv-models/.ready
 
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_interrupts.py \
-	    tests/promises/test_random_faults.py \
+	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
 	    --hypothesis-profile=soak --timeout=0 -o faulthandler_timeout=0
 	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0
