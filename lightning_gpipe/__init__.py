@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gpipe.callbacks import Rebalance
+from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
 from lightning_gpipe.core.data import (
     MicroBatching,
     PaddedSequences,
@@ -35,6 +35,7 @@ __all__ = [
     "ModelProfile",
     "PaddedSequences",
     "Parity",
+    "PipelineMonitor",
     "Place",
     "Plan",
     "Rebalance",

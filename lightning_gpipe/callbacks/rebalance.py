@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.required import check_positive, pipeline_of, strategy_of
+from lightning_gpipe.callbacks.best_balance import best_balance
+from lightning_gpipe.callbacks.required import (
+    check_positive,
+    milliseconds,
+    pipeline_of,
+    strategy_of,
+)
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Layout, Place, Shift, count_recomputed, shift_for, time_costs
+from lightning_gpipe.core.plan import Shift
 from lightning_gpipe.core.run import Observation, Timeline, typical
 
 _MINI_BATCHES = 20  # so many of the latest are averaged; reading one waits for GPUs
@@ -107,10 +111,7 @@ class Rebalance(Callback):
         if self._awaited and self._was_worse(trainer, busy):
             return
         try:
-            shifts = [
-                _shift(pipeline, k, layout, times)
-                for k, (layout, times) in enumerate(zip(pipeline.layouts, busy, strict=True))
-            ]
+            shifts = [best_balance(pipeline, k, times) for k, times in enumerate(busy)]
         except ValueError as error:  # nothing fits the memory
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
             return
@@ -138,8 +139,8 @@ class Rebalance(Callback):
         after = sum(map(max, busy))
         moved, self._awaited = self._awaited, []
         rank_zero_info(
-            f"Rebalance: the slowest stage takes {1e3 * after:.3g} ms per mini-batch, and took "
-            f"{1e3 * before:.3g} ms before the layers moved ({after / before - 1:+.0%})."
+            f"Rebalance: the slowest stage takes {milliseconds(after)} per mini-batch, and took "
+            f"{milliseconds(before)} before the layers moved ({after / before - 1:+.0%})."
         )
         if after <= before:
             return False
@@ -158,27 +159,8 @@ class Rebalance(Callback):
         return True
 
 
-def _shift(pipeline: GPipe, k: int, layout: Layout, busy: Sequence[float]) -> Shift:
-    """The best balance of one of the pipelines."""
-    profile = pipeline.profiles[k]
-    recomputed = count_recomputed(pipeline.activation_checkpointing, profile.chunks)
-    places = [Place(memory=_memory(layout.device_of(j))) for j in range(layout.n)]
-    outside = layout.n - 1 if layout.around == "last" else 0
-    places[outside] = replace(places[outside], taken=profile.around.held_bytes)
-    return shift_for(
-        time_costs(profile, recomputed), pipeline.balances[k], busy, layout.placement, places
-    )
-
-
-def _memory(device: torch.device) -> float:
-    """The bytes of a device, if it has memory of its own."""
-    if device.type != "cuda":
-        return inf
-    return float(torch.cuda.get_device_properties(device).total_memory)
-
-
 def _stay(shift: Shift) -> Shift:
-    return replace(shift, after=shift.before, predicted=shift.measured)
+    return replace(shift, after=shift.before, stages=(shift.measured,))
 
 
 def _balances(shifts: Sequence[Shift]) -> tuple[tuple[int, ...], ...]:
@@ -189,8 +171,8 @@ def _said(epoch: int, shifts: Sequence[Shift]) -> str:
     """What moves, for the user."""
     moves = [
         f"balance={list(each.before)} becomes {list(each.after)}, {each.moved} layers move; the "
-        f"slowest stage takes {1e3 * each.measured:.3g} ms per mini-batch, then "
-        f"{1e3 * each.predicted:.3g} ms ({-each.gain:+.0%})"
+        f"slowest stage takes {milliseconds(each.measured)} per mini-batch, then "
+        f"{milliseconds(each.predicted)} ({-each.gain:+.0%})"
         for each in shifts
         if each.moved
     ]

@@ -1,4 +1,4 @@
-"""What callbacks of a pipeline need: the strategy that makes one."""
+"""What callbacks of a pipeline need: the strategy that makes one, and a few words."""
 
 from __future__ import annotations
 
@@ -45,3 +45,9 @@ def check_positive(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a whole number: got {value!r}.")
     if value < 1:
         raise ValueError(f"{name} must be 1 or more: got {value}.")
+
+
+def milliseconds(seconds: float) -> str:
+    """A time to three digits, such as ``2.41 ms`` or ``1,260 ms``."""
+    number = 1e3 * seconds
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"

@@ -137,7 +137,7 @@ def test_move_that_makes_it_slower_is_undone_once(
 
     assert balances == [[3, 3], [5, 1], [3, 3], [3, 3]]
     assert "balance=[3, 3] becomes [5, 1], 2 layers move" in caplog.text
-    assert "takes 5e+04 ms per mini-batch, and took 3e+04 ms" in caplog.text
+    assert "takes 50,000 ms per mini-batch, and took 30,000 ms" in caplog.text
 
 
 def test_balance_that_is_kept_in_checkpoints_is_the_latest(

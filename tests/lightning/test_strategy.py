@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "ModelProfile",
         "PaddedSequences",
         "Parity",
+        "PipelineMonitor",
         "Place",
         "Plan",
         "Rebalance",

@@ -4,6 +4,7 @@ What is shown, simulated and tested here is the same object that runs.
 """
 
 from lightning_gpipe.core.plan.action import Action, Kind, successor
+from lightning_gpipe.core.plan.advice import Change, changes
 from lightning_gpipe.core.plan.balance.by_names import counts_between
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.by_profile import (
@@ -91,6 +92,7 @@ __all__ = [
     "Alternative",
     "Around",
     "Carried",
+    "Change",
     "Holder",
     "Kind",
     "LayerCosts",
@@ -123,6 +125,7 @@ __all__ = [
     "Value",
     "Values",
     "balance_by_parameters",
+    "changes",
     "check_activation_checkpointing",
     "check_around",
     "check_balance",

@@ -17,9 +17,11 @@ from lightning_gpipe.core.show.plan_picture import plan_picture
 from lightning_gpipe.core.show.plans import alternatives_table, plan_table, show_plan
 from lightning_gpipe.core.show.skips import skip_table
 from lightning_gpipe.core.show.stages import stage_table
+from lightning_gpipe.core.show.trace import Slice, trace_of
 
 __all__ = [
     "INSTALL",
+    "Slice",
     "Table",
     "alternatives_table",
     "can_draw",
@@ -32,4 +34,5 @@ __all__ = [
     "skip_table",
     "stage_table",
     "timeline_picture",
+    "trace_of",
 ]

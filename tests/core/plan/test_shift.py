@@ -11,7 +11,7 @@ def test_a_slow_device_gets_fewer_layers() -> None:
     # Six layers of a second; the second device has become half as fast.
     shift = shift_for(LayerCosts([1.0] * 6), [3, 3], [3.0, 6.0], (0, 1), PLACES)
 
-    assert shift == Shift((3, 3), (4, 2), measured=6.0, predicted=4.0)
+    assert shift == Shift((3, 3), (4, 2), measured=6.0, stages=(4.0, 4.0))
     assert shift.gain == pytest.approx(1 / 3)
     assert shift.moved == 1
 

@@ -24,13 +24,18 @@ class Shift:
         before: The number of layers in each stage now.
         after: The same after it.
         measured: The time of the slowest stage now.
-        predicted: The same after it.
+        stages: The time of each stage after it.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     measured: float
-    predicted: float
+    stages: tuple[float, ...]
+
+    @property
+    def predicted(self) -> float:
+        """The time of the slowest stage after it."""
+        return max(self.stages)
 
     @property
     def gain(self) -> float:
@@ -69,7 +74,7 @@ def shift_for(
     predicted = [
         cost / speeds[w] for cost, w in zip(_sums(costs.times, after), placement, strict=True)
     ]
-    return Shift(tuple(balance), tuple(after), max(busy), max(predicted))
+    return Shift(tuple(balance), tuple(after), max(busy), tuple(predicted))
 
 
 def speeds_of(

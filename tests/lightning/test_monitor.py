@@ -1,0 +1,112 @@
+"""What the monitor logs and writes, and what it says at the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_gpipe import GPipeStrategy, PipelineMonitor
+from lightning_gpipe.callbacks import monitor as module
+from tests.support.lightning_modules import fitted
+from tests.support.two_stacks import Translator
+
+NAMES = {
+    "pipeline/bubble",
+    "pipeline/bubble_by_schedule",
+    "pipeline/imbalance",
+    "pipeline/stage_0/busy",
+    "pipeline/stage_0/wait_ms",
+    "pipeline/stage_1/busy",
+    "pipeline/stage_1/wait_ms",
+    "pipeline/micro_batches_per_second",
+    "pipeline/peak_memory_GiB/cpu",
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "can_draw", lambda: False)
+
+
+def run(root: Path, callback: L.Callback, **options: Any) -> L.Trainer:
+    strategy = options.pop("strategy", GPipeStrategy([3, 3], chunks=2, module="layers"))
+    return fitted(root, strategy, devices=2, callbacks=[callback], max_epochs=2, **options)
+
+
+def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="run")
+    callback = PipelineMonitor(every_n_steps=1)
+
+    run(tmp_path, callback, logger=logger)
+
+    assert callback.metrics.keys() == NAMES
+    assert callback.metrics["pipeline/bubble_by_schedule"] == pytest.approx(1 / 3, abs=0.2)
+    shares = [callback.metrics[f"pipeline/stage_{j}/busy"] for j in range(2)]
+    assert all(0 < share <= 1 for share in shares)
+    assert callback.metrics["pipeline/bubble"] == pytest.approx(1 - sum(shares) / 2)
+    columns = (tmp_path / "run/metrics.csv").read_text("utf-8").splitlines()[0].split(",")
+    assert set(columns) >= NAMES
+    assert (tmp_path / "run/pipeline_trace.json").exists()  # beside the logger's
+
+
+@pytest.mark.parametrize("every, steps", [(1, 5), (100, 1)])
+def test_trace_of_the_latest_steps(tmp_path: Path, every: int, steps: int) -> None:
+    run(tmp_path, PipelineMonitor(every_n_steps=every, folder=tmp_path / "new"))
+
+    events = json.loads((tmp_path / "new/pipeline_trace.json").read_text("utf-8"))["traceEvents"]
+    boxes = [each for each in events if each["ph"] == "X"]
+    caller = [each["name"] for each in boxes if each["tid"] == 0]
+    assert [caller.count(name) for name in ("training_step", "backward", "optimizer step")] == [
+        steps
+    ] * 3
+    # Each of the two micro-batches has a forward and a backward, and one of them is recomputed.
+    assert [sum(each["tid"] == w + 1 for each in boxes) for w in range(2)] == [5 * steps] * 2
+
+
+def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+
+    run(tmp_path, PipelineMonitor(every_n_steps=1))
+
+    assert "PipelineMonitor: a mini-batch takes" in caplog.text
+    assert "By simulation, " in caplog.text
+    assert "no picture, since matplotlib is missing: pip install" in caplog.text
+
+
+def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()
+
+    run(tmp_path, PipelineMonitor(every_n_steps=1, folder=tmp_path))
+
+    assert (tmp_path / "pipeline_timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_pipelines(tmp_path: Path) -> None:
+    callback = PipelineMonitor(every_n_steps=1)
+    paths = ["layers.encoder", "layers.decoder"]
+    strategy = GPipeStrategy([[2, 1], [2, 2]], chunks=2, module=paths)
+
+    run(tmp_path, callback, strategy=strategy, build=Translator)
+
+    assert {f"pipeline/{path}/bubble" for path in paths} <= callback.metrics.keys()
+
+
+def test_without_a_logger_it_writes_into_the_root(tmp_path: Path) -> None:
+    run(tmp_path, PipelineMonitor(), logger=False)
+
+    assert (tmp_path / "pipeline_trace.json").exists()
+
+
+def test_without_a_pipeline(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="PipelineMonitor is for a pipeline: got a Trainer with"):
+        fitted(tmp_path, "auto", callbacks=[PipelineMonitor()])
+
+
+@pytest.mark.parametrize("every, error", [(0, ValueError), (True, TypeError), ("1", TypeError)])
+def test_bad_arguments(every: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="every_n_steps must be"):
+        PipelineMonitor(every_n_steps=every)
