@@ -146,6 +146,7 @@ def plan(
     *,
     module: str | None = None,
     device: str | torch.device = "cpu",
+    stages: int | None = None,
     balance: Sequence[int] | None = None,
     chunks: int | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
@@ -170,6 +171,7 @@ def plan(
         devices: Their number, or for each its memory and its speed.
         module: The path of what is to run as a pipeline; None takes the model itself.
         device: Where to measure; on ``"meta"`` operations are counted.
+        stages: Their number; None takes up to one per device.
         balance: The number of layers in each stage; None finds the best one.
         chunks: The number of micro-batches; None tries powers of two.
         activation_checkpointing: Which of them are recomputed; None finds as few as fit.
@@ -201,6 +203,7 @@ def plan(
         places,
         rows=rows_of(profiles),
         most=measuring.most(_MOST * len(places)),
+        stages=stages,
         balance=balance,
         chunks=chunks,
         activation_checkpointing=activation_checkpointing,

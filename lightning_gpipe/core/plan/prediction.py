@@ -20,7 +20,6 @@ from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.layout import Around
 from lightning_gpipe.core.plan.measured import LayerProfile, ModelProfile
 from lightning_gpipe.core.plan.schedule import Schedule
-from lightning_gpipe.core.plan.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -158,12 +157,13 @@ class Prediction:
     @cached_property
     def time(self) -> float:
         """What a mini-batch takes."""
-        return self._simulation.makespan
+        return max((at + self._cost(action) for action, at in self._start.items()), default=0.0)
 
     @cached_property
     def bubble(self) -> float:
         """The share of the devices' time in which they are idle."""
-        return self._simulation.bubble
+        busy = sum(map(self._cost, self._start))
+        return 1.0 - busy / (self.time * len(self.places)) if self.time else 0.0
 
     @property
     def throughput(self) -> float:
@@ -183,8 +183,7 @@ class Prediction:
     @cached_property
     def spans(self) -> tuple[Planned, ...]:
         """Every action, by its start."""
-        start = self._simulation.start
-        found = (Planned(a.j, a, at, at + self._cost(a)) for a, at in start.items())
+        found = (Planned(a.j, a, at, at + self._cost(a)) for a, at in self._start.items())
         return tuple(sorted(found, key=lambda span: span.start))
 
     def memory_over_time(self) -> list[list[tuple[float, float]]]:
@@ -224,8 +223,15 @@ class Prediction:
         )
 
     @cached_property
-    def _simulation(self) -> Simulation:
-        return self.settings.actions().simulate(self._cost)
+    def _start(self) -> dict[Action, float]:
+        """When each action starts: a phase when all of the previous one has ended."""
+        schedule, at = self.settings.actions(), 0.0
+        found: dict[Action, float] = {}
+        for k in range(len(schedule.phases)):
+            phase = schedule.phase(k).simulate(self._cost)
+            found |= {action: at + start for action, start in phase.start.items()}
+            at += phase.makespan
+        return found
 
     @cached_property
     def _costs(self) -> dict[int, list[StageCost]]:

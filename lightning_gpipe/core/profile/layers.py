@@ -29,6 +29,7 @@ from lightning_gpipe.core.plan import (
     Route,
     lay_out,
 )
+from lightning_gpipe.core.profile.alike import Alike
 from lightning_gpipe.core.profile.flow import Flow
 from lightning_gpipe.core.profile.holding import held_by
 from lightning_gpipe.core.profile.meters import Meter, Operations, Seconds
@@ -128,6 +129,7 @@ class _Measured:
         self._flows = {
             rows: Flow(each, subject.program, device) for rows, each in subject.microbatches.items()
         }
+        self._alike = {saved: Alike() for saved in self._saved.values()}
         self._overhead = _overhead(device, self.meter)
 
     def run(self) -> None:
@@ -149,6 +151,21 @@ class _Measured:
     def _measure(self, stage: Stage, flow: Flow, saved: SavedBytes) -> dict[str, float]:
         """What one layer costs for one micro-batch, and what it makes of it."""
         inputs = flow.arriving(stage.partition.index, self._arriving(stage))
+        measure = partial(self._run, stage, inputs, saved)
+        if self.meter.exact:
+            j = stage.partition.index
+            part = None if self._program is None else self._program.parts[j]
+            costs, outputs = self._alike[saved].count(stage, part, inputs, saved, measure)
+        else:
+            costs, outputs = measure()
+        flow.leave(outputs, self._leaving(stage))
+        saved.keep(flow.leaves)
+        return costs
+
+    def _run(
+        self, stage: Stage, inputs: FlatTree, saved: SavedBytes
+    ) -> tuple[dict[str, float], FlatTree]:
+        """Run one layer; returns what it costs, and what it makes."""
         times = {} if self.meter.exact else _times(stage, self._program, inputs, self.meter)
         if self.meter.exact:
             with _alone(stage, self._program) as alone:
@@ -158,13 +175,11 @@ class _Measured:
             saved.ignore(_tensors_in(stage))
             outputs, forward = self.meter(partial(alone.forward, 0, inputs.detached()))
             _, backward = self.meter(partial(alone.backward, 0, _gradients_for(outputs)))
-            flow.leave(outputs, alone.work.leaving)
-        saved.keep(flow.leaves)
         times = times or {"forward": forward, "dropping": forward, "backward": backward}
         return {
             "saved": saved.number,
             **{name: max(0.0, time - self._overhead[name]) for name, time in times.items()},
-        }
+        }, outputs
 
     def _arriving(self, stage: Stage) -> tuple[Route, ...]:
         if self._program is None:

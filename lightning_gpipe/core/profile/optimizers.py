@@ -41,20 +41,31 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -
     if isinstance(optimizer, Optimizer):
         optimizer = [optimizer]
     if isinstance(optimizer, list | tuple) and all(isinstance(o, Optimizer) for o in optimizer):
-        groups = [(o, group) for o in optimizer for group in o.param_groups]
-        return {
-            id(each): _of_one(each, _like(o, group))
-            for o, group in groups
-            for each in group["params"]
-            if id(each) in found
-        }
+        kept: dict[int, int] = {}
+        for group, make in [(g, _like(o, g)) for o in optimizer for g in o.param_groups]:
+            kept |= _of_each([each for each in group["params"] if id(each) in found], make)
+        return kept
     if not callable(optimizer):
         raise TypeError(
             "optimizer must be an optimizer, its class, or a function that makes one of a list of "
             f"parameters: got {optimizer!r}. Write optimizer=torch.optim.AdamW, or "
             "partial(torch.optim.SGD, lr=0.1, momentum=0.9)."
         )
-    return {key: _of_one(each, optimizer) for key, each in found.items()}
+    return _of_each(found.values(), optimizer)
+
+
+def _of_each(
+    parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer]
+) -> dict[int, int]:
+    """The bytes that an optimizer keeps for each, by its id; those of one shape have the same."""
+    sizes: dict[Any, int] = {}
+    found = {}
+    for each in parameters:
+        key = each.shape, each.dtype, each.stride()
+        if key not in sizes:
+            sizes[key] = _of_one(each, make)
+        found[id(each)] = sizes[key]
+    return found
 
 
 # How a step is computed, not what is kept for it; not all of it can be computed on meta tensors.

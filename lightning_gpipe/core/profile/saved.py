@@ -48,6 +48,15 @@ class SavedBytes:
         """Do not count these, which the layer holds anyway: its parameters and buffers."""
         self._held.update(map(_key, held))
 
+    def are_counted(self, leaves: Iterable[Any]) -> list[bool]:
+        """Whether each was counted."""
+        return [isinstance(leaf, Tensor) and _key(leaf) in self._counted for leaf in leaves]
+
+    def count(self, leaves: Iterable[Any], counted: Iterable[bool]) -> None:
+        """Remember that some of these were counted, in what is like them."""
+        pairs = zip(leaves, counted, strict=True)
+        self._counted.update(_key(leaf) for leaf, was_counted in pairs if was_counted)
+
     def keep(self, leaves: Iterable[Any]) -> None:
         """Remember what was counted of these, and forget all else."""
         self._counted &= {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

@@ -264,3 +264,26 @@ def test_model_that_cannot_be_cut_everywhere_says_so() -> None:
         profile(Turned(), batch())
 
     assert "a stage of its own, to be measured" in str(raised.value.__notes__)
+
+
+def test_layers_that_are_alike_are_counted_once_on_the_meta_device() -> None:
+    calls = []
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, width)
+            self.back = nn.Linear(width, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(self.linear.out_features)
+            return x + self.back(self.linear(x).relu())
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(width) for width in [16] * 20 + [32] + [16] * 20))
+    found = profile(model, torch.zeros(12, 8, device="meta"), chunks=2)
+
+    assert len(calls) < 20
+    widths = [16] * 20 + [32] + [16] * 20
+    assert [each.forward.at(6) for each in found.layers] == [2 * 2 * 6 * 8 * w for w in widths]
+    assert len({layer.saved for layer in found.layers[1:20]}) == 1

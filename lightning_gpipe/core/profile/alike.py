@@ -1,0 +1,154 @@
+"""Layers that are alike, of which one is counted and the others cost the same.
+
+A large transformer has a thousand blocks of one kind. What they cost in operations follows from the
+kinds of their modules, the shapes of their tensors and what they take, so the first of them is run
+on the meta device, and its outputs stand for those of the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.plan import Part
+from lightning_gpipe.core.profile.saved import SavedBytes
+from lightning_gpipe.core.run import Stage
+
+_PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+class Counted(NamedTuple):
+    """What a layer was found to cost.
+
+    Attributes:
+        costs: The fields of its profile.
+        outputs: What it makes.
+        saved: Whether each leaf of the outputs was counted as saved.
+    """
+
+    costs: dict[str, float]
+    outputs: FlatTree
+    saved: list[bool]
+
+
+class Alike:
+    """What was counted so far."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, Counted] = {}
+
+    def count(
+        self,
+        stage: Stage,
+        part: Part | None,
+        inputs: FlatTree,
+        saved: SavedBytes,
+        measure: Callable[[], tuple[dict[str, float], FlatTree]],
+    ) -> tuple[dict[str, float], FlatTree]:
+        """What a layer costs, and its outputs.
+
+        Args:
+            stage: The layer, as a stage of its own.
+            part: Its part of a program, if it has one.
+            inputs: What it takes.
+            saved: Knows what of it was counted.
+            measure: Runs it.
+        """
+        try:
+            key = _key(stage, part, inputs, saved)
+        except _Unlike:
+            return measure()
+        if key not in self._found:
+            costs, outputs = measure()
+            self._found[key] = Counted(costs, outputs, saved.are_counted(outputs.leaves))
+        found = self._found[key]
+        saved.count(found.outputs.leaves, found.saved)
+        return found.costs, found.outputs
+
+
+class _Unlike(Exception):
+    """Nobody knows whether a layer is like another one."""
+
+
+def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -> Hashable:
+    """Equal for layers that cost the same.
+
+    Raises:
+        _Unlike: If it has hooks, skip connections, or something else that cannot be compared.
+    """
+    if stage.arriving or stage.leaving:
+        raise _Unlike
+    modules = tuple(_of_module(layer) for layer in stage.partition.layers)
+    steps = () if part is None else _of_part(part)
+    leaves = inputs.leaves
+    taken = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
+    return modules, steps, taken, tuple(_first(leaf, leaves) for leaf in leaves)
+
+
+def _of_module(module: nn.Module) -> Hashable:
+    """The kinds, settings and tensors of a module and those in it."""
+    return tuple(
+        (name, type(each), *_settings(each), *_tensors(each))
+        for name, each in module.named_modules(remove_duplicate=False)
+    )
+
+
+def _settings(module: nn.Module) -> Iterator[Hashable]:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    if any(hooks) or "forward" in vars(module):
+        raise _Unlike
+    for name, value in vars(module).items():
+        if isinstance(value, _PLAIN) or _is_plain_tuple(value):
+            yield name, value
+
+
+def _tensors(module: nn.Module) -> Iterator[Hashable]:
+    for slots in (module._parameters, module._buffers):
+        for name, tensor in slots.items():
+            yield name, None if tensor is None else _of_tensor(tensor)
+
+
+def _of_tensor(tensor: Tensor) -> Hashable:
+    return type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.layout
+
+
+def _of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return _of_tensor(leaf)
+    if isinstance(leaf, _PLAIN):
+        return leaf
+    raise _Unlike
+
+
+def _first(leaf: Any, leaves: Sequence[Any]) -> int:
+    """The index of the first leaf that is this one."""
+    return next(k for k, other in enumerate(leaves) if other is leaf)
+
+
+def _of_part(part: Part) -> Hashable:
+    """The calls of a part, with the values in the order in which they appear."""
+    known: dict[str, str] = {}
+
+    def renamed(text: str) -> str:
+        return re.sub(r"%\d+", lambda found: known.setdefault(found[0], f"%{len(known)}"), text)
+
+    calls = []
+    for step in part.steps:
+        shown = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
+        run = _of_module(step.run) if isinstance(step.run, nn.Module) else step.run
+        calls.append((shown, run))
+    routes = [route.numbers for route in (*part.arriving, *part.leaving)]
+    ends = tuple(
+        renamed(" ".join(f"%{number}" for number in numbers))
+        for numbers in (part.takes, part.gives, *routes)
+    )
+    return tuple(calls), ends, len(part.leaving)
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value)

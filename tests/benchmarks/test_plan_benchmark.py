@@ -1,0 +1,18 @@
+"""The benchmark runs; what it measures is not for a test to judge."""
+
+import pytest
+import torch
+
+from benchmarks import plan
+
+
+def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        plan.main(["--models", "tiny", "--rounds", "1"])
+    finally:
+        torch.set_num_threads(threads)
+
+    report = capsys.readouterr().out
+    for row in ("tiny, chunks=2, never: time", "tiny, chunks=8, always: time"):
+        assert row in report
