@@ -84,6 +84,22 @@ def test_error_in_a_layer_is_told_to_all_and_the_next_step_works(
         assert where in message
 
 
+def close_and_go_on() -> list[Tensor]:
+    pipeline = pipeline_of(layers())
+    found = []
+    for _ in range(3):
+        found.append(step(pipeline))
+        pipeline.close()
+    return found
+
+
+def test_pipeline_that_was_closed_runs_again(four_ranks: Pool) -> None:
+    expected = layers()(rows(8)).square().mean()
+
+    for losses in four_ranks.run(close_and_go_on, among=3):
+        torch.testing.assert_close(torch.stack(losses), expected.detach().expand(3))
+
+
 def differ(what: str) -> str:
     """What a step says if one process does something else."""
     pipeline = pipeline_of(layers())

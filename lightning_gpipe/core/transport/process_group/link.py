@@ -84,6 +84,7 @@ class Link:
         self._tag = _TAG + connection.pipeline
         self._lock = threading.RLock()  # the parts of a message must stay together
         self._sent = Sent()
+        self._received = Received(coder)  # what is remembered outlives the thread, as in the sender
         self._beats: deque[Posted] = deque()
         self._thread: threading.Thread | None = None
 
@@ -159,7 +160,6 @@ class Link:
             self._heard(self.rank)
 
     def _receive(self) -> None:
-        received = Received(self._coder)
         words = Header.empty()
         try:
             while True:
@@ -178,7 +178,7 @@ class Link:
                 if header.code in (Code.FAILURE, Code.LOST):
                     self._deliver(self.rank, header, encoded.decode())
                     continue
-                body = received.body(header.slot, encoded)
+                body = self._received.body(header.slot, encoded)
                 value, on_device = unpack(body, self._fill)
                 self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
         except BaseException as error:
