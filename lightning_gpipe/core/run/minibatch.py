@@ -161,6 +161,7 @@ class MiniBatch:
             except BaseException:
                 self._abandon_passes()
                 raise
+            self._generators = SharedGenerators(())  # whose states are some kilobytes
             self._library = None
             library.end()
         return outputs
