@@ -31,7 +31,6 @@ def test_model_stays_on_the_cpu(kind: str) -> None:
     costs = profile(model, x, module=path, device="cuda:0", chunks=2)
 
     assert (costs.device, costs.unit, costs.rows) == ("cuda:0", "s", 4)
-    assert costs.layers[0].forward.at(4) > 0  # a backward is a difference of two measured times
     assert costs.layers[0].saved.at(4) == 4 * 4 * 4
     after = model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
