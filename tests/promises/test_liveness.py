@@ -16,15 +16,10 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipe
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
+from tests.support.processes import layers, step
 from tests.support.ranks import Pool, Ranks, group_of, new_ranks
 
 BOUND = timedelta(seconds=2)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(2)
-    blocks = [nn.Sequential(nn.Linear(3, 3), Fuse()) for _ in range(3)]
-    return nn.Sequential(*blocks).double()
 
 
 def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
@@ -46,12 +41,6 @@ def said(run: Callable[[], object]) -> str:
     except BaseException as error:
         return f"{type(error).__name__} | {error}"
     return "none"
-
-
-def step(pipeline: GPipe) -> Tensor:
-    loss = pipeline(rows(8)).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 @pytest.fixture

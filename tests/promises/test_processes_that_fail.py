@@ -14,13 +14,8 @@ from lightning_gpipe import GPipe
 from lightning_gpipe.core.transport import RankFailed
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.models import rows
+from tests.support.processes import layers, step
 from tests.support.ranks import Failed, Pool, Ranks, group_of, new_ranks
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(2)
-    blocks = [nn.Sequential(nn.Linear(3, 3), Fuse()) for _ in range(3)]
-    return nn.Sequential(*blocks).double()
 
 
 def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
@@ -44,12 +39,6 @@ def told(run: Callable[[], object]) -> str:
         notes = getattr(error, "__notes__", [])
         return " | ".join([type(error).__name__, str(error), *notes])
     return "none"
-
-
-def step(pipeline: GPipe) -> Tensor:
-    loss = pipeline(rows(8)).square().mean()
-    loss.backward()
-    return loss.detach()
 
 
 def fail_once(rank: int, kind: str, calls: int) -> tuple[str, Tensor]:

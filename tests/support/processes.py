@@ -3,9 +3,12 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_gpipe import GPipe
 from lightning_gpipe.core.data import tree_flatten
+from tests.support.faults import Fuse
+from tests.support.models import rows
 from tests.support.ranks import group_of
 
 Owners = tuple[int, ...]
@@ -31,3 +34,17 @@ def assert_equal(actual: Any, expected: Any) -> None:
             torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
         else:
             assert one == two
+
+
+def layers() -> nn.Sequential:
+    """Three layers, each with a fuse."""
+    torch.manual_seed(2)
+    blocks = [nn.Sequential(nn.Linear(3, 3), Fuse()) for _ in range(3)]
+    return nn.Sequential(*blocks).double()
+
+
+def step(pipeline: GPipe) -> Tensor:
+    """The loss of a step on eight rows."""
+    loss = pipeline(rows(8)).square().mean()
+    loss.backward()
+    return loss.detach()
