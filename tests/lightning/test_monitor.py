@@ -77,7 +77,6 @@ def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     monkeypatch.undo()
 
     run(tmp_path, PipelineMonitor(every_n_steps=1, folder=tmp_path))

@@ -69,8 +69,15 @@ def timeline_picture(
     axes = figure.add_subplot()
     draw_timeline(axes, spans, workers)
     axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=26 if note else 8)
-    above = {"xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(note, (0, 1), (0, 9), fontsize=10.5, color="#555555", **above)
+    axes.annotate(
+        note,
+        (0, 1),
+        (0, 9),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=10.5,
+        color="#555555",
+    )
     axes.set_xlabel("milliseconds")
     return figure
 
@@ -99,7 +106,9 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
             )
         if chosen:
             axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
-    points = 72 * 0.85 * axes.get_figure(root=True).get_figwidth() / length
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    points = 72 * 0.85 * figure.get_figwidth() / length
     for span in spans if len(workers) <= _ROWS else ():
         label = f"{span.action.i}" + (f"/{span.action.j}" if several else "")
         if (span.end - span.start) * points > _POINTS * len(label):
