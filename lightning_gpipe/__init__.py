@@ -22,6 +22,7 @@ from lightning_gpipe.core.plan import (
     balance_by_parameters,
 )
 from lightning_gpipe.core.run import Timeline
+from lightning_gpipe.core.transport import OutOfStep, RankFailed
 from lightning_gpipe.core.verify import Parity, verify
 from lightning_gpipe.strategy import GPipeStrategy
 
@@ -33,11 +34,13 @@ __all__ = [
     "LayerProfile",
     "MicroBatching",
     "ModelProfile",
+    "OutOfStep",
     "PaddedSequences",
     "Parity",
     "PipelineMonitor",
     "Place",
     "Plan",
+    "RankFailed",
     "Rebalance",
     "Rows",
     "Schedule",

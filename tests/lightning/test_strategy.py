@@ -27,11 +27,13 @@ def test_public_names() -> None:
         "LayerProfile",
         "MicroBatching",
         "ModelProfile",
+        "OutOfStep",
         "PaddedSequences",
         "Parity",
         "PipelineMonitor",
         "Place",
         "Plan",
+        "RankFailed",
         "Rebalance",
         "Rows",
         "Schedule",
@@ -66,7 +68,7 @@ def test_public_names() -> None:
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads=True, around='last', sample=None, optimizer=None, "
-            "owners=None, group=None, timeout=None)",
+            "owners=None, group=None, lost_after=None)",
         ),
     ],
 )

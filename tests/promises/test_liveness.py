@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipe
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
-from tests.support.processes import layers, step
+from tests.support.processes import layers, said, step
 from tests.support.ranks import Pool, Ranks, group_of, new_ranks
 
 BOUND = timedelta(seconds=2)
@@ -30,17 +30,8 @@ def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
         chunks=4,
         owners=[0, 1, 2],
         group=group_of(3),
-        **{"timeout": BOUND, **options},
+        **{"lost_after": BOUND, **options},
     )
-
-
-def said(run: Callable[[], object]) -> str:
-    """The error that a run ends with, in a line."""
-    try:
-        run()
-    except BaseException as error:
-        return f"{type(error).__name__} | {error}"
-    return "none"
 
 
 @pytest.fixture
@@ -91,7 +82,7 @@ def pause(where: str, rank: int) -> Tensor:
     """The loss of a step in which ``rank`` pauses for longer than the bound."""
     module = layers()
     fuses = [each for each in module.modules() if isinstance(each, Fuse)]
-    pipeline = pipeline_of(module, timeout=timedelta(seconds=0.5))
+    pipeline = pipeline_of(module, lost_after=timedelta(seconds=0.5))
 
     def sleep() -> None:
         time.sleep(1.5)

@@ -1,5 +1,6 @@
 """Pipelines over several processes, and what they are compared by."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,3 +49,12 @@ def step(pipeline: GPipe) -> Tensor:
     loss = pipeline(rows(8)).square().mean()
     loss.backward()
     return loss.detach()
+
+
+def said(run: Callable[[], object]) -> str:
+    """The error that a run ends with, in a line."""
+    try:
+        run()
+    except BaseException as error:
+        return f"{type(error).__name__} | {error}"
+    return "none"

@@ -129,10 +129,10 @@ class GPipe(StandIn):
             stages, and has those of the others on the ``meta`` device, in its state dict too; the
             state dict of a whole model can be loaded in each. None: this process runs all.
         group: The process group of these ranks; None for all processes.
-        timeout: After how long a process that was stopped, or that no network reaches any more, is
-            lost, which ends the others with an error that names it. One that is merely slow is not:
-            it may pause for as long as it likes. To start, processes have ten times as long. None
-            is 30 seconds; only with ``owners``.
+        lost_after: After how long a process that was stopped, or that no network reaches any more,
+            is lost, which ends the others with an error that names it. One that is merely slow is
+            not: it may pause for as long as it likes. To start, processes have ten times as long.
+            None is 30 seconds; only with ``owners``.
 
     Attributes:
         balance: The number of layers in each stage.
@@ -166,7 +166,7 @@ class GPipe(StandIn):
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
         group: ProcessGroup | None = None,
-        timeout: timedelta | None = None,
+        lost_after: timedelta | None = None,
     ) -> None:
         check_auto(chunks, activation_checkpointing)
         check_settings(1, "never", microbatching, around)
@@ -186,7 +186,7 @@ class GPipe(StandIn):
         sizes = balances_for(found, choice.balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         workers_on = choose_devices(devices, *map(len, parts))
-        connection, rank = join_processes(owners, len(workers_on), group, timeout)
+        connection, rank = join_processes(owners, len(workers_on), group, lost_after)
         layouts = [
             laid_out(*each, workers_on, around, owners or (), rank)
             for each in zip(found, parts, strict=True)
@@ -307,7 +307,8 @@ class GPipe(StandIn):
 
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return self.taken[0].call(*args, **kwargs)
+        with self.engine.telling():  # others wait for what the model's own code comes to next
+            return self.taken[0].call(*args, **kwargs)
 
     @override
     def load_state_dict(
@@ -426,10 +427,10 @@ class GPipe(StandIn):
     def tell(self, error: BaseException) -> None:
         """Tell the other processes of an error in your own code, which ends their step too.
 
-        An error of a layer is told to all by itself, and so is one that ends the process. Others
-        wait for a process that catches an error and goes on.
+        What the model raises is told to all by itself, and so is what ends the process: this is for
+        an error between two calls of the model, which you catch, and go on.
         """
-        self._pipelines.tell(error)
+        self.engine.tell(error)
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""

@@ -137,8 +137,9 @@ class Pipeline:
 
     def run(self, input: Any) -> Any:
         """Run the layers one after another on ``input`` in micro-batches, and merge the output."""
-        outputs, _ = self._run(input, self.chunks, tree_flatten)
-        return self._merged(list(map(tree_unflatten, outputs)), input)
+        with self.engine.telling():
+            outputs, _ = self._run(input, self.chunks, tree_flatten)
+            return self._merged(list(map(tree_unflatten, outputs)), input)
 
     def run_program(
         self, program: Program, values: Sequence[Any], *, chunks: int | None = None
@@ -148,10 +149,14 @@ class Pipeline:
         Raises:
             ValueError: If an output has no row per sample, and differs between micro-batches.
         """
+        with self.engine.telling():
+            return self._run_program(program, values, chunks or self.chunks)
+
+    def _run_program(self, program: Program, values: Sequence[Any], chunks: int) -> list[Any]:
         # One value is split like the input of layers, and each output is merged like theirs.
         one = len(values) == 1
         batch, flatten = (values[0], _alone) if one else (list(values), joined)
-        outputs, division = self._run(batch, chunks or self.chunks, flatten, program)
+        outputs, division = self._run(batch, chunks, flatten, program)
         found = zip(*(map(tree_unflatten, parted(each)) for each in outputs), strict=True)
         if len(outputs) == 1:
             return [self._merged(each, batch) for each in found]
@@ -269,7 +274,9 @@ def _connect(
     layout: Layout, workers: Workers | None, connection: Connection | None, *, threads: bool
 ) -> Transport:
     """A transport between the workers."""
-    runner: LocalTransport | InlineTransport = InlineTransport(layout)
+    # Pipelines over the same processes take turns, as those over the same threads do.
+    turns = workers.exclusion if workers is not None and layout.spread else None
+    runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
     if threads and len(layout.workers_here) > 1:
         runner = LocalTransport(layout, workers)
     if not layout.spread:

@@ -66,11 +66,6 @@ class Pipelines:
         for taken in self.found:
             taken.release()
 
-    def tell(self, error: BaseException) -> None:
-        """Tell other processes of an error."""
-        for pipeline in self._pipelines:
-            pipeline.engine.tell(error)
-
     def close(self) -> None:
         """End the worker threads."""
         for pipeline in self._pipelines:

@@ -24,7 +24,7 @@ from lightning_gpipe.core.run.library_draws import LibraryDraws
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage, modules_in
-from lightning_gpipe.core.run.telling import everywhere
+from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.transport import Label, Transport
 
@@ -189,6 +189,10 @@ class Engine:
     def tell(self, error: BaseException) -> None:
         """Tell other processes of an error in the caller's code."""
         self._transport.tell(error)
+
+    def telling(self) -> Telling:
+        """A ``with`` block whose errors other processes are told."""
+        return Telling(self._transport)
 
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""

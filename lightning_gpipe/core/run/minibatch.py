@@ -137,7 +137,7 @@ class MiniBatch:
             self._flags = self._training_flags()
             generators = self._generators = SharedGenerators(self._draws.shared)
             self._drawn_from = generators.digests
-            self._label = self._label._replace(mode=self._mode(), state=generators.number)
+            self._label = self._label_now(len(microbatches), generators.number)
             signature = bytes(self._flags), microbatches[0].spec
             watches = [
                 stage.watch((*signature, work.signature), division)
@@ -371,12 +371,16 @@ class MiniBatch:
         """Whether any micro-batch is recomputed."""
         return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
 
-    def _mode(self) -> int:
-        """A number that differs, almost surely, where processes do not run the same."""
-        number = zlib.crc32(bytes(self._flags), self._schedule.m)
-        if self._program is not None:
-            number ^= self._program.fingerprint
-        return number << 1 | self._context.grad
+    def _label_now(self, m: int, state: int) -> Label:
+        """What all processes agree on; differs, almost surely, where one runs something else."""
+        training = sum(self._flags) << 32 | zlib.crc32(bytes(self._flags))
+        return self._label._replace(
+            grad=int(self._context.grad),
+            microbatches=m,
+            training=training,
+            program=0 if self._program is None else self._program.fingerprint,
+            state=state,
+        )
 
     def _release(self) -> list[Asides]:
         """Release everything after backward: an error that the user keeps may hold this.

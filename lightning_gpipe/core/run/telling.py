@@ -13,7 +13,11 @@ _ANSWER = SkipName(None, "answer")
 
 
 class Telling:
-    """Tells other processes of an error in a ``with`` block."""
+    """Tells other processes of an error in a ``with`` block.
+
+    Args:
+        transport: What connects the processes.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -15,6 +15,7 @@ from lightning_gpipe.core.transport.interface import (
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
 from lightning_gpipe.core.transport.process_group import (
     Connection,
+    OutOfStep,
     ProcessGroupTransport,
     RankFailed,
     join_processes,
@@ -27,6 +28,7 @@ __all__ = [
     "InlineTransport",
     "Label",
     "LocalTransport",
+    "OutOfStep",
     "ProcessGroupTransport",
     "RankFailed",
     "Task",

@@ -27,22 +27,28 @@ class Cancelled(BaseException):
 
 
 class Label(NamedTuple):
-    """Which phase of which mini-batch it is; the same in all processes.
+    """Which phase of which mini-batch it is, and in which mode; the same in all processes.
 
     Attributes:
-        minibatch: The number of the mini-batch.
+        pipeline: Which of the pipelines over these processes.
+        minibatch: The number of the mini-batch; a later one has a larger number.
         phase: The phase of its schedule.
-        attempt: How often the phase was begun before.
         step: That of the training.
-        mode: Differs where gradients, training flags, micro-batches or what stages run do.
+        grad: Whether with gradients.
+        microbatches: Their number.
+        training: How many modules are in training mode, above 32 bits that differ where others are.
+        program: Differs where what the stages run does.
         state: Differs where the generators of random numbers do.
     """
 
+    pipeline: int = 0
     minibatch: int = 0
     phase: int = 0
-    attempt: int = 0
     step: int = 0
-    mode: int = 0
+    grad: int = 0
+    microbatches: int = 0
+    training: int = 0
+    program: int = 0
     state: int = 0
 
 

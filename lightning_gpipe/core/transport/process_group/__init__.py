@@ -5,7 +5,7 @@ inboxes, by a thread for each other process.
 """
 
 from lightning_gpipe.core.transport.process_group.groups import Connection, join_processes
-from lightning_gpipe.core.transport.process_group.office import RankFailed
+from lightning_gpipe.core.transport.process_group.ledger import OutOfStep, RankFailed
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 
-__all__ = ["Connection", "ProcessGroupTransport", "RankFailed", "join_processes"]
+__all__ = ["Connection", "OutOfStep", "ProcessGroupTransport", "RankFailed", "join_processes"]

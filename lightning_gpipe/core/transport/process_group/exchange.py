@@ -11,9 +11,16 @@ from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, Schedule, s
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.interface import Label
 from lightning_gpipe.core.transport.local import LocalExchange
+from lightning_gpipe.core.transport.process_group.difference import difference
+from lightning_gpipe.core.transport.process_group.ledger import (
+    OutOfStep,
+    RankFailed,
+    Verdict,
+    named,
+)
 from lightning_gpipe.core.transport.process_group.link import Mail
-from lightning_gpipe.core.transport.process_group.message import Code, Header
-from lightning_gpipe.core.transport.process_group.office import Office, OutOfStep, RankFailed
+from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
+from lightning_gpipe.core.transport.process_group.office import Office
 
 
 class ProcessGroupExchange(LocalExchange):
@@ -41,15 +48,18 @@ class ProcessGroupExchange(LocalExchange):
         office: Office,
     ) -> None:
         super().__init__(layout, phase, copies)
-        self.label = label
         self.heard = 0
         self._layout = layout
         self._awaited = awaited
         self._office = office
         self._failure: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
-        self._header = Header(Code.VALUE, 0, **label._asdict())
-        self._header = self._header._replace(serial=office.begin(self))
+        self._label = label
+        self._ways = {route: number for number, route in enumerate(layout.routes)}
+        serial, failed = office.begin(self)
+        if failed is not None:
+            raise RankFailed(failed.text(layout))
+        self._header = Header(Code.VALUE, serial, label)
 
     @override
     def signal(self, bits: Callable[[], int]) -> None:
@@ -63,10 +73,10 @@ class ProcessGroupExchange(LocalExchange):
             if owner == layout.rank:
                 super().send(to, value, skip)
             elif 0 <= sender(to, skip) < layout.n:
-                self._office.post(owner, self._header_now(), to, skip, value)
+                self._office.post(owner, self._header_now(), to, self._way(skip), value)
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            self._office.broadcast(self._header_now(), to, skip, value)
+            self._office.broadcast(self._header_now(), to, self._way(skip), value)
 
     @override
     def _fetch(self, inbox: int, at: Action) -> None:
@@ -93,19 +103,33 @@ class ProcessGroupExchange(LocalExchange):
     @override
     def settle(self) -> None:
         self._office.settle(self.check)
-        self._office.end()
+        failed = self._office.end()
+        if failed is not None:
+            raise RankFailed(failed.text(self._layout))
 
     # For the office, on the threads that receive.
 
-    def arrive(self, mail: Mail, bits: int) -> None:
+    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
         """Take a value, and the bits that were signalled with it."""
-        self.heard |= bits  # before the value: who has that knows of these
-        self.put(mail.to, mail.route, *self._placed(mail))
+        if header.label != self._label:
+            layout = self._layout
+            them, us = named([rank], layout), named([layout.rank], layout)
+            self._fail_with(OutOfStep(difference(header.label, self._label, them, us)))
+            return
+        self.heard |= header.bits  # before the value: who has that knows of these
+        route = self._layout.routes[mail.way] if isinstance(mail.way, int) else mail.way
+        self.put(mail.to, route, *self._placed(mail))
 
-    def fail(self, error: RankFailed | OutOfStep) -> None:
-        """End with this error."""
+    def fail(self, verdict: Verdict) -> None:
+        """End, because another process has failed."""
+        self._fail_with(RankFailed(verdict.text(self._layout)))
+
+    def _fail_with(self, error: RankFailed | OutOfStep) -> None:
         self._failure = error
         self.cancel()
+
+    def _way(self, route: Route | None) -> Way:
+        return route if route is None else self._ways.get(route, route)
 
     def _placed(self, mail: Mail) -> Parcel:
         """The value, with copies on the device of their stage of those tensors that go there."""

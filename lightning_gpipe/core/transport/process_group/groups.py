@@ -15,8 +15,9 @@ from torch.distributed.distributed_c10d import (
 
 from lightning_gpipe.core.transport.process_group.address import device_for
 from lightning_gpipe.core.transport.process_group.meeting import meet
+from lightning_gpipe.core.transport.process_group.office import Office
 
-_TIMEOUT = timedelta(seconds=30)
+_LOST_AFTER = timedelta(seconds=30)
 _START = 10  # times as long for a start: one may still load a model
 
 
@@ -24,26 +25,19 @@ class Connection(NamedTuple):
     """What connects the processes of a pipeline.
 
     Attributes:
-        group: Their group, for tensors of the host, with a rank for each owner of workers.
-        timeout: After how long a process that is not heard is lost.
-        pipeline: Which of the pipelines between them.
+        office: What all pipelines over them send and receive by.
+        pipeline: Which of these pipelines it is.
     """
 
-    group: ProcessGroupGloo
-    timeout: timedelta = _TIMEOUT
+    office: Office
     pipeline: int = 0
-
-    @property
-    def patience(self) -> timedelta:
-        """How long one may take to be heard for the first time."""
-        return _START * self.timeout
 
 
 def join_processes(
     owners: Sequence[int] | None,
     workers: int,
     group: dist.ProcessGroup | None,
-    timeout: timedelta | None = None,
+    lost_after: timedelta | None = None,
 ) -> tuple[Connection | None, int]:
     """Make the process group of a pipeline, in all of its processes at once.
 
@@ -51,20 +45,20 @@ def join_processes(
         owners: For each worker, the rank of the process that runs it; None for this process.
         workers: The number of workers.
         group: The process group of these ranks; None for all processes.
-        timeout: After how long a process that is not heard is lost; None for 30 seconds.
+        lost_after: After how long a process that is not heard is lost; None for 30 seconds.
 
     Returns:
         A connection for what the pipeline sends, and the rank of this process in it.
 
     Raises:
-        ValueError: If the owners do not fit the workers or the group, or the timeout is not
+        ValueError: If the owners do not fit the workers or the group, or ``lost_after`` is not
             positive.
         RuntimeError: If there is no process group, or others do not come.
     """
-    if timeout is not None and (owners is None or timeout <= timedelta(0)):
+    if lost_after is not None and (owners is None or lost_after <= timedelta(0)):
         raise ValueError(
-            "timeout must be positive, and is for a pipeline over several processes: got "
-            f"timeout={timeout!r}, owners={owners}. Leave it out, or give owners and a "
+            "lost_after must be positive, and is for a pipeline over several processes: got "
+            f"lost_after={lost_after!r}, owners={owners}. Leave it out, or give owners and a "
             "datetime.timedelta."
         )
     if owners is None:
@@ -87,10 +81,13 @@ def join_processes(
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    return Connection(_connected(group, rank, timeout or _TIMEOUT), timeout or _TIMEOUT), rank
+    lost_after = lost_after or _LOST_AFTER
+    return Connection(Office(_connected(group, rank, lost_after), lost_after)), rank
 
 
-def _connected(group: dist.ProcessGroup | None, rank: int, timeout: timedelta) -> ProcessGroupGloo:
+def _connected(
+    group: dist.ProcessGroup | None, rank: int, lost_after: timedelta
+) -> ProcessGroupGloo:
     """A group of the same ranks over Gloo.
 
     ``torch.distributed.new_group`` names a group by how many groups the process has had before, in
@@ -98,16 +95,17 @@ def _connected(group: dist.ProcessGroup | None, rank: int, timeout: timedelta) -
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     store = PrefixStore("lightning_gpipe", _get_default_store())
-    name = meet(store, ranks, rank, _START * timeout)
+    name = meet(store, ranks, rank, _START * lost_after)
     gloo: Any = ProcessGroupGloo  # whose stubs know no options
     options = gloo._Options()
-    options._timeout = timeout
+    options._timeout = lost_after
     options._devices = [device_for()]
     try:
         return ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), options)
     except RuntimeError as error:
+        seconds = lost_after.total_seconds()
         raise RuntimeError(
-            f"all processes of a pipeline must be connected within {timeout.total_seconds():g} s: "
-            f"rank {rank} could not be: {error}. If the machine has several networks, set "
-            "GLOO_SOCKET_IFNAME to the interface that reaches the other machines."
+            f"all processes of a pipeline must be connected within {seconds:g} s: rank {rank} "
+            f"could not be: {error}. If the machine has several networks, set GLOO_SOCKET_IFNAME "
+            "to the interface that reaches the other machines."
         ) from error

@@ -16,20 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Route
-from lightning_gpipe.core.transport.process_group.bodies import Coder, Received, Sent
-from lightning_gpipe.core.transport.process_group.groups import Connection
+from lightning_gpipe.core.plan import Action
+from lightning_gpipe.core.transport.process_group.bodies import Received, Sent, encoded
 from lightning_gpipe.core.transport.process_group.message import (
     Code,
     Header,
+    Way,
     bytes_in,
     pack,
     unpack,
 )
 
-_TAG = 7_300  # of what the first pipeline of a group sends; the next have those after it
+_TAG = 7_300
 # A process may pause for as long as it likes: the group's timeout is for its connection only.
 _PATIENCE = timedelta(days=365)
 _PIECE = 1 << 24  # bytes that are sent at a time, so that something is heard while much is sent
@@ -43,13 +44,13 @@ class Mail(NamedTuple):
 
     Attributes:
         to: What needs it.
-        route: The way on which it came.
+        way: The way on which it came.
         value: The value, on the host.
         on_device: For each leaf, whether it goes to the device of the stage.
     """
 
     to: Action
-    route: Route | None
+    way: Way
     value: FlatTree
     on_device: list[bool]
 
@@ -58,9 +59,8 @@ class Link:
     """Sends to one other process, and receives from it.
 
     Args:
-        connection: That of all processes.
+        group: That of all processes.
         rank: The other process.
-        coder: Encodes bodies.
         deliver: Called with each header, and the value or the text that came after it.
         heard: Called with the rank when anything has come.
         lost: Called with the error when nothing can come any more.
@@ -68,23 +68,20 @@ class Link:
 
     def __init__(
         self,
-        connection: Connection,
+        group: ProcessGroupGloo,
         rank: int,
-        coder: Coder,
         deliver: Callable[[int, Header, Mail | str | None], None],
         heard: Callable[[int], None],
         lost: Callable[[int, BaseException], None],
     ) -> None:
         self.rank = rank
-        self._group: Any = connection.group  # whose stubs know neither send nor recv
-        self._coder = coder
+        self._group: Any = group  # whose stubs know neither send nor recv
         self._deliver = deliver
         self._heard = heard
         self._lost = lost
-        self._tag = _TAG + connection.pipeline
         self._lock = threading.RLock()  # the parts of a message must stay together
         self._sent = Sent()
-        self._received = Received(coder)  # what is remembered outlives the thread, as in the sender
+        self._received = Received()  # what is remembered outlives the thread, as in the sender
         self._beats: deque[Posted] = deque()
         self._thread: threading.Thread | None = None
 
@@ -97,38 +94,36 @@ class Link:
             )
             self._thread.start()
 
-    def post(
-        self, header: Header, to: Action, route: Route | None, value: FlatTree
-    ) -> list[Posted]:
+    def post(self, header: Header, to: Action, way: Way, value: FlatTree) -> list[Posted]:
         """Send a value.
 
         Args:
             header: What to send before it; the slot and the size of the body are added.
             to: What needs it.
-            route: The way on which it goes.
+            way: The way on which it goes.
             value: The value.
 
         Raises:
             TypeError: If something in it cannot be sent.
         """
-        body, tensors = pack(to, route, value)
-        encoded = self._coder.encoded(body)
+        body, tensors = pack(to, way, value)
+        content = encoded(body)
         with self._lock:
-            slot, changed = self._sent.slot_for(body, encoded)
-            size = len(encoded) if changed else 0
+            slot, changed = self._sent.slot_for(body, content, header.label.pipeline)
+            size = len(content) if changed else 0
             posted = [self._send(header._replace(slot=slot, size=size).encoded())]
             if changed:
-                posted += self._send_all(_as_tensor(encoded))
+                posted += self._send_all(_as_tensor(content))
             for tensor in tensors:
                 posted += self._send_all(bytes_in(tensor))
             return posted
 
     def tell(self, header: Header, text: str = "") -> list[Posted]:
         """Send a header that announces no value, and a text."""
-        encoded = text.encode()
+        content = text.encode()
         with self._lock:
-            posted = [self._send(header._replace(size=len(encoded)).encoded())]
-            return posted + (self._send_all(_as_tensor(encoded)) if encoded else [])
+            posted = [self._send(header._replace(size=len(content)).encoded())]
+            return posted + (self._send_all(_as_tensor(content)) if content else [])
 
     def beat(self) -> None:
         """Let the other process hear this one."""
@@ -149,15 +144,22 @@ class Link:
             self._thread.join(timeout)
 
     def _send(self, tensor: Tensor) -> Posted:
-        return self._group.send([tensor], self.rank, self._tag), tensor
+        return self._group.send([tensor], self.rank, _TAG), tensor
 
     def _send_all(self, content: Tensor) -> list[Posted]:
         return [self._send(piece) for piece in _pieces(content)]
 
     def _fill(self, content: Tensor) -> None:
         for piece in _pieces(content):
-            self._group.recv([piece], self.rank, self._tag).wait(_PATIENCE)
+            self._group.recv([piece], self.rank, _TAG).wait(_PATIENCE)
             self._heard(self.rank)
+
+    def _bytes(self, size: int) -> bytes:
+        """The next bytes that come."""
+        content = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._fill(content)
+        return content.numpy().tobytes()
 
     def _receive(self) -> None:
         words = Header.empty()
@@ -168,19 +170,15 @@ class Link:
                 if header.code == Code.END:
                     self._deliver(self.rank, header, None)
                     return
-                encoded = b""
-                if header.size:
-                    content = torch.empty(header.size, dtype=torch.uint8)
-                    self._fill(content)
-                    encoded = content.numpy().tobytes()
+                content = self._bytes(header.size)
                 if header.code == Code.BEAT:
                     continue
                 if header.code in (Code.FAILURE, Code.LOST):
-                    self._deliver(self.rank, header, encoded.decode())
+                    self._deliver(self.rank, header, content.decode())
                     continue
-                body = self._received.body(header.slot, encoded)
+                body = self._received.body(header.slot, content)
                 value, on_device = unpack(body, self._fill)
-                self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
+                self._deliver(self.rank, header, Mail(body.to, body.way, value, on_device))
         except BaseException as error:
             self._lost(self.rank, error)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.data import MARKS, FlatTree, identity
 from lightning_gpipe.core.plan import Action, Route
+from lightning_gpipe.core.transport.interface import Label
 
 
 class Code(IntEnum):
@@ -30,12 +31,12 @@ class Code(IntEnum):
 
 
 class Header(NamedTuple):
-    """What is sent before anything else: twelve integers.
+    """What is sent before anything else: integers, of a fixed number.
 
     Attributes:
         code: A :class:`Code`.
-        serial: The number of the exchange; see :class:`Office`.
-        minibatch, phase, attempt, step, mode, state: Its label.
+        serial: The number of the exchange; see :class:`Ledger`.
+        label: What the exchange is of.
         slot: That of the body; of an end, how many there have been.
         size: The bytes of the body, or 0 if it is the one that was in the slot before.
         bits: Those that are signalled; of an end, whether it follows that of another process.
@@ -44,12 +45,7 @@ class Header(NamedTuple):
 
     code: int
     serial: int
-    minibatch: int = 0
-    phase: int = 0
-    attempt: int = 0
-    step: int = 0
-    mode: int = 0
-    state: int = 0
+    label: Label = Label()
     slot: int = 0
     size: int = 0
     bits: int = 0
@@ -57,17 +53,22 @@ class Header(NamedTuple):
 
     def encoded(self) -> Tensor:
         """As bytes to send."""
-        return torch.tensor(self, dtype=torch.int64)
+        return torch.tensor((*self[:_LABEL], *self.label, *self[_LABEL + 1 :]), dtype=torch.int64)
 
     @classmethod
     def decoded(cls, words: Tensor) -> Header:
         """From the bytes that came."""
-        return cls(*words.tolist())
+        found, end = words.tolist(), _LABEL + len(Label._fields)
+        code, serial = found[:_LABEL]
+        return cls(code, serial, Label(*found[_LABEL:end]), *found[end:])
 
     @classmethod
     def empty(cls) -> Tensor:
         """Room for the bytes of one."""
-        return torch.empty(len(cls._fields), dtype=torch.int64)
+        return torch.empty(len(cls._fields) - 1 + len(Label._fields), dtype=torch.int64)
+
+
+_LABEL = Header._fields.index("label")
 
 
 class _Dense(NamedTuple):
@@ -110,19 +111,22 @@ class _Other(NamedTuple):
 _LASTING = frozenset({_Index, type(None), bool, int, float, complex, str, bytes, torch.dtype})
 
 
+Way = Route | int | None  # a skip connection of the layout is a number: names differ by process
+
+
 class Body(NamedTuple):
     """What a value is, but for the bytes of its tensors.
 
     Attributes:
         to: What needs it.
-        route: The way on which it goes, if that is not to the next stage.
+        way: The way on which it goes, if that is not to the next stage.
         leaves: The leaves of its tree, with the number of a tensor in the place of it.
         tensors: The tensors, each once.
         spec: The structure of the tree.
     """
 
     to: Action
-    route: Route | None
+    way: Way
     leaves: list[Any]
     tensors: list[_Dense | _Other]
     spec: Any
@@ -135,7 +139,7 @@ class Body(NamedTuple):
         )
 
 
-def pack(to: Action, route: Route | None, value: FlatTree) -> tuple[Body, list[Tensor]]:
+def pack(to: Action, way: Way, value: FlatTree) -> tuple[Body, list[Tensor]]:
     """The body of a value, and the bytes of its tensors.
 
     A tensor that is there twice stays one tensor. One that has no dense memory of its own, such as
@@ -160,7 +164,7 @@ def pack(to: Action, route: Route | None, value: FlatTree) -> tuple[Body, list[T
             else:
                 tensors.append(_other(leaf, marks))
         leaves.append(_Index(numbers[key]))
-    return Body(to, route, leaves, tensors, value.spec), sent
+    return Body(to, way, leaves, tensors, value.spec), sent
 
 
 def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[bool]]:

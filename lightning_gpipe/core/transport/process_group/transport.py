@@ -15,7 +15,6 @@ from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Tran
 from lightning_gpipe.core.transport.local import LocalTransport
 from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
 from lightning_gpipe.core.transport.process_group.groups import Connection
-from lightning_gpipe.core.transport.process_group.office import Office
 
 
 class ProcessGroupTransport(Transport):
@@ -24,7 +23,7 @@ class ProcessGroupTransport(Transport):
     Args:
         layout: What runs where.
         runner: Runs the workers of this process.
-        connection: That of the owners of the workers.
+        connection: To the owners of the workers.
     """
 
     def __init__(
@@ -32,7 +31,8 @@ class ProcessGroupTransport(Transport):
     ) -> None:
         self._layout = layout
         self._runner = runner
-        self._office = Office(layout, connection)
+        self._office, self._pipeline = connection
+        self._office.enter()
         weakref.finalize(self, self._office.leave)
 
     def start(self) -> None:
@@ -52,6 +52,7 @@ class ProcessGroupTransport(Transport):
     ) -> ProcessGroupExchange:
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"
+        label = label._replace(pipeline=self._pipeline)
         return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._office)
 
     @override
@@ -77,7 +78,7 @@ class ProcessGroupTransport(Transport):
         if isinstance(self._runner, InlineTransport):
             return self
         twin = object.__new__(ProcessGroupTransport)
-        twin._layout, twin._office = self._layout, self._office
+        twin._layout, twin._office, twin._pipeline = self._layout, self._office, self._pipeline
         twin._runner = self._runner.inline()
         return twin
 

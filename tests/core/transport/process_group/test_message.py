@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -12,9 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gpipe.core.data import is_whole, tree_flatten, tree_unflatten, whole
-from lightning_gpipe.core.plan import Action, Kind, Route, SkipName
-from lightning_gpipe.core.transport.process_group.bodies import Coder, Received, Sent
-from lightning_gpipe.core.transport.process_group.message import bytes_in, pack, unpack
+from lightning_gpipe.core.plan import Action, Kind
+from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.process_group.bodies import Received, Sent, encoded
+from lightning_gpipe.core.transport.process_group.message import (
+    Code,
+    Header,
+    bytes_in,
+    pack,
+    unpack,
+)
 from tests.support.layouts import SPARSE, in_beta
 
 TO = Action(Kind.FORWARD, 2, 1)
@@ -27,23 +33,20 @@ def filled(room: Tensor, content: Tensor) -> None:
 class Wire:
     """Both ends of a connection, without a network."""
 
-    def __init__(self, routes: tuple[list[Route], list[Route]] = ([], []), capacity: int = 9):
-        self._coder, other = map(Coder, routes)
-        self._sent, self._received = Sent(capacity), Received(other)
+    def __init__(self, capacity: int = 9) -> None:
+        self._sent, self._received = Sent(capacity), Received()
         self.bodies = 0
-        self.route: Route | None = None
 
-    def carry(self, value: Any, to: Action = TO, route: Route | None = None) -> Any:
+    def carry(self, value: Any, to: Action = TO, pipeline: int = 0) -> Any:
         """What arrives."""
         flat = tree_flatten(value)
-        body, tensors = pack(to, route, flat)
-        encoded = self._coder.encoded(body)
-        slot, changed = self._sent.slot_for(body, encoded)
+        body, tensors = pack(to, None, flat)
+        content = encoded(body)
+        slot, changed = self._sent.slot_for(body, content, pipeline)
         self.bodies += changed
         rest = [bytes_in(tensor).clone() for tensor in tensors if tensor.numel()]
-        arrived = self._received.body(slot, encoded if changed else b"")
+        arrived = self._received.body(slot, content if changed else b"")
         assert arrived.to == to
-        self.route = arrived.route
         found, on_device = unpack(arrived, lambda room: filled(room, rest.pop(0)))
         assert not rest
         assert not any(on_device)
@@ -246,12 +249,21 @@ def test_more_kinds_of_values_than_are_remembered() -> None:
     assert wire.bodies == 10  # all but the second and the third 3
 
 
-def test_routes_whose_namespaces_differ_between_processes() -> None:
-    here, there = ([Route(SkipName(uuid4(), "skip"), 0, 2)] for _ in range(2))
-    wire = Wire((here, there))
-    wire.carry(torch.ones(1), route=here[0])
+def test_pipelines_that_take_turns_send_their_bodies_once() -> None:
+    wire = Wire()
+    for k in range(3):
+        for pipeline in (0, 1):
+            value = [torch.full((2,), k)] * (pipeline + 1)
+            assert str(wire.carry(value, pipeline=pipeline)) == str(value)
 
-    assert wire.route == there[0] != here[0]
+    assert wire.bodies == 2
+
+
+def test_header() -> None:
+    header = Header(Code.VALUE, 1 << 40, Label(1, 2, 3, state=1 << 62), slot=4, size=5, bits=6)
+
+    assert Header.decoded(header.encoded()) == header
+    assert header.encoded().shape == Header.empty().shape
 
 
 def test_value_that_cannot_be_pickled_is_refused() -> None:

@@ -1,0 +1,66 @@
+"""What two processes of a pipeline did that should have done the same, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lightning_gpipe.core.transport.interface import Label
+
+_PHASES = ("a forward", "a backward")  # of a mini-batch; else something between two
+
+
+def difference(theirs: Label, ours: Label, them: str, us: str) -> str:
+    """An error that says what each did.
+
+    Args:
+        theirs: What the other process did.
+        ours: What this one did.
+        them: The other process.
+        us: This one.
+    """
+    details = "".join(f", {text}" for text in _others(theirs, ours))
+    return (
+        "all processes of a pipeline must run the same mini-batches in the same order, in the same "
+        f"mode and with the same random numbers: {them} runs {_described(theirs, ours)}, and {us}, "
+        f"this one, {_described(ours, theirs)}{details}. Let each process run the same code on the "
+        "same values, with the same seed."
+    )
+
+
+def _described(label: Label, other: Label) -> str:
+    """What a process does, as far as another one does not."""
+    phase = _PHASES[label.phase] if 0 <= label.phase < len(_PHASES) else "a rehearsal of blocks"
+    words = [phase]
+    if label.pipeline != other.pipeline:
+        words.append(f"of pipeline {label.pipeline}")
+    if label.minibatch != other.minibatch:
+        words.append(f"of {'a later' if label > other else 'an earlier'} mini-batch")
+    if label.step != other.step:
+        words.append(f"of step {label.step}")
+    for name, describe in _MODES.items():
+        if getattr(label, name) != getattr(other, name):
+            words.append(describe(getattr(label, name)))
+    return " ".join(words)
+
+
+def _others(one: Label, two: Label) -> Iterator[str]:
+    """Yield what differs, if no more can be said of it."""
+    if one.training >> _COUNT == two.training >> _COUNT and one.training != two.training:
+        yield "with other modules in training mode"
+    if one.program != two.program:
+        yield "with other calls of layers"
+    if one.state != two.state:
+        yield "with the random generators in other states"
+
+
+def _training(value: int) -> str:
+    number = value >> _COUNT
+    return f"with {number or 'no'} module{'s' * (number != 1)} in training mode"
+
+
+_COUNT = 32  # the bits below the number of modules in training mode
+_MODES: dict[str, Callable[[int], str]] = {
+    "training": _training,
+    "grad": lambda value: "with gradients" if value else "without gradients",
+    "microbatches": lambda value: f"in {value} micro-batch{'es' * (value != 1)}",
+}

@@ -1,0 +1,67 @@
+"""What was sent and has not gone: it must stay unchanged until then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from lightning_gpipe.core.transport.process_group.link import Posted, wait
+from lightning_gpipe.core.transport.threads import WorkerThread
+
+_POLL = 0.2
+_JOIN = 5.0
+
+
+class Outbox:
+    """Knows when what was posted has gone; a thread waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._posted: list[Posted] = []
+        self._waiter: WorkerThread | None = None
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._waiter is None or not self._waiter.alive:
+            self._waiter = WorkerThread("gpipe-sent")
+
+    def add(self, posted: Sequence[Posted]) -> None:
+        """Take note of what was posted."""
+        with self._lock:
+            self._posted += posted
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait until all of it has gone.
+
+        Args:
+            check: Raises if there is no use in waiting any more.
+        """
+        with self._lock:
+            posted, self._posted = self._posted, []
+        if posted:
+            gone = self.gone(posted)
+            while not gone.wait(_POLL):
+                check()
+
+    def gone(self, posted: Sequence[Posted]) -> threading.Event:
+        """An event that is set when all that was posted has gone."""
+        gone = threading.Event()
+
+        def wait_for_all() -> None:
+            for each in posted:
+                try:
+                    wait(each)
+                except RuntimeError:  # the receiving thread notices that it is lost
+                    break
+            else:
+                gone.set()
+
+        assert self._waiter is not None, "it was started"
+        self._waiter.put(wait_for_all)
+        return gone
+
+    def end(self) -> None:
+        """End the thread."""
+        if self._waiter is not None:
+            self._waiter.join(_JOIN)
+            self._waiter = None

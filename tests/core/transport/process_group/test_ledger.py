@@ -1,0 +1,81 @@
+"""Failures by their exchange: who is behind ends those before, and all count alike."""
+
+from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
+
+BURNT = Verdict((1,), "failed: burnt")
+
+
+def begun(times: int) -> Ledger:
+    ledger = Ledger()
+    ledger.begun = times
+    return ledger
+
+
+def test_failure_in_the_present_exchange() -> None:
+    one, two = begun(3), begun(3)
+    serial, known = one.fail(running=True)
+    two.hear(serial, BURNT)
+
+    assert not known
+    assert two.failure == BURNT
+    assert two.fail(running=True) == (serial, True)
+    assert one.state == two.state == (1, 0, 0)
+    assert two.failure is None
+
+
+def test_one_that_is_behind_ends_what_came_before() -> None:
+    ahead, behind = begun(4), begun(2)
+    serial, _ = ahead.fail(running=True)
+    behind.hear(serial, BURNT)
+
+    assert behind.failure is None
+    behind.begun = 4
+    assert behind.failure == BURNT
+
+
+def test_failure_between_two_exchanges_is_of_the_next() -> None:
+    one, two = begun(2), begun(2)
+    serial, _ = one.fail(running=False)
+    two.hear(serial, BURNT)
+
+    assert two.failure is None
+    two.begun += 1
+    assert two.failure == BURNT
+
+
+def test_second_failure_of_the_same_run_is_no_other() -> None:
+    one, two = begun(3), begun(3)
+    first, _ = one.fail(running=True)
+    second, _ = two.fail(running=True)
+    one.hear(second, BURNT)
+    two.hear(first, BURNT)
+    one.begun = two.begun = 1
+
+    assert one.failure is two.failure is None
+
+
+def test_first_of_several_failures_counts() -> None:
+    ledger, later = begun(2), Verdict((2,), "failed: later")
+    ledger.hear(begun(3).fail(running=True)[0], later)
+    ledger.hear(begun(2).fail(running=True)[0], BURNT)
+
+    assert ledger.failure == BURNT
+
+
+def test_closed_by_another_until_it_closes_too() -> None:
+    ledger = begun(1)
+    ledger.hear_end(1, 1)
+
+    assert ledger.failure == Verdict((1,), "closed the pipeline")
+    assert ledger.failure_in_it is None
+    assert ledger.close()
+    assert ledger.failure is None
+
+
+def test_who_is_lost_first_stays() -> None:
+    ledger = begun(1)
+
+    assert ledger.lose([1], Verdict((1,), "is lost"))
+    assert not ledger.lose([2], Verdict((2,), "is lost"))
+    assert ledger.failure == Verdict((1,), "is lost")
+    assert ledger.lost_ranks == {1, 2}
