@@ -116,8 +116,11 @@ class GPipeStrategy(OverProcesses):
             with threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine,
             which drives its devices. With several, each runs the same code on the same batches,
             which the first one loads, and has the parameters of its own stages.
-        timeout: How long processes wait for one another: when they start, agree on something or
-            save a checkpoint.
+        timeout: How long processes wait for one another when they start, agree on something or
+            save a checkpoint: patience, with one that lives and is slow.
+        lost_after: After how long a process that was stopped, or that no network reaches any more,
+            is lost, which ends the others with an error that names it. It does not matter how long
+            one takes for its work. None is 30 seconds; only with several processes.
         process_group_backend: The backend of torch.distributed; None for what the devices need.
         start_method: How processes are started if torchrun or SLURM have not: ``"popen"`` runs the
             script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and ``"forkserver"`` for
@@ -148,10 +151,11 @@ class GPipeStrategy(OverProcesses):
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
         timeout: timedelta = default_pg_timeout,
+        lost_after: timedelta | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        check_processes(processes, start_method)
+        check_processes(processes, start_method, lost_after)
         super().__init__(processes, timeout, process_group_backend, start_method)
         if verify and processes != "single":
             refuse_verification(processes)
@@ -169,6 +173,7 @@ class GPipeStrategy(OverProcesses):
         self._microbatching = microbatching
         self._threads = threads
         self._verify = verify
+        self._lost_after = lost_after
         self._around: Literal["last", "first"] = around
         self._piped: Piped | None = None
         self._averages = Averages()
@@ -332,8 +337,10 @@ class GPipeStrategy(OverProcesses):
             microbatching=self._microbatching,
             threads=self._threads,
             owners=self._owners,
+            lost_after=None if self._owners is None else self._lost_after,
             agree=self.broadcast,
         )
+        self.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles:
             show(piped.pipeline.listing())

@@ -6,14 +6,36 @@ norms, decisions, checkpoints.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_gpipe.core.run import Engine
+from lightning_gpipe.core.transport import end_waits
 from lightning_gpipe.processes.parcel import as_bytes, emptied, pack, unpack
+
+_KNOWN_WITHIN = 5.0  # seconds from an error of the network until it is known who has failed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _waits(method: Callable[Concatenate[Group, P], T]) -> Callable[Concatenate[Group, P], T]:
+    """A method that waits for other processes: if one has failed, its error is that."""
+
+    @wraps(method)
+    def waiting(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with group.waiting():
+            return method(group, *args, **kwargs)
+
+    return waiting
 
 
 class Group:
@@ -30,9 +52,45 @@ class Group:
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._engine: Engine | None = None  # of the pipeline, which knows who has failed
         self.rank = dist.get_rank(self._group)
         self.size = dist.get_world_size(self._group)
 
+    def watch(self, engine: Engine) -> None:
+        """Let waits end when they are in vain, with the name of the process that has failed.
+
+        Those in the process group of all processes end too, where Lightning's loops wait.
+
+        Args:
+            engine: That of the pipeline, which watches the processes.
+        """
+        self._engine = engine
+        engine.when_in_vain(self._end_waits)
+
+    def _end_waits(self) -> None:
+        for group in (self._group, dist.group.WORLD):
+            if group is not None:
+                end_waits(group)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A ``with`` block in which an error of the network is that of the process that failed.
+
+        Raises:
+            RankFailed: Names that process.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            patient = time.monotonic() - began >= self._timeout.total_seconds()
+            if self._engine is not None and not patient:
+                failure = self._engine.failure(_KNOWN_WITHIN)
+                if failure is not None:
+                    raise failure from error
+            raise
+
+    @_waits
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value that process ``source`` has; its tensors on the CPU in all others."""
         here = self.rank == source
@@ -44,6 +102,7 @@ class Group:
                 dist.broadcast(as_bytes(tensor), group_src=source, group=self._group)
         return value if here else unpack(parcel)
 
+    @_waits
     def overwrite(self, tensor: Tensor, source: int = 0) -> None:
         """Give ``tensor`` the values that it has in process ``source``."""
         if not tensor.numel():
@@ -54,6 +113,7 @@ class Group:
             with torch.no_grad():
                 tensor.copy_(host)
 
+    @_waits
     def send(self, value: Any, to: int) -> None:
         """Send a value to process ``to``, which calls :meth:`receive`."""
         parcel = pack(value)
@@ -64,6 +124,7 @@ class Group:
             if tensor.numel():
                 dist.send(as_bytes(tensor), group_dst=to, group=self._group)
 
+    @_waits
     def receive(self, source: int) -> Any:
         """The value that process ``source`` sends, with its tensors on the CPU."""
         size = torch.tensor(0)
@@ -76,6 +137,7 @@ class Group:
                 dist.recv(as_bytes(tensor), group_src=source, group=self._group)
         return unpack(parcel)
 
+    @_waits
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes of a tensor on the CPU, which is changed."""
         dist.all_reduce(tensor, group=self._group)
@@ -86,6 +148,7 @@ class Group:
         votes = int(self.sum(torch.tensor(int(decision))))
         return votes == self.size if all else votes > 0
 
+    @_waits
     def meet(self, purpose: str) -> None:
         """Wait until all processes are here, for as long as the timeout.
 

@@ -38,8 +38,14 @@ Mode = Literal["single", "per_stage", "per_node"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def check_processes(processes: str, start_method: str) -> None:
+def check_processes(processes: str, start_method: str, lost_after: timedelta | None) -> None:
     """Refuse what is no way to run in processes."""
+    if lost_after is not None and (processes == "single" or lost_after <= timedelta(0)):
+        raise ValueError(
+            "lost_after must be positive, and is for a pipeline over several processes: got "
+            f"lost_after={lost_after!r}, processes={processes!r}. Leave it out, or give processes "
+            "and a datetime.timedelta."
+        )
     if processes not in get_args(Mode):
         words = ", ".join(map(repr, get_args(Mode)))
         raise ValueError(f"processes must be one of {words}: got {processes!r}.")

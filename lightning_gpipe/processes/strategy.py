@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gpipe.core.run import Engine
 from lightning_gpipe.processes.batches import shared
 from lightning_gpipe.processes.gathering import whole_optimizer_state, whole_state
 from lightning_gpipe.processes.gradients import Together
@@ -27,6 +28,11 @@ class OverProcesses(Launched):
 
     _together: Together | None = None
     _accumulates = False  # whether another backward comes before the optimizer's step
+
+    def watch(self, engine: Engine) -> None:
+        """Let waits for a process end if ``engine`` knows that it has failed, or is lost."""
+        if self._group is not None:
+            self._group.watch(engine)
 
     def train_together(self, around: Sequence[nn.Parameter]) -> None:
         """Keep the processes the same from now on, until :meth:`train_apart`.

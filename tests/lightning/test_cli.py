@@ -202,6 +202,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "around": "last",
         "processes": "single",
         "timeout": "0:30:00",
+        "lost_after": None,
         "process_group_backend": None,
         "start_method": "popen",
     }

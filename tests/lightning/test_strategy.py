@@ -60,7 +60,7 @@ def test_public_names() -> None:
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads=True, verify=False, around='last', "
-            "processes='single', timeout=datetime.timedelta(seconds=1800), "
+            "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
             "process_group_backend=None, start_method='popen')",
         ),
         (

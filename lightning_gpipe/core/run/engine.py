@@ -26,7 +26,7 @@ from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage, modules_in
 from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
-from lightning_gpipe.core.transport import Label, Transport
+from lightning_gpipe.core.transport import Label, RankFailed, Transport
 
 Observer = Callable[[Timeline], None]
 
@@ -189,6 +189,14 @@ class Engine:
     def tell(self, error: BaseException) -> None:
         """Tell other processes of an error in the caller's code."""
         self._transport.tell(error)
+
+    def failure(self, within: float) -> RankFailed | None:
+        """How another process has failed since the last step, see :meth:`Transport.failure`."""
+        return self._transport.failure(within)
+
+    def when_in_vain(self, act: Callable[[], None]) -> None:
+        """Call ``act`` when waits are in vain, see :meth:`Transport.when_in_vain`."""
+        self._transport.when_in_vain(act)
 
     def telling(self) -> Telling:
         """A ``with`` block whose errors other processes are told."""

@@ -9,15 +9,16 @@ from lightning_gpipe.core.transport.interface import (
     Cancelled,
     Exchange,
     Label,
+    OutOfStep,
+    RankFailed,
     Task,
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
 from lightning_gpipe.core.transport.process_group import (
     Connection,
-    OutOfStep,
     ProcessGroupTransport,
-    RankFailed,
+    end_waits,
     join_processes,
 )
 
@@ -34,5 +35,6 @@ __all__ = [
     "Task",
     "Transport",
     "Workers",
+    "end_waits",
     "join_processes",
 ]

@@ -26,6 +26,23 @@ class Cancelled(BaseException):
     """Raised in a worker when the run it is part of has failed elsewhere."""
 
 
+class RankFailed(RuntimeError):
+    """Another process of the pipeline has failed, or is lost.
+
+    It says which one, by its rank and its stages, and how that is known: the error that it raised,
+    or that nothing was heard of it for the time ``lost_after``. After an error the next step works
+    if all processes go on; after a loss none does.
+    """
+
+
+class OutOfStep(RuntimeError):
+    """The processes of a pipeline do not do the same.
+
+    They run different mini-batches, or one trains and another evaluates, or they have different
+    random numbers: it says what each of two processes did.
+    """
+
+
 class Label(NamedTuple):
     """Which phase of which mini-batch it is, and in which mode; the same in all processes.
 
@@ -155,6 +172,20 @@ class Transport(ABC):
         """Tell other processes that this one has failed, in a phase or between two.
 
         Where they are in a phase, or begin the next one, that fails too.
+        """
+
+    def failure(self, within: float) -> RankFailed | None:
+        """How another process has failed since the last phase, if one has.
+
+        Args:
+            within: How many seconds to wait until that is known.
+        """
+        return None
+
+    def when_in_vain(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
+        """Call ``act``, on another thread, when it is in vain to wait for another process.
+
+        It is lost; or it has failed, and this one does not heed that, since it waits elsewhere.
         """
 
     @abstractmethod

@@ -4,8 +4,8 @@ Worker, schedule and stage stay as they are: what comes from another process is 
 inboxes, by a thread for each other process.
 """
 
+from lightning_gpipe.core.transport.process_group.cutting import end_waits
 from lightning_gpipe.core.transport.process_group.groups import Connection, join_processes
-from lightning_gpipe.core.transport.process_group.ledger import OutOfStep, RankFailed
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 
-__all__ = ["Connection", "OutOfStep", "ProcessGroupTransport", "RankFailed", "join_processes"]
+__all__ = ["Connection", "ProcessGroupTransport", "end_waits", "join_processes"]

@@ -9,15 +9,10 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, Schedule, sender
 from lightning_gpipe.core.transport.copies import Copies, Parcel
-from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.interface import Label, OutOfStep, RankFailed
 from lightning_gpipe.core.transport.local import LocalExchange
 from lightning_gpipe.core.transport.process_group.difference import difference
-from lightning_gpipe.core.transport.process_group.ledger import (
-    OutOfStep,
-    RankFailed,
-    Verdict,
-    named,
-)
+from lightning_gpipe.core.transport.process_group.ledger import Verdict, named
 from lightning_gpipe.core.transport.process_group.link import Mail
 from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
 from lightning_gpipe.core.transport.process_group.office import Office

@@ -20,23 +20,6 @@ from lightning_gpipe.core.plan import Layout
 _BITS = 32  # of the number of an exchange, for those that were begun since the last failure
 
 
-class RankFailed(RuntimeError):
-    """Another process of the pipeline has failed, or is lost.
-
-    It says which one, by its rank and its stages, and how that is known: the error that it raised,
-    or that nothing was heard of it for the time ``lost_after``. After an error the next step works
-    if all processes go on; after a loss none does.
-    """
-
-
-class OutOfStep(RuntimeError):
-    """The processes of a pipeline do not do the same.
-
-    They run different mini-batches, or one trains and another evaluates, or they have different
-    random numbers: it says what each of two processes did.
-    """
-
-
 class Verdict(NamedTuple):
     """What has happened to other processes.
 
@@ -146,6 +129,12 @@ class Ledger:
         if closers := self._closers:
             return Verdict(tuple(closers), "closed the pipeline")
         return self.failure_in_it
+
+    @property
+    def failure_next(self) -> Verdict | None:
+        """Why the next exchange cannot run, if it cannot."""
+        serial, verdict = self._failures.get(self.failed, (0, None))
+        return self.lost or (verdict if serial <= self.serial + 1 else None)
 
     @property
     def failure_in_it(self) -> Verdict | None:

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action
 from lightning_gpipe.core.transport.process_group.bodies import Received, Sent, encoded
+from lightning_gpipe.core.transport.process_group.cutting import cut
 from lightning_gpipe.core.transport.process_group.message import (
     Code,
     Header,
@@ -134,9 +135,7 @@ class Link:
 
     def cut(self) -> None:
         """End all connections of the group, and with them all that waits for them."""
-        with suppress(RuntimeError):  # a wait that times out ends them; nothing else does
-            nothing = torch.empty(1)
-            self._group.recv([nothing], self.rank, _TAG - 1).wait(timedelta(milliseconds=1))
+        cut(self._group, self.rank)
 
     def join(self, timeout: float) -> None:
         """Wait for the receiving thread to end, which it does when the other process closes."""

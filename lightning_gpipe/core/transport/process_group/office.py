@@ -74,7 +74,10 @@ class Office:
             if rank != self._rank
         }
         links = list(self._links.values())
-        self._watch = Watch(links, lost_after, _START * lost_after, self._miss)
+        self._watch = Watch(links, lost_after, _START * lost_after, self._miss, self._beat)
+        self._when_in_vain: list[Callable[[], None]] = []
+        self._unheeded = 0  # beats of this process since it could have known of a failure
+        self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._started = False
         self._users = 0
 
@@ -153,6 +156,20 @@ class Office:
     def _told(self, error: BaseException) -> bool:
         told: dict[str, int] = vars(error).get(_TOLD, {})
         return told.get(self.name) == self._ledger.serial
+
+    def failure(self, within: float) -> Verdict | None:
+        """How another process has failed since the last exchange, if one has.
+
+        Args:
+            within: How many seconds to wait until that is known.
+        """
+        with self._lock:
+            self._changed.wait_for(lambda: self._ledger.failure_next, within)
+            return self._ledger.failure_next
+
+    def when_in_vain(self, act: Callable[[], None]) -> None:
+        """Call ``act``, on another thread, when it is in vain to wait for another process."""
+        self._when_in_vain.append(act)
 
     def close(self) -> None:
         """End the threads; others end theirs when they close too."""
@@ -240,6 +257,7 @@ class Office:
     def _fail_with(self, header: Header, verdict: Verdict) -> None:
         with self._lock:
             self._ledger.hear(header.serial, verdict)
+            self._changed.notify_all()
             found = self._ledger.failure_in_it
             recipient = self._recipient
         if recipient is not None and found is not None:
@@ -273,6 +291,7 @@ class Office:
         """
         with self._lock:
             first = self._ledger.lose(ranks, verdict)
+            self._changed.notify_all()
             recipient = self._recipient
         if not first:
             return
@@ -281,6 +300,22 @@ class Office:
             self._tell_all(Header(Code.LOST, 0), json.dumps([verdict.ranks, how]))
         if recipient is not None:
             recipient.fail(verdict)
+        self._end_other_waits()
+
+    def _beat(self) -> None:
+        """Notice, with each beat, if a failure is not heeded: then the user's code waits elsewhere.
+
+        Such as in a collective, to which the process that has failed does not come.
+        """
+        with self._lock:
+            pending = self._recipient is None and self._ledger.failure_next is not None
+        self._unheeded = self._unheeded + 1 if pending else 0
+        if self._unheeded == self._watch.limit:
+            self._end_other_waits()
+
+    def _end_other_waits(self) -> None:
+        for act in self._when_in_vain:
+            act()
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
@@ -11,7 +11,13 @@ from typing_extensions import override
 
 from lightning_gpipe.core.plan import Action, Layout, Schedule
 from lightning_gpipe.core.transport.inline import InlineTransport
-from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
+from lightning_gpipe.core.transport.interface import (
+    Exchange,
+    Label,
+    RankFailed,
+    Task,
+    Transport,
+)
 from lightning_gpipe.core.transport.local import LocalTransport
 from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
 from lightning_gpipe.core.transport.process_group.groups import Connection
@@ -68,6 +74,15 @@ class ProcessGroupTransport(Transport):
     @override
     def tell(self, error: BaseException) -> None:
         self._office.tell(error)
+
+    @override
+    def failure(self, within: float) -> RankFailed | None:
+        found = self._office.failure(within)
+        return None if found is None else RankFailed(found.text(self._layout))
+
+    @override
+    def when_in_vain(self, act: Callable[[], None]) -> None:
+        self._office.when_in_vain(act)
 
     @override
     def inline(self) -> ProcessGroupTransport:

@@ -32,26 +32,32 @@ class Watch:
 
     Args:
         links: The connections to the others.
-        timeout: After how long a silent one is lost.
+        lost_after: After how long a silent one is lost.
         start: How long one may be silent before it was heard for the first time.
         silent: Called with the ranks of those that are lost, once for each.
+        beaten: Called after each beat.
+
+    Attributes:
+        limit: The number of beats that one may miss.
     """
 
     def __init__(
         self,
         links: Sequence[Link],
-        timeout: timedelta,
+        lost_after: timedelta,
         start: timedelta,
         silent: Callable[[list[int]], None],
+        beaten: Callable[[], None],
     ) -> None:
         self._links = links
-        self._interval = min(_LONGEST, timeout / timedelta(seconds=_BEATS))
-        self._limit = int(timeout.total_seconds() / self._interval) - _SPARE
+        self._interval = min(_LONGEST, lost_after / timedelta(seconds=_BEATS))
+        self.limit = int(lost_after.total_seconds() / self._interval) - _SPARE
         first = int(start.total_seconds() / self._interval)
         # How many beats each may miss; None: as many as it likes.
         self._allowed: dict[int, int | None] = {link.rank: first for link in links}
         self._missed = dict.fromkeys(self._allowed, 0)
         self._silent = silent
+        self._beaten = beaten
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -77,7 +83,7 @@ class Watch:
     def heard(self, rank: int) -> None:
         """Take note that a process lives."""
         self._missed[rank] = 0
-        self._allowed[rank] = self._limit
+        self._allowed[rank] = self.limit
 
     def excuse(self, rank: int) -> None:
         """Expect nothing of a process until it is heard again."""
@@ -95,6 +101,7 @@ class Watch:
                 for rank in silent:
                     self.excuse(rank)
                 self._silent(silent)
+            self._beaten()
 
     def _over(self, nearly: int) -> list[int]:
         """Those that have missed as many beats as they may, or ``nearly`` less."""

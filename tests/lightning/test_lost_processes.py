@@ -1,0 +1,96 @@
+"""A fit ends in bounded time, with a name, when a process is lost or fails between two steps."""
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_gpipe import GPipeStrategy
+from tests.support.faults import OwnError
+from tests.support.lightning_modules import Classifier, Data
+from tests.support.processes import said
+from tests.support.ranks import new_ranks
+from tests.support.trainers import trainer_over
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Fault(Callback):
+    """Does something between two steps, in one process."""
+
+    def __init__(self, rank: int, place: str, act: Callable[[], None]) -> None:
+        self._rank, self._place, self._act = rank, place, act
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._come_to("step", trainer)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self._come_to("epoch", trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self._come_to("saving", trainer)
+
+    def _come_to(self, place: str, trainer: L.Trainer) -> None:
+        if place == self._place and trainer.global_rank == self._rank and trainer.global_step > 1:
+            self._act()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def burn() -> None:
+    raise OwnError("burnt")
+
+
+FAULTS = {"stop": stop, "die": die, "burn": burn}
+
+
+def fit(root: Path, fault: str, rank: int, place: str) -> str:
+    """What a fit says."""
+    made = trainer_over(
+        root,
+        "per_stage",
+        [2, 4],
+        {"lost_after": timedelta(seconds=2)},
+        callbacks=[Fault(rank, place, FAULTS[fault])],
+        enable_checkpointing=place == "saving",
+    )
+    return said(lambda: made.fit(Classifier(), datamodule=Data()))
+
+
+@pytest.mark.parametrize(
+    "fault, rank, place",
+    [
+        ("stop", 0, "step"),
+        ("stop", 1, "epoch"),
+        ("die", 1, "saving"),
+        ("burn", 0, "step"),
+    ],
+)
+def test_process_that_fails_between_two_steps_is_named(
+    tmp_path: Path, fault: str, rank: int, place: str
+) -> None:
+    with new_ranks(2) as ranks:
+        ranks.start(fit, tmp_path, fault, rank, place)
+        message = ranks.result(1 - rank)
+
+    how = "failed: OwnError: burnt" if fault == "burn" else "is lost: "
+    assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) {how}")
+
+
+def test_bound_is_for_several_processes() -> None:
+    with pytest.raises(ValueError, match="lost_after must be positive.*processes='single'"):
+        GPipeStrategy([2, 4], lost_after=timedelta(seconds=2))
+    with pytest.raises(ValueError, match="lost_after must be positive"):
+        GPipeStrategy([2, 4], processes="per_stage", lost_after=timedelta(0))
