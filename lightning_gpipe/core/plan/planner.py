@@ -4,9 +4,9 @@ What is fastest depends on all of them at once: more micro-batches make the bubb
 of them less efficient, recomputation makes room and takes time, more stages make the bubble larger.
 So all combinations are candidates, and the least predicted time wins of those that fit the memory.
 
-Only few are simulated. Each candidate first has a bound, below which its time cannot be; it is
-balanced when no other one has a lower bound, then it has a tighter bound; and it is simulated when
-that is lowest, too. The first whose simulated time comes up is the fastest, as in A* search.
+Only few are balanced. Each candidate first has a bound, below which its time cannot be; when no
+other one has a lower bound, it is balanced and its time predicted. The first whose predicted time
+comes up is the fastest, as in A* search.
 """
 
 from __future__ import annotations
@@ -203,7 +203,6 @@ class _Planner:
         heap: list[tuple[float, int, bool, Candidate]] = []
         hopeless: list[tuple[float, int, Candidate]] = []
         lost: list[Prediction] = []
-        bounded: set[Candidate] = set()
         for each in candidates:
             excess = self._excess(each)
             if excess > 0:
@@ -211,17 +210,14 @@ class _Planner:
             else:
                 heappush(heap, (self._least(each), next(order), False, each))
         while heap:
-            _, _, simulated, candidate = heappop(heap)
-            if simulated:
+            _, _, predicted, candidate = heappop(heap)
+            if predicted:
                 return candidate
             found = self.predicted(candidate)
             if max(found.missing) > 0:
                 lost.append(found)
-            elif candidate in bounded:
-                heappush(heap, (found.time, next(order), True, candidate))
             else:
-                bounded.add(candidate)
-                heappush(heap, (self._bound(found), next(order), False, candidate))
+                heappush(heap, (found.time, next(order), True, candidate))
         if hopeless:
             lost.append(self.predicted(min(hopeless)[-1]))
         raise NoPlan(min(lost, key=lambda found: max(found.missing)))
@@ -298,12 +294,22 @@ class _Planner:
         return min(self._profiles, key=lambda each: max(each.rows / rows, rows / each.rows))
 
     def _least(self, candidate: Candidate) -> float:
-        """A time below which no balance of a candidate comes."""
+        """A time below which no balance of a candidate comes.
+
+        A micro-batch passes all stages, on the fastest device at best; the others follow through
+        the slowest stage, which has its share of the layers at least.
+        """
         n, m, k = candidate
         _, places = self._devices(n)
+        speeds = [place.speed for place in places]
+        through, share = 1 / max(speeds), 1 / sum(speeds)
         whole = self._whole(m)
-        fastest, all_of_them = max(p.speed for p in places), sum(p.speed for p in places)
-        return _phases(whole, [whole], m, k, 1 / fastest, 1 / all_of_them)
+        # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
+        passing = min(whole.forward, whole.dropping)
+        forward = passing * (through + (m - 1) * share)
+        again = (m * whole.backward + k * whole.forward) * share
+        last = whole.backward * (through + (m - 1) * share)
+        return forward + max(again, last)
 
     def _excess(self, candidate: Candidate) -> float:
         """The bytes that all devices together lack, whatever the balance."""
@@ -320,47 +326,6 @@ class _Planner:
             layers = len(self._profiles[0].layers)
             (self._wholes[m],) = costs_of(self._profile(m), [layers], self.rows // m)
         return self._wholes[m]
-
-    def _bound(self, found: Prediction) -> float:
-        """A time below which a candidate that is balanced does not come."""
-        m, k = found.settings.chunks, max(found.settings.recomputed)
-        stages = [
-            StageCost(*(cost / place.speed for cost in each))
-            for each, place in zip(
-                costs_of(found.profile, found.settings.balance, self.rows // m),
-                found.places,
-                strict=True,
-            )
-        ]
-        first = StageCost(*map(sum, zip(*stages, strict=True)))
-        return _phases(first, stages, m, k)
-
-
-def _phases(
-    whole: StageCost,
-    stages: Sequence[StageCost],
-    m: int,
-    k: int,
-    through: float = 1.0,
-    each: float = 1.0,
-) -> float:
-    """A bound: a micro-batch passes all stages, the others follow through the slowest one.
-
-    Args:
-        whole: What a micro-batch costs in all stages.
-        stages: What it costs each of them.
-        m: The number of micro-batches.
-        k: How many are recomputed.
-        through: The seconds in a unit of the cost of all stages.
-        each: The seconds in a unit of the cost of each.
-    """
-    # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
-    passing = min(whole.forward, whole.dropping)
-    slowest = max(min(stage.forward, stage.dropping) for stage in stages)
-    forward = passing * through + (m - 1) * slowest * each
-    again = max(m * stage.backward + k * stage.forward for stage in stages) * each
-    last = whole.backward * through + (m - 1) * max(stage.backward for stage in stages) * each
-    return forward + max(again, last)
 
 
 def _costs(profile: ModelProfile, candidate: Candidate, rows: int) -> LayerCosts:

@@ -1,12 +1,13 @@
 """What a mini-batch will take, by the costs of layers and the schedule that is to run.
 
-The schedule is simulated with the measured time of each action. So the prediction knows what a
-formula does not: that a recomputation fills a wait, or that micro-batches differ in size. From the
-same simulation follows what each device holds at which time.
+The schedule is run with the measured time of each action. So the prediction knows what a formula
+does not: that a recomputation fills a wait, or that micro-batches differ in size. From the same
+times follows what each device holds when.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -14,12 +15,13 @@ from itertools import islice
 from math import inf
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.balance.costs import Place
-from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.layout import Around
 from lightning_gpipe.core.plan.measured import LayerProfile, ModelProfile
-from lightning_gpipe.core.plan.schedule import Schedule
+from lightning_gpipe.core.plan.waves import Passing, Wave, waves
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,6 @@ class Settings:
         if most == 0:
             return "never"
         return "always" if most == self.chunks else most
-
-    def actions(self) -> Schedule:
-        """The schedule of a mini-batch."""
-        return fill_drain(
-            self.chunks, tuple(range(len(self.balance))), recomputed=max(self.recomputed)
-        )
 
 
 class Memory(NamedTuple):
@@ -157,12 +153,13 @@ class Prediction:
     @cached_property
     def time(self) -> float:
         """What a mini-batch takes."""
-        return max((at + self._cost(action) for action, at in self._start.items()), default=0.0)
+        (last,) = deque(self._waves(), maxlen=1)
+        return float(last.end.max())
 
     @cached_property
     def bubble(self) -> float:
         """The share of the devices' time in which they are idle."""
-        busy = sum(map(self._cost, self._start))
+        busy = sum(stage.time for stage in self.stages)
         return 1.0 - busy / (self.time * len(self.places)) if self.time else 0.0
 
     @property
@@ -183,7 +180,13 @@ class Prediction:
     @cached_property
     def spans(self) -> tuple[Planned, ...]:
         """Every action, by its start."""
-        found = (Planned(a.j, a, at, at + self._cost(a)) for a, at in self._start.items())
+        found = (
+            Planned(j, Action(wave.kind, wave.i, j), start, end)
+            for wave in self._waves()
+            for j, (start, end) in enumerate(
+                zip(wave.start.tolist(), wave.end.tolist(), strict=True)
+            )
+        )
         return tuple(sorted(found, key=lambda span: span.start))
 
     def memory_over_time(self) -> list[list[tuple[float, float]]]:
@@ -191,9 +194,11 @@ class Prediction:
         found: list[list[tuple[float, float]]] = [
             [(0.0, stage.memory.held)] for stage in self.stages
         ]
-        for worker, action, start, end in self.spans:
-            at = start if action.kind is not Kind.BACKWARD else end
-            found[worker].append((at, found[worker][-1][1] + self._change(action)))
+        for wave in self._waves():
+            times = wave.start if wave.kind is not Kind.BACKWARD else wave.end
+            for j, at in enumerate(times.tolist()):
+                change = self._change(Action(wave.kind, wave.i, j))
+                found[j].append((at, found[j][-1][1] + change))
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -222,35 +227,28 @@ class Prediction:
             f"{most / 2**30:.3g} GiB on a device"
         )
 
-    @cached_property
-    def _start(self) -> dict[Action, float]:
-        """When each action starts: a phase when all of the previous one has ended."""
-        schedule, at = self.settings.actions(), 0.0
-        found: dict[Action, float] = {}
-        for k in range(len(schedule.phases)):
-            phase = schedule.phase(k).simulate(self._cost)
-            found |= {action: at + start for action, start in phase.start.items()}
-            at += phase.makespan
-        return found
+    def _waves(self) -> Iterator[Wave]:
+        """All actions, with their times."""
+        most = max(self.settings.recomputed)
+        kept = {rows: self._passing(rows, False) for rows in {*self.rows[most:]}}
+        dropped = {rows: self._passing(rows, True) for rows in {*self.rows[:most]}}
+        own = [dropped[rows] for rows in self.rows[:most]]
+        return waves([*own, *(kept[rows] for rows in self.rows[most:])])
+
+    def _passing(self, rows: int, recomputed: bool) -> Passing:
+        """What each stage takes for a micro-batch."""
+        speed = np.array([place.speed for place in self.places])
+        forward, dropping, backward = (
+            np.array([cost[k] for cost in self._costs[rows]]) / speed for k in range(3)
+        )
+        if recomputed:
+            return Passing(dropping, forward, backward)
+        return Passing(forward, None, backward)
 
     @cached_property
     def _costs(self) -> dict[int, list[StageCost]]:
         """What each stage costs for a micro-batch, by its number of rows."""
         return {rows: costs_of(self.profile, self.settings.balance, rows) for rows in {*self.rows}}
-
-    def _is_recomputed(self, i: int, j: int) -> bool:
-        return i < self.settings.recomputed[j]
-
-    def _cost(self, action: Action) -> float:
-        kind, i, j = action
-        costs = self._costs[self.rows[i]][j]
-        if kind is Kind.BACKWARD:
-            time = costs.backward
-        elif kind is Kind.FORWARD and self._is_recomputed(i, j):
-            time = costs.dropping
-        else:
-            time = costs.forward
-        return time / self.places[j].speed
 
     def _change(self, action: Action) -> float:
         """The bytes by which what a stage holds changes with an action."""
@@ -260,7 +258,7 @@ class Prediction:
             return -costs.saved - costs.entering
         if kind is Kind.RECOMPUTE:
             return costs.saved
-        return costs.entering + (0.0 if self._is_recomputed(i, j) else costs.saved)
+        return costs.entering + (0.0 if i < self.settings.recomputed[j] else costs.saved)
 
     def _stages(self) -> Iterator[StagePrediction]:
         outside = len(self.places) - 1 if self.around == "last" else 0
@@ -269,19 +267,24 @@ class Prediction:
             first, end = end, end + size
             layers = self.profile.layers[first:end]
             held = [*layers, self.profile.around] if j == outside else layers
-            own = [self._costs[rows][j] for rows in self.rows]
             k = self.settings.recomputed[j]
-            time = sum(each.forward + each.backward for each in own)
+            dropped, kept = self._counted(self.rows[:k], j), self._counted(self.rows[k:], j)
+            time = sum(number * (each.forward + each.backward) for number, each in dropped + kept)
+            time += sum(number * each.dropping for number, each in dropped)
             yield StagePrediction(
                 first,
                 tuple(layer.name for layer in layers),
                 self.devices[j],
                 sum(layer.parameters for layer in held),
-                (time + sum(each.dropping for each in own[:k])) / place.speed,
-                _memory(held, own, k),
+                time / place.speed,
+                _memory(held, dropped, kept),
                 place.memory,
-                sum(each.leaving for each in own),
+                sum(number * each.leaving for number, each in dropped + kept),
             )
+
+    def _counted(self, rows: Sequence[int], j: int) -> _Counted:
+        """What micro-batches cost a stage; those of equal size are counted."""
+        return [(number, self._costs[size][j]) for size, number in Counter(rows).items()]
 
 
 class StageCost(NamedTuple):
@@ -300,6 +303,9 @@ class StageCost(NamedTuple):
     saved: float
     entering: float = 0.0
     leaving: float = 0.0
+
+
+_Counted = list[tuple[int, StageCost]]  # with the number of micro-batches
 
 
 def costs_of(profile: ModelProfile, balance: Sequence[int], rows: int) -> list[StageCost]:
@@ -333,19 +339,26 @@ def sizes_of(rows: int, chunks: int) -> tuple[int, ...]:
     return tuple(rows // m + (i < rows % m) for i in range(m))
 
 
-def _memory(held: Iterable[LayerProfile], own: Sequence[StageCost], k: int) -> Memory:
-    """What a stage needs at the peak, of whose micro-batches the first ``k`` are recomputed.
+def _memory(held: Iterable[LayerProfile], dropped: _Counted, kept: _Counted) -> Memory:
+    """What a stage needs at the peak.
 
     That is at the end of forward or, if all are recomputed, when the first of them was. An input
     from another device is in memory there from its arrival to its backward.
+
+    Args:
+        held: The layers that it holds.
+        dropped: The micro-batches that it recomputes.
+        kept: The others.
     """
     held = list(held)
-    saved = [each.saved for each in own]
     return Memory(
         sum(layer.parameter_bytes for layer in held),
         sum(layer.gradient_bytes for layer in held),
         sum(layer.optimizer_bytes for layer in held),
         sum(layer.buffer_bytes for layer in held),
-        max(sum(saved[k:]), max(saved[:k], default=0.0)),
-        sum(each.entering for each in own),
+        max(
+            sum(number * each.saved for number, each in kept),
+            max((each.saved for _, each in dropped), default=0.0),
+        ),
+        sum(number * each.entering for number, each in dropped + kept),
     )

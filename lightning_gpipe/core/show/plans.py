@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from itertools import groupby
 from math import inf
 
 from rich.console import Console
 from rich.table import Table
 
-from lightning_gpipe.core.plan import Plan, Prediction
+from lightning_gpipe.core.plan import Plan, Prediction, StagePrediction
+
+_ROWS = 32  # of a table that a person reads
 
 
 def show_plan(plan: Plan) -> None:
@@ -20,7 +23,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def plan_table(prediction: Prediction) -> Table:
-    """List the stages, one row each::
+    """List the stages, one row each; of many stages, those that are equal are in one::
 
         stage  device  layers           number  parameters  ms     memory, GiB  of
             0       0  embed .. blocks.5     7     40,960  12.31         10.22  24
@@ -33,21 +36,37 @@ def plan_table(prediction: Prediction) -> Table:
         table.add_column(name, justify="left" if name == "layers" else "right")
     for name in ("GiB", "of", "held", "activations", "boundaries", "sent"):
         table.add_column(name, justify="right")
-    for j, stage in enumerate(prediction.stages):
-        memory = stage.memory
-        limit = "" if stage.limit == inf else _gib(stage.limit)
+    cells = [_cells(prediction, stage) for stage in prediction.stages]
+    numbered = enumerate(zip(prediction.stages, cells, strict=True))
+    many = len(cells) > _ROWS
+    for _, run in groupby(numbered, lambda each: each[1][1] if many else each[0]):
+        (j, (first, shown)), *others = run
+        end, (last, _) = others[-1] if others else (j, (first, shown))
         table.add_row(
-            f"{j}",
-            f"{stage.device}",
-            " .. ".join(dict.fromkeys([stage.layers[0], stage.layers[-1]])),
-            f"{len(stage.layers)}",
-            f"{stage.parameters:,}",
-            _time(prediction, stage.time),
-            _gib(memory.total),
-            limit,
-            *map(_gib, (memory.held, memory.activations, memory.boundaries, stage.sent)),
+            _from_to(j, end),
+            _from_to(first.device, last.device),
+            _from_to(first.layers[0], last.layers[-1]),
+            *shown,
         )
     return table
+
+
+def _cells(prediction: Prediction, stage: StagePrediction) -> tuple[str, ...]:
+    """What is shown of a stage, but for which it is."""
+    memory = stage.memory
+    sizes = (memory.held, memory.activations, memory.boundaries, stage.sent)
+    return (
+        f"{len(stage.layers)}",
+        f"{stage.parameters:,}",
+        _time(prediction, stage.time),
+        _gib(memory.total),
+        "" if stage.limit == inf else _gib(stage.limit),
+        *map(_gib, sizes),
+    )
+
+
+def _from_to(first: object, last: object) -> str:
+    return " .. ".join(dict.fromkeys([f"{first}", f"{last}"]))
 
 
 def alternatives_table(plan: Plan) -> Table:

@@ -149,8 +149,10 @@ def _least_peak(tables: Sequence[Table]) -> int:
 
 def _most_even(tables: Sequence[Table]) -> list[int]:
     """The sizes of the runs of the most even cut, of those that are not forbidden."""
-    longest = max(map(_longest, tables))
-    shift = max(0, max(int(table[table < NEVER].max()) for table in tables).bit_length() - _SQUARED)
+    distinct = list({id(table): table for table in tables}.values())  # equal places share one
+    longest = max(map(_longest, distinct))
+    most = max(int(table[table < NEVER].max()) for table in distinct)
+    shift = max(0, most.bit_length() - _SQUARED)
     starts = np.arange(len(tables[0]))[:, None] - np.arange(1, longest + 1)[None, :]
     squares = np.arange(1, longest + 1) ** 2
     uneven = np.full(len(starts), NEVER)

@@ -1,0 +1,40 @@
+"""Tables of plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rich.table import Table
+
+from lightning_gpipe.core.plan import LayerProfile, ModelProfile, PerRow, Place, Plan, plan_for
+from lightning_gpipe.core.show.plans import plan_table
+
+LAYER = LayerProfile("", PerRow(0, 1), PerRow(0, 1), PerRow(0, 2), parameters=10)
+
+
+def planned(n: int) -> Plan:
+    """A layer for each stage, the last of them a larger one."""
+    layers = [replace(LAYER, name=f"blocks.{k}") for k in range(n - 1)]
+    head = replace(LAYER, name="head", parameters=99)
+    profile = ModelProfile((*layers, head), (), LayerProfile("around"), 1, 4, "s", "cpu")
+    return plan_for(profile, [Place()] * n, stages=n, chunks=4)
+
+
+def rows(table: Table) -> list[tuple[str, ...]]:
+    columns = [list(column.cells) for column in table.columns]
+    return [tuple(map(str, row)) for row in zip(*columns, strict=True)]
+
+
+def test_a_row_for_each_stage() -> None:
+    assert [row[:5] for row in rows(plan_table(planned(3).prediction))] == [
+        ("0", "0", "blocks.0", "1", "10"),
+        ("1", "1", "blocks.1", "1", "10"),
+        ("2", "2", "head", "1", "99"),
+    ]
+
+
+def test_equal_ones_of_many_stages_are_one_row() -> None:
+    assert [row[:5] for row in rows(plan_table(planned(500).prediction))] == [
+        ("0 .. 498", "0 .. 498", "blocks.0 .. blocks.498", "1", "10"),
+        ("499", "499", "head", "1", "99"),
+    ]
