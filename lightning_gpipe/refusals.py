@@ -98,9 +98,9 @@ def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
         raise RuntimeError(
             "GPipeStrategy(processes='single') drives all its devices from one process: "
             f"{type(environment).__name__} started {processes}, and each would run a pipeline of "
-            "its own. Write processes='per_stage' for one pipeline over all of them, or "
-            "'per_node' for one over machines, or start the script with python, without torchrun "
-            "or several tasks."
+            "its own. Write processes='per_stage' for one pipeline over all of them, 'per_node' "
+            f"for one over machines, replicas={processes} for a pipeline in each, which train "
+            "together, or start the script with python, without torchrun or several tasks."
         )
 
 

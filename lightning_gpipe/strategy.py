@@ -125,6 +125,10 @@ class GPipeStrategy(OverProcesses):
         start_method: How processes are started if torchrun or SLURM have not: ``"popen"`` runs the
             script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and ``"forkserver"`` for
             scripts that must not be run again.
+        replicas: How many pipelines train together, each on its part of the batches, over equally
+            many devices; their gradients are averaged by DistributedDataParallel. With
+            ``processes="single"`` each is a process.
+        ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -154,9 +158,11 @@ class GPipeStrategy(OverProcesses):
         lost_after: timedelta | None = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        replicas: int = 1,
+        ddp: dict[str, Any] | None = None,
     ) -> None:
-        check_processes(processes, start_method, lost_after)
-        super().__init__(processes, timeout, process_group_backend, start_method)
+        check_processes(processes, start_method, lost_after, replicas)
+        super().__init__(processes, replicas, timeout, process_group_backend, start_method, ddp)
         if verify and processes != "single":
             refuse_verification(processes)
         check_module(module)
@@ -208,6 +214,11 @@ class GPipeStrategy(OverProcesses):
         """
         if self._piped is None:
             raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
+        if self.is_distributed:
+            raise RuntimeError(
+                "replicas of a pipeline keep their balance, for their gradients are averaged stage "
+                f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
+            )
         assert self.lightning_module is not None
         with state_follows(self.optimizers):
             self._piped.rebalance(balance)
@@ -237,9 +248,7 @@ class GPipeStrategy(OverProcesses):
 
         Of the stages of this process, if there are several.
         """
-        if self.num_processes > 1:
-            return self._devices[self.local_rank]
-        return self._devices[-1 if self._around == "last" else 0]
+        return self._own_devices[-1 if self._around == "last" else 0]
 
     @override
     def setup_environment(self) -> None:
@@ -265,6 +274,7 @@ class GPipeStrategy(OverProcesses):
         spread = undispatch(self.lightning_module)
         self._set_up_pipeline(trainer)
         self.model_to_device()
+        self.replicate()
         assert self._piped is not None
         if spread is not None:
             rank_zero_info(str(spread))
@@ -286,6 +296,7 @@ class GPipeStrategy(OverProcesses):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
+        self.replicate_again()
         self._averages.follow_in_epoch(self.lightning_module)
 
     @override
@@ -336,8 +347,9 @@ class GPipeStrategy(OverProcesses):
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
-            owners=self._owners,
-            lost_after=None if self._owners is None else self._lost_after,
+            owners=self._arrangement.owners,
+            group=None if self._circles is None else self._circles.along,
+            lost_after=None if self._arrangement.owners is None else self._lost_after,
             agree=self.broadcast,
         )
         self.watch(piped.pipeline.engine)

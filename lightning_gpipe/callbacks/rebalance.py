@@ -80,10 +80,11 @@ class Rebalance(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = pipeline_of(trainer, self)
-        if pipeline.layout.spread:
+        if pipeline.layout.spread or strategy_of(trainer, self).is_distributed:
             raise RuntimeError(
                 "Rebalance moves layers between the devices of one process: got a pipeline over "
-                "several. Leave it out, and resume from a checkpoint with another balance."
+                "several, or replicas. Leave it out, and resume from a checkpoint with another "
+                "balance."
             )
         self._handle = pipeline.observe(self._seen.append)
 

@@ -98,7 +98,8 @@ class SharedLoader:
         while True:
             failure, drawn, found = self._group.broadcast(None)
             if failure is not None:
-                raise RuntimeError(f"rank 0, which loads the batches, failed: {failure}")
+                first = f"rank {self._group.ranks[0]}, which loads the batches"
+                raise RuntimeError(f"{first}, failed: {failure}")
             Generators().set(drawn)
             if not found:
                 return

@@ -20,7 +20,6 @@ from lightning_gpipe.processes.group import Group
 def whole_state(module: nn.Module, group: Group) -> dict[str, Any]:
     """The state dict of a module with the values of all processes; empty in all but the first."""
     state: dict[str, Any] = module.state_dict()
-    group.meet("save a checkpoint")
     missing = group.broadcast([name for name, value in state.items() if _is_missing(value)])
     has = {name: state[name] for name in missing if not _is_missing(state[name])}
     found = _gathered(has, group)
@@ -47,7 +46,6 @@ def whole_optimizer_state(
         group: The processes.
     """
     parameters = [each for one in optimizer.param_groups for each in one["params"]]
-    group.meet("save a checkpoint")
     missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
     own = state["state"]
     found = _gathered({k: own[k] for k in missing if k in own and not parameters[k].is_meta}, group)

@@ -39,22 +39,28 @@ def _waits(method: Callable[Concatenate[Group, P], T]) -> Callable[Concatenate[G
 
 
 class Group:
-    """A process group of all ranks, over Gloo.
+    """A process group over Gloo, made in all processes at once.
 
     Args:
         timeout: How long to wait for the other processes.
+        ranks: The global ranks of each group of them; None for one of all.
 
     Attributes:
-        rank: The number of this process.
+        rank: The number of this process in it.
+        ranks: The global rank of each.
         size: How many there are.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
+    def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
         self._timeout = timeout
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._group: Any
+        self._group, _ = dist.new_subgroups_by_enumeration(
+            ranks or [list(range(dist.get_world_size()))], timeout=timeout, backend="gloo"
+        )
         self._engine: Engine | None = None  # of the pipeline, which knows who has failed
         self.rank = dist.get_rank(self._group)
-        self.size = dist.get_world_size(self._group)
+        self.ranks: list[int] = dist.get_process_group_ranks(self._group)
+        self.size = len(self.ranks)
 
     def watch(self, engine: Engine) -> None:
         """Let waits end when they are in vain, with the name of the process that has failed.
@@ -162,7 +168,7 @@ class Group:
             dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(
-                f"all processes of a pipeline must {purpose} together: rank {self.rank} of "
+                f"all processes must {purpose} together: rank {self.rank} of "
                 f"{self.size} waited for {self._timeout.total_seconds():g} s. {error}"
             ) from error
 

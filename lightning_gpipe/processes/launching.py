@@ -1,4 +1,4 @@
-"""Which processes run a pipeline, how they are started, and how they find one another.
+"""Which processes run pipelines, how they are started, and how they find one another.
 
 Lightning's parallel strategies take the number of processes, and the rank of each, from the devices
 or from the environment. A pipeline in one process has one rank, whatever the number of its devices,
@@ -22,9 +22,12 @@ from lightning.pytorch.strategies.launchers import (
 )
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_gpipe.processes.arrangement import Arrangement, Mode
 from lightning_gpipe.processes.batches import Generators
+from lightning_gpipe.processes.circles import Circles, connect
 from lightning_gpipe.processes.gathering import fetch
 from lightning_gpipe.processes.group import Group
 from lightning_gpipe.processes.network import choose_interface
@@ -34,12 +37,15 @@ from lightning_gpipe.refusals import (
     refuse_several_processes,
 )
 
-Mode = Literal["single", "per_stage", "per_node"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def check_processes(processes: str, start_method: str, lost_after: timedelta | None) -> None:
+def check_processes(
+    processes: str, start_method: str, lost_after: timedelta | None, replicas: int
+) -> None:
     """Refuse what is no way to run in processes."""
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
     if lost_after is not None and (processes == "single" or lost_after <= timedelta(0)):
         raise ValueError(
             "lost_after must be positive, and is for a pipeline over several processes: got "
@@ -58,7 +64,8 @@ class Launched(ParallelStrategy):
     """A strategy of one Trainer, in one process or several.
 
     Args:
-        processes: Which processes there are.
+        processes: Which processes a pipeline has.
+        replicas: How many pipelines there are.
         timeout: How long they wait for one another.
         process_group_backend: The backend of the process group; None for what the devices need.
         start_method: How they are started, if no launcher of the user's has.
@@ -67,17 +74,19 @@ class Launched(ParallelStrategy):
     def __init__(
         self,
         processes: Mode,
+        replicas: int,
         timeout: timedelta,
         process_group_backend: str | None,
         start_method: StartMethod,
     ) -> None:
         super().__init__()
         self._mode: Mode = processes
+        self._replicas = replicas
         self._timeout = timeout
         self._backend = process_group_backend
         self._start_method: StartMethod = start_method
         self._nodes = 1
-        self._group: Group | None = None  # of several processes, once they are connected
+        self._circles: Circles | None = None  # of several processes, once they are connected
 
     # A Trainer reads the private attribute of a strategy object, and later sets the other.
 
@@ -104,38 +113,51 @@ class Launched(ParallelStrategy):
 
     @property
     def several(self) -> bool:
-        """Whether the pipeline may have several processes."""
+        """Whether a pipeline may have several processes."""
         return self._mode != "single"
 
     @property
     def is_distributed(self) -> bool:
-        """False: each process sees every batch."""
-        return False
+        """Whether processes see other batches than this one: those of other replicas do."""
+        return self._replicas > 1
+
+    @property
+    def replica(self) -> int:
+        """The number of this process's pipeline among all."""
+        return self._arrangement.replica_of(self.global_rank)
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The processes, in the dimensions ``data_parallel`` and ``pipeline_parallel``.
+
+        None before they are connected, and where there is only one.
+        """
+        return None if self._circles is None else self._circles.mesh
 
     @property
     def num_processes(self) -> int:
         """The number of processes on a machine."""
-        return len(self._devices) if self._mode == "per_stage" else 1
+        return self._arrangement.on_each_node
 
     @property
     @override
     def global_rank(self) -> int:
-        return super().global_rank if self.several else 0
+        return super().global_rank if self._launched else 0
 
     @property
     @override
     def local_rank(self) -> int:
-        return super().local_rank if self.several else 0
+        return super().local_rank if self._launched else 0
 
     @property
     @override
     def node_rank(self) -> int:
-        return super().node_rank if self.several else 0
+        return super().node_rank if self._launched else 0
 
     @property
     @override
     def world_size(self) -> int:
-        return self.num_nodes * self.num_processes
+        return self._arrangement.world_size
 
     @property
     def num_nodes(self) -> int:
@@ -144,14 +166,23 @@ class Launched(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        if not self.several:
+        if not self._launched:
             refuse_several_nodes(num_nodes)
         self._nodes = num_nodes
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self._replicas, "rank": self.replica}
+
+    @property
+    def _launched(self) -> bool:
+        """Whether there may be several processes."""
+        return self.several or self._replicas > 1
+
+    @property
+    def _arrangement(self) -> Arrangement:
+        return Arrangement(self._mode, self._replicas, self._nodes, len(self._devices))
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -160,23 +191,25 @@ class Launched(ParallelStrategy):
         return self.parallel_devices
 
     @property
-    def _workers(self) -> list[torch.device]:
-        """The device of each worker, on all machines."""
-        return self._devices * self.num_nodes
+    def _own_devices(self) -> list[torch.device]:
+        """Those of this process."""
+        return list(self._arrangement.of_process(self._devices, self.local_rank))
 
     @property
-    def _owners(self) -> list[int] | None:
-        """The rank of the process of each worker; None if there is one process."""
-        if self.world_size == 1:
-            return None
-        each = len(self._devices) // self.num_processes
-        return [worker // each for worker in range(len(self._workers))]
+    def _workers(self) -> list[torch.device]:
+        """The device of each worker of this process's pipeline, on all machines."""
+        return list(self._arrangement.of_replica(self._devices, self.replica))
+
+    @property
+    def _group(self) -> Group | None:
+        """The processes of this pipeline, once they are connected, if it has several."""
+        return None if self._circles is None else self._circles.pipeline
 
     # Starting and connecting them.
 
     @override
     def _configure_launcher(self) -> None:
-        if not self.several:
+        if not self._launched:
             return
         assert self.cluster_environment is not None, "the Trainer has found one"
         if self._start_method == "popen":
@@ -188,7 +221,7 @@ class Launched(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Tell the environment which of the processes this is."""
-        if self.several and self.cluster_environment is not None:
+        if self._launched and self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.world_size)
@@ -197,14 +230,14 @@ class Launched(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        if self.several:
+        if self._launched:
             self._connect()
         else:
             refuse_several_processes(self.cluster_environment)
         super().setup_environment()
 
     def _connect(self) -> None:
-        """Join the other processes; draw the same random numbers from here on."""
+        """Join the others; draw the same random numbers as those of this pipeline from here on."""
         assert self.cluster_environment is not None
         self.set_world_ranks()
         if self.world_size == 1:
@@ -215,14 +248,19 @@ class Launched(ParallelStrategy):
             _init_dist_connection(
                 self.cluster_environment, self._backend_for_devices(), timeout=self._timeout
             )
-        if self._group is None:
-            self._group = Group(self._timeout)
-        state = self._group.broadcast(Generators().state())
-        Generators().set(state)
+        if self._circles is None:
+            self._circles = connect(self._arrangement, self.root_device.type, self._timeout)
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._circles.mesh
+        if self._group is not None:
+            Generators().set(self._group.broadcast(Generators().state()))
 
     def fetch(self, module: nn.Module) -> None:
         """Give the module of the first process the values of all, on the CPU."""
-        if self._group is not None:
+        if self._circles is None:
+            return
+        self._circles.everyone.meet("gather the model")
+        if self._group is not None and not self.replica:
             fetch(module, self._group)
 
     def _backend_for_devices(self) -> str:

@@ -1,78 +1,173 @@
-"""The strategy's side of a Trainer whose pipeline runs in one process or in several.
+"""The strategy's side of a Trainer whose pipelines run in one process or in several.
 
-In several, each of them sees every batch and holds the same values. So nothing is averaged or
-summed over them: to a metric, a logger or a user's ``all_gather`` they are one.
+The processes of one pipeline see the same batches and hold the same values. So nothing is averaged
+or summed over them: to a metric, a logger or a user's ``all_gather`` they are one. What is averaged
+or gathered is so over replicas, each process with those that have its place in the others.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_gpipe.core.run import Engine
+from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.batches import shared
 from lightning_gpipe.processes.gathering import whole_optimizer_state, whole_state
 from lightning_gpipe.processes.gradients import Together
-from lightning_gpipe.processes.launching import Launched
+from lightning_gpipe.processes.launching import Launched, StartMethod
+from lightning_gpipe.processes.replicated import (
+    check_options,
+    check_static_graph,
+    equalise,
+    replicated,
+)
 
 
 class OverProcesses(Launched):
-    """A strategy of one Trainer, in one process or several."""
+    """A strategy of one Trainer, in one process or several.
 
-    _together: Together | None = None
-    _accumulates = False  # whether another backward comes before the optimizer's step
+    Args:
+        processes, replicas, timeout, process_group_backend, start_method: See
+            :class:`~lightning_gpipe.processes.launching.Launched`.
+        ddp: Options of the wrapper that averages gradients over replicas.
+    """
+
+    def __init__(
+        self,
+        processes: Mode,
+        replicas: int,
+        timeout: timedelta,
+        process_group_backend: str | None,
+        start_method: StartMethod,
+        ddp: Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__(processes, replicas, timeout, process_group_backend, start_method)
+        check_options(ddp, replicas)
+        self._ddp = dict(ddp or {})
+        self._together: Together | None = None
+        self._accumulates = False  # whether another backward comes before the optimizer's step
+        self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
+        self._metrics: list[Metric] = []  # that gather from replicas
+        self._forward_redirection = _DDPForwardRedirection()
 
     def watch(self, engine: Engine) -> None:
         """Let waits for a process end if ``engine`` knows that it has failed, or is lost."""
-        if self._group is not None:
-            self._group.watch(engine)
+        if self._circles is not None:
+            self._circles.watch(engine)
 
     def train_together(self, around: Sequence[nn.Parameter]) -> None:
         """Keep the processes the same from now on, until :meth:`train_apart`.
 
         Args:
-            around: The parameters that each process has.
+            around: The parameters that each process of a pipeline has.
         """
         assert self.lightning_module is not None
         if self._group is not None:
-            # What is logged is the same in all processes.
+            self._together = Together(self._group, around, self.precision_plugin)
+        if self._circles is None:
+            return
+        if not self.is_distributed:  # what is logged is the same in all processes
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
-            self._together = Together(self._group, around, self.precision_plugin)
-            for module in self.lightning_module.modules():
-                if isinstance(module, Metric):  # it would gather the same values from each
-                    module.distributed_available_fn = _alone
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                self._adapt_metric(module)
 
     def train_apart(self) -> None:
         """End that."""
         if self._together is not None:
             self._together.release()
             self._together = None
+        for metric in self._metrics:
+            metric.process_group = None
+        self._metrics = []
+        self._unwrap()
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None  # with which it could not be copied
+
+    def replicate(self) -> None:
+        """Give all replicas the same values and, in a fit, average their gradients from now on."""
+        if self._circles is None or not self.is_distributed:
+            return
+        module = self.lightning_module
+        assert module is not None
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            equalise(module, self._circles.across)
+            return
+        check_static_graph(
+            self._ddp,
+            module.trainer.callbacks,  # type: ignore[attr-defined]  # a connector sets it
+            module.trainer.accumulate_grad_batches,
+            automatic=module.automatic_optimization,
+        )
+        self.model = replicated(module, self._circles.across, self._ddp) or module
+        self._averaged = _trainable(module)
+
+    def replicate_again(self) -> None:
+        """Average the gradients of other parameters, if others need any now."""
+        module = self.lightning_module
+        assert module is not None
+        if self.is_distributed and self._averaged != _trainable(module):
+            self._unwrap()
+            self.replicate()
+
+    def _unwrap(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+
+    def _adapt_metric(self, metric: Metric) -> None:
+        """Let a metric gather from replicas, and not from the processes of one pipeline."""
+        assert self._circles is not None
+        if self.is_distributed:
+            metric.process_group = self._circles.across
+            self._metrics.append(metric)
+        else:
+            metric.distributed_available_fn = _alone
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        if self._group is not None:
+        if self._circles is not None:
             self.train_apart()  # what it adapted refers to the group
-            self._group.leave()
-            self._group = None
+            self._circles.leave()
+            self._circles = None
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         self._accumulates = True
         try:
-            yield
+            with super().block_backward_sync():  # it does so for the replicas
+                yield
         finally:
             self._accumulates = False
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        manual = not self.lightning_module.automatic_optimization
+        if manual and isinstance(self.model, DistributedDataParallel):
+            prepare_for_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -84,40 +179,69 @@ class OverProcesses(Launched):
     def process_dataloader(self, dataloader: object) -> object:
         return dataloader if self._group is None else shared(dataloader, self._group)
 
+    # All processes come to a checkpoint, and those of the first pipeline make it.
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._must_not_save():
+            return {}
         if self._group is None:
             return super().lightning_module_state_dict()
         return whole_state(self.lightning_module, self._group)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._must_not_save():
+            return {}
         state = super().optimizer_state(optimizer)
         if self._group is None:
             return state
         return whole_optimizer_state(optimizer, state, self._group)
 
+    def _must_not_save(self) -> bool:
+        """Wait for all processes; returns whether this one has no part in a checkpoint."""
+        if self._circles is None:
+            return False
+        self._circles.everyone.meet("save a checkpoint")
+        return self.replica > 0
+
+    # What is the same in the processes of a pipeline, and differs between replicas.
+
     @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        if self._circles is None or not self.is_distributed or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, self._circles.across, reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor
+        if self._circles is None or not self.is_distributed:
+            return tensor
+        across = self._circles.across
+        return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._group is None else self._group.decide(bool(decision), all=all)
+        if self._circles is None:
+            return decision
+        return self._circles.everyone.decide(bool(decision), all=all)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._group is not None:
-            self._group.meet(f"come to {name or 'a barrier'}")
+        if self._circles is not None:
+            self._circles.everyone.meet(f"come to {name or 'a barrier'}")
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._group is None else self._group.broadcast(obj, src)
+        return obj if self._circles is None else self._circles.everyone.broadcast(obj, src)
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    """The ids of the parameters that need a gradient."""
+    return {id(each) for each in module.parameters() if each.requires_grad}
 
 
 def _alone() -> bool:

@@ -205,6 +205,8 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "lost_after": None,
         "process_group_backend": None,
         "start_method": "popen",
+        "replicas": 1,
+        "ddp": None,
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")

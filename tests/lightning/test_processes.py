@@ -37,13 +37,6 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 BALANCE = {"per_stage": [2, 4], "per_node": [1, 2, 2, 1]}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
-
-
 class History(Callback):
     """What was logged."""
 
@@ -201,7 +194,7 @@ def test_checkpoint_saved_by_one_process_only(tmp_path: Path) -> None:
         message, _ = ranks.run(saved_by_one, tmp_path)
 
     assert message.startswith(
-        "all processes of a pipeline must save a checkpoint together: rank 0 of 2 waited for 2 s."
+        "all processes must save a checkpoint together: rank 0 of 2 waited for 2 s."
     )
     assert "1" in message
 

@@ -154,6 +154,14 @@ class Pool:
 
 
 @pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    """Two processes of one process group."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Pool]:
     """Four processes of one process group."""
     pool = Pool(4)

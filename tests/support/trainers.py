@@ -59,12 +59,26 @@ class RankEnvironment(ClusterEnvironment):
 
 
 def trainer_over(
-    root: Path, processes: Any, balance: Any, strategy: dict[str, Any], **options: Any
+    root: Path,
+    processes: Any,
+    balance: Any,
+    strategy: dict[str, Any],
+    machines: tuple[int, int] | None = None,
+    **options: Any,
 ) -> L.Trainer:
-    """A Trainer of a pipeline: one of all its processes, or the only one."""
-    devices, nodes = MODES.get(processes, (len(balance), 1))
+    """A Trainer of a pipeline: one of all its processes, or the only one.
+
+    Args:
+        root: Where it writes to.
+        processes: Which processes a pipeline has.
+        balance: The balance.
+        strategy: Other arguments of the strategy.
+        machines: The number of devices in all, and of machines, if not those of one pipeline.
+        options: Of the Trainer.
+    """
+    devices, nodes = machines or MODES.get(processes, (len(balance), 1))
     made = GPipeStrategy(balance, **{"chunks": 3, "processes": processes, **strategy})
-    if processes != "single":
+    if processes != "single" or "replicas" in strategy:
         environment = RankEnvironment(dist.get_world_size() // nodes)
         options = {**options, "plugins": [*options.get("plugins", []), environment]}
     return trainer(root, made, devices=devices // nodes, num_nodes=nodes, **options)

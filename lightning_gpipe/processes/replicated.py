@@ -1,0 +1,102 @@
+"""Replicas of a pipeline, whose gradients PyTorch's DistributedDataParallel averages.
+
+A pipeline is one autograd node, which gives each parameter its gradient once for each backward. So
+the wrapper finds nothing unusual, but for parameters on several devices, which it allows, and those
+of other processes' stages, which are on the meta device, and which it is told to ignore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+
+_OWN = {"self", "module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
+_BUCKET = 250 * 2**20  # bytes that are sent at a time, as DistributedDataParallel does
+
+
+def check_options(ddp: Mapping[str, Any] | None, replicas: int) -> None:
+    """Refuse what are no options of the wrapper, or have no effect.
+
+    Raises:
+        ValueError: Names them.
+    """
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN
+    if ddp is not None and replicas == 1:
+        raise ValueError(
+            f"ddp has options for replicas of the pipeline: got ddp={ddp!r} with replicas=1. "
+            "Write replicas=2 or more, or leave ddp out."
+        )
+    if unknown := sorted(set(ddp or ()) - known):
+        raise ValueError(
+            f"ddp must have options of DistributedDataParallel: got {', '.join(unknown)}. Known "
+            f"are {', '.join(sorted(known))}."
+        )
+
+
+def check_static_graph(
+    ddp: Mapping[str, Any], callbacks: Iterable[Callback], accumulated: int, *, automatic: bool
+) -> None:
+    """Refuse a static graph where some backwards average gradients and others do not.
+
+    Raises:
+        ValueError: Names what does so.
+    """
+    if not ddp.get("static_graph"):
+        return
+    found = [f"accumulate_grad_batches={accumulated}"] if accumulated > 1 else []
+    kind = GradientAccumulationScheduler
+    found += [kind.__name__ for each in callbacks if isinstance(each, kind)]
+    found += [] if automatic else ["automatic_optimization=False"]
+    if found:
+        raise ValueError(
+            "ddp={'static_graph': True} needs steps that are all alike, each with one backward "
+            f"that averages the gradients: got {', '.join(found)}. Leave out static_graph."
+        )
+
+
+def replicated(
+    module: nn.Module, group: ProcessGroup, options: Mapping[str, Any]
+) -> DistributedDataParallel | None:
+    """A wrapper that gives all replicas the values of the first, and averages their gradients.
+
+    Args:
+        module: The model, of which stages of other processes are on the meta device.
+        group: The processes that have the same stages.
+        options: Of the wrapper.
+
+    Returns:
+        The wrapper; None if no parameter here needs a gradient, and the values are the same now.
+    """
+    elsewhere = _names_on_meta(module)
+    if not any(each.requires_grad and not each.is_meta for each in module.parameters()):
+        equalise(module, group)
+        return None
+    wrap = DistributedDataParallel
+    wrap._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
+    try:
+        return wrap(module, process_group=group, **options)
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
+
+
+def equalise(module: nn.Module, group: ProcessGroup) -> None:
+    """Give all replicas the values of the first."""
+    _sync_module_states(module, group, _BUCKET, 0, _names_on_meta(module), True)
+
+
+def _names_on_meta(module: nn.Module) -> list[str]:
+    """What other processes have, by all names in the form that the wrapper compares."""
+    found = []
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, tensor in chain(each._parameters.items(), each._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                found += [f"{path}.{name}", f"{path}.{name}".removeprefix(".")]
+    return found
