@@ -93,12 +93,12 @@ def test_inference(pipe: Pipe, devices: list[str]) -> None:
 
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_hundred_steps(pipe: Pipe, devices: list[str]) -> None:
+def test_many_steps(pipe: Pipe, devices: list[str]) -> None:
     # Nothing waits for the device between the steps, and freed memory is overwritten with NaN: a
     # tensor that is reused before its last reader is done, or read before it is there, shows.
     plain = layers()
     pipeline = pipe(plain, devices=devices, chunks=5)
-    batches = [batch(rows=1 + k % 17, seed=k) for k in range(100)]
+    batches = [batch(rows=1 + k % 17, seed=k) for k in range(34)]
 
     found = []
     for x in batches:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from tests.gpu.trainers import DEPTH, needs, on_two_to_four_gpus, piped, places, plain
+from tests.gpu.trainers import DEPTH, needs, on_two_and_many_gpus, piped, places, plain
 from tests.support.lightning_modules import FEATURES, WIDTH, Classifier, assert_same_weights, rows
 from tests.support.pipes import Pipe
 
@@ -84,7 +84,7 @@ def average_of(trainer: L.Trainer) -> nn.Module:
 
 
 @on_every_average
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_average_is_where_its_parameter_is(tmp_path: Path, gpus: int, average: Average) -> None:
     looks = Looks()
 
@@ -97,7 +97,7 @@ def test_average_is_where_its_parameter_is(tmp_path: Path, gpus: int, average: A
 
 
 @on_every_average
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_average_of_a_model_with_batch_norms(tmp_path: Path, gpus: int, average: Average) -> None:
     # One chunk, so that a batch norm normalises as on one device.
     options: dict[str, Any] = {"build": Normed, "max_epochs": 4}
@@ -128,7 +128,7 @@ def test_average_on_a_device_that_the_user_chose(
 
 
 @new_in_2_6
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_validation_and_resume_with_the_average(tmp_path: Path, gpus: int) -> None:
     class Saves(Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
@@ -159,14 +159,14 @@ class Recounts(Normed):
         update_bn((x for x, _ in batches), self, self.device)
 
 
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_statistics_computed_anew(tmp_path: Path, gpus: int) -> None:
     pipelined = piped(tmp_path, gpus, 1, build=Recounts)
 
     assert_same_weights(pipelined, plain(tmp_path, Recounts))
 
 
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_averaged_model_of_an_engine(pipe: Pipe, gpus: int) -> None:
     torch.manual_seed(0)
     alone = Normed().get_submodule("layers").to("cuda:0")

@@ -22,7 +22,7 @@ from tests.gpu.trainers import (
     Deep,
     needs,
     on_many_gpus,
-    on_two_to_four_gpus,
+    on_two_and_many_gpus,
     piped,
     places,
     plain,
@@ -219,7 +219,7 @@ class Normed(Deep):
         self.layers = nn.Sequential(*layers).double()
 
 
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_running_statistics(tmp_path: Path, gpus: int) -> None:
     # One chunk, so that a batch norm normalises as on one device.
     pipelined = piped(tmp_path, gpus, 1, build=Normed)
@@ -237,7 +237,7 @@ class Dropping(Deep):
         )
 
 
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_dropout_is_the_same_when_recomputed(tmp_path: Path, gpus: int) -> None:
     def run(mode: Any) -> L.Trainer:
         strategy = GPipeStrategy(chunks=3, activation_checkpointing=mode)
@@ -272,7 +272,7 @@ def test_copy_made_during_a_fit(tmp_path: Path, gpus: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_evaluation(tmp_path: Path, gpus: int, method: str) -> None:
     torch.manual_seed(0)
     model = Deep()

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from tests.gpu.trainers import Build, Deep, on_many_gpus, on_two_to_four_gpus, piped, plain
+from tests.gpu.trainers import Build, Deep, on_many_gpus, on_two_and_many_gpus, piped, plain
 from tests.support.lightning_modules import Classifier, assert_same_weights, weights
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -143,7 +143,7 @@ class ClipsItself(Deep):
     ],
     ids=str,
 )
-@on_two_to_four_gpus
+@on_two_and_many_gpus
 def test_clipping_by_the_trainer(tmp_path: Path, gpus: int, options: dict[str, Any]) -> None:
     pipelined, alone = piped(tmp_path, gpus, **options), plain(tmp_path, **options)
 

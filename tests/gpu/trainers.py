@@ -24,11 +24,10 @@ def needs(gpus: int) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu, pytest.mark.skipif(too_few, reason=f"needs {gpus} GPUs")]
 
 
-on_two_to_four_gpus = pytest.mark.parametrize(
-    "gpus", [pytest.param(n, marks=needs(n), id=f"{n}-gpus") for n in (2, 3, 4)]
-)
-
 MANY = min(4, torch.cuda.device_count())
+on_two_and_many_gpus = pytest.mark.parametrize(
+    "gpus", [pytest.param(n, marks=needs(2), id=f"{n}-gpus") for n in sorted({2, max(2, MANY)})]
+)
 on_many_gpus = pytest.mark.parametrize("gpus", [pytest.param(MANY, marks=needs(2), id="gpus")])
 
 
