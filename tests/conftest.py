@@ -1,13 +1,9 @@
 """What holds for every test: no orders from outside, its share of the cores, drawn cases."""
 
-import gc
 import os
 import re
-from collections.abc import Iterator
 
-import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis.strategies import none
+from hypothesis import HealthCheck, Phase, settings
 
 # What a shell, a CI or a scheduler sets for its own ends is an order to what is tested: a cluster
 # to join, defaults of the Trainer, a seed, a terminal to fill and to colour.
@@ -43,18 +39,3 @@ settings.register_profile(
     "soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _collector() -> Iterator[None]:
-    """Is left as it was found, so that nothing looks like a leak when the interpreter ends."""
-    given(none())(lambda _: None)()  # for its generator hypothesis asks who refers to it
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _short_search_for_garbage(_collector: None) -> None:
-    """Leaves out what was there before: thousands of objects of torch, which nothing frees."""
-    gc.collect()
-    gc.freeze()

@@ -3,10 +3,10 @@
 Each test runs in a process of its own, since a fork copies the threads of the test suite as well.
 """
 
+import multiprocessing
 import os
-import subprocess
-import sys
-from pathlib import Path
+import traceback
+from multiprocessing.connection import Connection
 from textwrap import dedent
 
 import pytest
@@ -14,8 +14,6 @@ import pytest
 from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-ROOT = Path(__file__).parents[2]
 
 SETUP = """
 import copy
@@ -74,15 +72,28 @@ def run_in_another_thread():
 
 def run(script: str, *, threads: bool) -> None:
     """Run a script in a process of its own, after the set-up above."""
+    context = multiprocessing.get_context("forkserver")  # which has one thread, and imported torch
+    own, other = context.Pipe()
     values = f"THREADS, TIMEOUT = {threads}, {PATIENCE}\n"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", values + SETUP + dedent(script)],
-        check=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=4 * PATIENCE,  # of several waits
-    )
+    process = context.Process(target=_run, args=(values + SETUP + dedent(script), other))
+    process.start()
+    other.close()
+    try:
+        assert own.poll(4 * PATIENCE), "it hangs"  # of several waits
+        assert own.recv() == "done"
+    finally:
+        process.kill()
+        process.join()
+        own.close()
+
+
+def _run(script: str, parent: Connection) -> None:
+    try:
+        exec(script, {"__name__": "script"})
+    except Exception:
+        parent.send(traceback.format_exc())
+    else:
+        parent.send("done")
 
 
 every_way = pytest.mark.parametrize("threads", [True, False], ids=["threads", "no threads"])

@@ -30,7 +30,7 @@ ENGINE = {str(path) for room in ROOMS for path in (CORE / room).glob("*.py")} | 
 VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/preserved.py")}
 
 SOAK = settings.default is settings.get_profile("soak")
-STRIKES = 1 if SOAK else 4  # before a step that looks for what they left
+STRIKES = 1 if SOAK else 8  # before a step that looks for what they left
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 
