@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,6 +36,12 @@ class Joined(NamedTuple):
 
 
 Structure = _pytree.TreeSpec | Joined
+
+
+@lru_cache(maxsize=64)
+def _of_leaves(n: int) -> Joined:
+    """The structure of so many trees of one leaf each, most often tensors: one object for each."""
+    return Joined((LEAF_SPEC,) * n, (1,) * n)
 
 
 class FlatTree(NamedTuple):
@@ -104,18 +111,20 @@ def join(trees: Sequence[FlatTree]) -> FlatTree:
 
 def joined(values: Sequence[Any]) -> FlatTree:
     """The trees of several values as one."""
+    # Most often all are tensors. Programs join values in every micro-batch on every stage.
     for value in values:
         if type(value) is not Tensor:
             return join(list(map(tree_flatten, values)))
-    # Most often all are tensors. Programs join values in every micro-batch on every stage.
-    n = len(values)
-    return FlatTree(list(values), Joined((LEAF_SPEC,) * n, (1,) * n))
+    leaves = list(values)
+    return FlatTree(leaves, _of_leaves(len(leaves)))
 
 
 def parted(flat: FlatTree) -> list[FlatTree]:
     """The trees that were joined."""
     assert isinstance(flat.spec, Joined), "only joined trees can be parted"
     leaves, found, start = flat.leaves, [], 0
+    if flat.spec is _of_leaves(len(leaves)):
+        return [FlatTree([leaf], LEAF_SPEC) for leaf in leaves]
     for spec, size in zip(flat.spec.specs, flat.spec.sizes, strict=True):
         found.append(FlatTree(leaves[start : start + size], spec))
         start += size
@@ -124,6 +133,8 @@ def parted(flat: FlatTree) -> list[FlatTree]:
 
 def _values(flat: FlatTree, joined: Joined) -> list[Any]:
     """The values of joined trees."""
+    if joined is _of_leaves(len(flat.leaves)):
+        return list(flat.leaves)
     for spec in joined.specs:
         if spec is not LEAF_SPEC:
             return list(map(tree_unflatten, parted(flat)))

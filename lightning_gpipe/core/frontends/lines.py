@@ -24,12 +24,15 @@ def current_line() -> str:
     return _innermost(sys._getframe(1))
 
 
-def calling_line() -> str:
+def calling_line(above: int = 0) -> str:
     """The line that calls a module.
 
     A class of modules may override ``__call__``, which says nothing of where it is called.
+
+    Args:
+        above: The number of functions around the caller that are not the user's for sure.
     """
-    return _innermost(sys._getframe(1), but="__call__")
+    return _innermost(sys._getframe(1 + above), but="__call__")
 
 
 def checkpointed_line() -> str:

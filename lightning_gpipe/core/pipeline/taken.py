@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe.core.faithful import NOTHING, is_traced
@@ -146,7 +147,8 @@ class Taken(ABC):
         """Call the model with the patches of a verification in force."""
         if self.path:
             outside = self.pipeline.layout.outside
-            args, kwargs = change_tensors((args, kwargs), lambda x: x.to(outside))
+            args = tuple([_moved(each, outside) for each in args])
+            kwargs = {name: _moved(each, outside) for name, each in kwargs.items()}
         return self.root.forward(*args, **kwargs)
 
 
@@ -333,6 +335,13 @@ class Programs(Taken):
             check_recordable(self.root)
         with self.plain() if recorded else NOTHING:
             return super().run(*args, **kwargs)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """An argument with its tensors on a device."""
+    if type(value) is Tensor and value.device == device:
+        return value  # most often
+    return change_tensors(value, lambda x: x.to(device))
 
 
 @contextmanager

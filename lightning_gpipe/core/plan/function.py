@@ -99,7 +99,11 @@ def _call(k: int, step: Step, names: dict[str, Any]) -> str:
         run = f"{given.pop(0)}.{step.run.name}"
     else:
         names[run] = step.run
-    return f"{run}({', '.join(given)})"
+    made = f"{run}({', '.join(given)})"
+    if step.then is None:
+        return made
+    names[f"t{k}"] = step.then
+    return f"t{k}({made})"
 
 
 def _is_name(text: str) -> bool:

@@ -27,6 +27,7 @@ class Step:
         stage: The stage that it belongs to.
         name: What it is to the user, such as ``blocks.3``.
         line: The line of the user's code that made the call, such as ``model.py:7``, if known.
+        then: Makes the value of what ``run`` returned; None if that is it.
     """
 
     run: Callable[..., Any]
@@ -36,6 +37,7 @@ class Step:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     line: str = ""
+    then: Callable[[Any], Any] | None = None
 
     @cached_property
     def title(self) -> str:
@@ -56,6 +58,11 @@ class Step:
 
     def __call__(self, values: Mapping[int, Any]) -> Any:
         """Call it with the values of these numbers."""
+        result = self._result(values)
+        return result if self.then is None else self.then(result)
+
+    def _result(self, values: Mapping[int, Any]) -> Any:
+        """What ``run`` returns."""
         if not self._flat:
             args = [filled(each, values) for each in self.args]
             kwargs = {key: filled(each, values) for key, each in self.kwargs.items()}

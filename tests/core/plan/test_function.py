@@ -40,6 +40,13 @@ def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert leaving == ["zero", found]
 
 
+def test_value_is_made_of_what_was_returned() -> None:
+    steps = [Step(max, (Value(0), 2), 1, 0, then=str), Step(returned, (Value(1),), 2, 0)]
+    function = Function(steps, [(), ()], takes=[0], arriving=[], gives=[1, 2], leaving=[])
+
+    assert function.call([7], []) == (["7", (("7",), {})], [])
+
+
 def test_value_is_dropped_after_the_step_that_needs_it_last() -> None:
     class Held:
         alive = 0

@@ -28,3 +28,7 @@ def test_step_whose_values_are_arguments_themselves():
     Step(run, (), 4, 0, {"x": Value(1), "k": 7})({1: "one"})
 
     assert got == [(("one", (2, 3)), {}), ((), {"x": "one", "k": 7})]
+
+
+def test_value_is_made_of_what_was_returned():
+    assert Step(max, (Value(0), 2), 1, 0, then=str)({0: 7}) == "7"

@@ -79,8 +79,7 @@ class Merging:
         if len(tensors) == len(values) and not all(map(is_whole, tensors)):
             if tensors[0].dim() == 0:
                 return torch.stack(tensors) if self.m > 1 else tensors[0]
-            _check_layouts(k, tensors)
-            return restore(torch.cat(tensors, dim))
+            return restore(concatenated(k, tensors, dim))
         if all(map(has_entries, values)) or self._texts_per_row(k, values):
             return restore(joined(values))
         if not all(_same(value, values[0]) for value in values):
@@ -112,6 +111,29 @@ class Merging:
             "whole(value), from lightning_gpipe, if they belong to the whole mini-batch, and a "
             "tensor if there is one per row."
         )
+
+
+def are_rows(outputs: Sequence[Any]) -> bool:
+    """Whether each output is one tensor with rows; for others see :class:`Merging`."""
+    first = outputs[0]
+    if list(map(type, outputs)) != [Tensor] * len(outputs):
+        return False
+    return bool(first.dim()) and not is_whole(first)
+
+
+def concatenated(k: int, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors with rows as one.
+
+    Args:
+        k: The index of the leaf that they are.
+        tensors: Its values in all micro-batches.
+        dim: The dim of the rows.
+
+    Raises:
+        ValueError: If they cannot be concatenated, or not with gradients.
+    """
+    _check_layouts(k, tensors)
+    return torch.cat(list(tensors), dim)
 
 
 def _check_layouts(k: int, tensors: Sequence[Tensor]) -> None:

@@ -19,7 +19,7 @@ from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
 from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.interface import MicroBatching
-from lightning_gpipe.core.data.microbatch.merging import Merging
+from lightning_gpipe.core.data.microbatch.merging import Merging, are_rows, concatenated
 from lightning_gpipe.core.data.microbatch.values import RowValues, has_entries, pieces_of
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
@@ -115,6 +115,8 @@ class Rows(MicroBatching):
         """
         if len(outputs) == 1:
             return outputs[0]
+        if not self.dims and are_rows(outputs):
+            return concatenated(0, outputs, 0)  # most often
         merging = Merging(outputs, batch, partial(self._sizes, batch, len(outputs)))
         return merging.merged(self._output_dims(merging, batch))
 

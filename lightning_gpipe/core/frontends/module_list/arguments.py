@@ -63,29 +63,6 @@ class Arguments:
         return _rebuilt(self.tree, iter(leaves))
 
 
-def alike(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:
-    """Whether two trees have leaves in equal places of equal containers, each pair the same.
-
-    Args:
-        one: A tree in a container.
-        other: The other one.
-        same: Whether two leaves are.
-    """
-    if type(one) is not type(other) or len(one) != len(other):
-        return False
-    if type(one) is dict:
-        if list(one) != list(other):
-            return False
-        one, other = one.values(), other.values()
-    # Not a generator: see _collect.
-    for each, its_other in zip(one, other, strict=True):
-        kind = type(each)
-        nested = kind not in _LEAVES and (kind in _CONTAINERS or _is_named(each))
-        if not (alike(each, its_other, same) if nested else same(each, its_other)):
-            return False
-    return True
-
-
 def reading_of(tensor: Tensor, rows: int, learned: Reading | None) -> Reading | None:
     """How a tensor is cut; None if that must be found out.
 
@@ -148,7 +125,7 @@ def _rebuilt(tree: Any, leaves: Iterator[Any]) -> Any:
         return {key: _rebuilt(each, leaves) for key, each in tree.items()}
     if kind is tuple or kind is list:
         return kind([_rebuilt(each, leaves) for each in tree])
-    if kind not in _LEAVES and _is_named(tree):
+    if kind not in _LEAVES and is_named(tree):
         return kind(*(_rebuilt(each, leaves) for each in tree))
     return next(leaves)
 
@@ -160,7 +137,7 @@ def _collect(tree: Any, path: Path, leaves: list[tuple[Path, Any]], nodes: list[
         nodes.append(tuple(tree))
         for key, each in tree.items():
             _collect(each, (*path, key), leaves, nodes)
-    elif kind is tuple or kind is list or (kind not in _LEAVES and _is_named(tree)):
+    elif kind is tuple or kind is list or (kind not in _LEAVES and is_named(tree)):
         nodes.append((kind, len(tree)))
         for k, each in enumerate(tree):
             _collect(each, (*path, k), leaves, nodes)
@@ -169,10 +146,9 @@ def _collect(tree: Any, path: Path, leaves: list[tuple[Path, Any]], nodes: list[
         leaves.append((path, tree))
 
 
-def _is_named(tree: Any) -> bool:
+def is_named(tree: Any) -> bool:
     """Whether it is a named tuple; a size is a tuple that is not made like one."""
     return isinstance(tree, tuple) and hasattr(type(tree), "_fields") and type(tree) is not Value
 
 
-_CONTAINERS = frozenset({tuple, list, dict})
 _LEAVES = frozenset({Tensor, Value, bool, int, float, str, type(None)})  # the most frequent ones

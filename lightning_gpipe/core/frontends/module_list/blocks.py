@@ -69,13 +69,14 @@ class Block:
         self.run: Callable[..., Any] = MethodType(type(module)._call_impl, module)
         if self._compiled is not None:
             self.run = self._compiled
+        self._kind = _Kind(module)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind."""
-        # An index or a size is no reason to return something else.
-        held = self.module.__dict__.items()
-        return (type(self.module), *[(k, v) for k, v in held if v is None or type(v) in _FLAGS])
+        if not self._kind.holds:  # every call asks, and most often nothing has changed
+            self._kind = _Kind(self.module)
+        return self._kind.value
 
     def install(self, receive: Receiver) -> None:
         """Have calls of the block received by ``receive``."""
@@ -100,13 +101,12 @@ class BlockCall:
         # Most often the caller is a forward that is not compiled already.
         if torch.compiler.is_compiling():
             return self._not_compiled(args, kwargs)
-        return self._call(args, kwargs)
+        if _RUNNING.get():
+            return self._block.run(*args, **kwargs)
+        return self._receive(self._block.k, args, kwargs)
 
     @not_compiled
     def _not_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _RUNNING.get():
             return self._block.run(*args, **kwargs)
         return self._receive(self._block.k, args, kwargs)
@@ -117,7 +117,40 @@ class BlockCall:
         return getattr, (self._block.module, "_call_impl")
 
 
-_FLAGS = frozenset({bool, str})
+_FLAGS = frozenset({bool, str, type(None)})
+
+
+class _Kind:
+    """What a block is like, as far as that decides what it returns: its class and its flags.
+
+    An index or a size is no reason to return something else.
+
+    Args:
+        module: The block.
+
+    Attributes:
+        value: Equal for blocks that are alike.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._class = module, type(module)
+        held = module.__dict__
+        # Names and types, not values: what a block keeps must not live longer for it.
+        self._names, self._types = list(held), list(map(type, held.values()))
+        self._flags = [name for name, value in held.items() if type(value) in _FLAGS]
+        self._values = list(map(held.get, self._flags))
+        self.value = (self._class, *zip(self._flags, self._values, strict=True))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the block is still like this."""
+        held = self._module.__dict__
+        return (
+            type(self._module) is self._class
+            and list(held) == self._names
+            and list(map(type, held.values())) == self._types
+            and list(map(held.get, self._flags)) == self._values
+        )
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:

@@ -40,11 +40,6 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         return f"{self.name} ({self.line})"
 
-    def same(self, other: Call) -> bool:
-        """Whether it is the same thing, called in the same line."""
-        # Compared piece by piece: every call of a block is.
-        return self.run == other.run and self.line == other.line and self.kind == other.kind
-
     def titles(self, paths: Sequence[Path]) -> str:
         """The arguments at these paths, as the user knows them."""
         return " and ".join(title(path, self.parameters) for path in paths)
@@ -72,23 +67,25 @@ class Learned:
         return all(getattr(leaf, "reading", 0) is not None for leaf in self.result.leaves)
 
 
-class Expecting:
-    """Runs a call in a stage, and sees that it returns what is expected.
+class Expected:
+    """Sees that what a call returns in a stage is what is expected.
 
     Args:
-        call: The call.
+        name: What errors call it.
         result: The structure that it is expected to return.
         objects: Arguments that are no tensors, which it may return.
     """
 
-    def __init__(
-        self, call: Call, result: Result, objects: Sequence[tuple[Path, Any]] = ()
-    ) -> None:
-        self._run, self._name = call.run, call.name
+    def __init__(self, name: str, result: Result, objects: Sequence[tuple[Path, Any]] = ()) -> None:
+        self._name = name
         self._result, self._single, self._objects = result, result.single, objects
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._run(*args, **kwargs)
+    def checked(self, result: Any) -> Any:
+        """What was returned: the tensor, or the leaves of its tree.
+
+        Raises:
+            RuntimeError: If it has another structure.
+        """
         if self._single and type(result) is Tensor:
             return result
         result = with_given(result, self._objects)

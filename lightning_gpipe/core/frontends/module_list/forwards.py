@@ -109,20 +109,15 @@ class Calls:
         block, session = self._blocks[k], self._session
         if self._plain:
             return block.run(*args, **kwargs)
-        if session.recording is None and is_traced((args, kwargs), block.module.parameters()):
-            return block.run(*args, **kwargs)
         recording = session.recording
         if recording is None or k != session.expected:
+            if recording is None and is_traced((args, kwargs), block.module.parameters()):
+                return block.run(*args, **kwargs)
             recording = self._begun(session, block, args, kwargs)
         try:
-            collector = Collector.active()
-            call = _call_of(block, collector, recording.device)
-            made = recording.block(call, args, kwargs)
-            if collector is not None:
-                made, collected = made
-                collector.give(collected)
-            session.expected = k + 1
-            if session.expected < len(self._blocks):
+            made = self._made(recording, block, calling_line(above=2), (args, kwargs))
+            session.expected = k = k + 1
+            if k < len(self._blocks):
                 return made
             session.recording = None
             run_recorded(recording, self._run, self._stages)
@@ -132,6 +127,23 @@ class Calls:
             self._drop(session, "A call of these blocks has failed.")
             recording.end("A call of these blocks has failed.")
             raise
+
+    def _made(
+        self, recording: Recording, block: Block, line: str, given: tuple[Any, dict[str, Any]]
+    ) -> Any:
+        """What the call of a block will return; it is recorded if it is not on the tape."""
+        recording.check_state(line)
+        collector = Collector.active()
+        if collector is None:
+            entry = recording.follow(block.run, (block.kind, None), line, given)
+            if entry is not None:
+                return recording.answer(entry, given)
+        call = _call_of(block, collector, line, recording.device)
+        made = recording.block(call, given)
+        if collector is not None:
+            made, collected = made
+            collector.give(collected)
+        return made
 
     def _begun(
         self, session: _Session, block: Block, args: Any, kwargs: dict[str, Any]
@@ -205,12 +217,12 @@ class Calls:
         )
 
 
-def _call_of(block: Block, collector: Collector | None, device: torch.device) -> Call:
+def _call_of(block: Block, collector: Collector | None, line: str, device: torch.device) -> Call:
     return Call(
         block.run if collector is None else collector.around(block.run),
         (block.kind, collector and collector.kind),
         block.name,
-        calling_line(),
+        line,
         block.stage,
         block.device or device,
         (block.module,),

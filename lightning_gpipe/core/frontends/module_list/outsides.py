@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.arguments import Reading
 from lightning_gpipe.core.frontends.module_list.calls import Call
-from lightning_gpipe.core.frontends.module_list.tape import Outside, Tape
+from lightning_gpipe.core.frontends.module_list.expected import Outside
+from lightning_gpipe.core.frontends.module_list.tape import Tape
 from lightning_gpipe.core.plan import Step, Value
 
 Read = Callable[[Tensor, Reading | None], Reading | None]
@@ -22,39 +23,46 @@ class Outsides:
         inputs: The tensors by number, and how they are cut; grows.
         rows: The number of rows of the mini-batch.
         read: How a tensor is cut, given what was learned of another one in its place.
+
+    Attributes:
+        accepted: The tensors that are as expected, by the key of that.
+        undecided: Those of the call that is compared.
     """
 
     def __init__(self, inputs: dict[int, tuple[Tensor, Reading]], rows: int, read: Read) -> None:
         self._inputs, self._rows, self._read = inputs, rows, read
         self._tensors: dict[int, Tensor] = {}  # the inputs as they were given
         self._numbers: dict[Hashable, int] = {}
-        self._accepted: dict[tuple[int, Reading | None], Tensor] = {}
+        self.accepted: dict[tuple[int, Reading | None], Tensor] = {}
+        self.undecided: list[tuple[Tensor, Outside]] = []
 
-    def is_as(self, tensor: Tensor, expected: Outside, new: list[tuple[Tensor, Outside]]) -> bool:
+    def is_as(self, tensor: Tensor, expected: Outside) -> bool:
         """Whether a tensor is cut as expected, and the one that earlier calls were given there.
+
+        It is undecided until :meth:`settle` is called.
 
         Args:
             tensor: The tensor.
             expected: What is expected.
-            new: What no earlier call was given; grows.
         """
-        # Most often all blocks are given the same ones.
-        if self._accepted.get((expected.source, expected.learned)) is tensor:
-            return True
         before = self._tensors.get(expected.source)
         if before is None:
-            before = next((x for x, each in new if each.source == expected.source), tensor)
+            before = next(
+                (x for x, each in self.undecided if each.source == expected.source), tensor
+            )
         if before is not tensor or not expected.fits(tensor):
             return False
         if self._read(tensor, expected.learned) != expected.reading:
             return False
-        new.append((tensor, expected))
+        self.undecided.append((tensor, expected))
         return True
 
-    def accept(self, tensor: Tensor, expected: Outside) -> None:
-        """Make a tensor that is as expected an input."""
-        self._accepted[expected.source, expected.learned] = tensor
-        self._take(expected.source, tensor, expected.reading)
+    def settle(self, *, accept: bool) -> None:
+        """Make the tensors that were as expected inputs, if all that the call is given was."""
+        for tensor, expected in self.undecided if accept else ():
+            self.accepted[expected.key] = tensor
+            self._take(expected.source, tensor, expected.reading)
+        self.undecided = []
 
     def number_as_on(self, tape: Tape) -> None:
         """Go on with the numbers that the tensors have on a tape that was followed."""
@@ -88,7 +96,7 @@ class Outsides:
 
     def clear(self) -> None:
         """Forget all tensors."""
-        for each in (self._inputs, self._tensors, self._numbers, self._accepted):
+        for each in (self._inputs, self._tensors, self._numbers, self.accepted):
             each.clear()
 
     def _flattened(self, key: Hashable, source: int, call: Call, tape: Tape) -> int:

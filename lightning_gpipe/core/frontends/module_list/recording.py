@@ -15,10 +15,10 @@ from lightning_gpipe.core.frontends.module_list.arguments import (
     Arguments,
     Path,
     Reading,
-    alike,
 )
 from lightning_gpipe.core.frontends.module_list.caches import CacheRule
-from lightning_gpipe.core.frontends.module_list.calls import Call, Expecting, Learned, Pick
+from lightning_gpipe.core.frontends.module_list.calls import Call, Expected, Learned, Pick
+from lightning_gpipe.core.frontends.module_list.expected import Outside
 from lightning_gpipe.core.frontends.module_list.learning import Check, Learner, kind_of_call
 from lightning_gpipe.core.frontends.module_list.outsides import Outsides
 from lightning_gpipe.core.frontends.module_list.packing import taken_apart
@@ -33,7 +33,7 @@ from lightning_gpipe.core.frontends.module_list.rehearsal import Doubt, Try
 from lightning_gpipe.core.frontends.module_list.remembered import Remembered
 from lightning_gpipe.core.frontends.module_list.results import Constant, Given, Result, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.samples import Rehearse, Samples
-from lightning_gpipe.core.frontends.module_list.tape import Entry, Outside, Tape, same_constant
+from lightning_gpipe.core.frontends.module_list.tape import Entry, Tape
 from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
 from lightning_gpipe.core.plan import Step, Value
 
@@ -51,6 +51,7 @@ class Recording:
 
     Attributes:
         tape: What was recorded.
+        outsides: The tensors from outside.
         inputs: The tensors from outside by number, and how they are cut.
         rows: The number of rows.
         grad: Whether gradients are recorded.
@@ -78,7 +79,7 @@ class Recording:
         self._learner = Learner(
             first, remembered.learned, caches, self._samples, rehearse, grad=state.grad
         )
-        self._outsides = Outsides(self.inputs, self.rows, self._learner.reading)
+        self.outsides = Outsides(self.inputs, self.rows, self._learner.reading)
         self._at = 0  # the number of calls so far
         self._begun: Hashable = None  # what the first one is like
         self._made: list[weakref.ref[Placeholder]] = []
@@ -104,21 +105,56 @@ class Recording:
         self.ended = reason
         self._made = []
         self._use(Tape())
-        self._outsides.clear()
+        self.outsides.clear()
         self._samples.clear()
 
-    def block(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record the call of a block.
-
-        Returns:
-            What it will return, with placeholders for tensors.
+    def check_state(self, line: str) -> None:
+        """Refuse a thread whose state is another one than when the forward began.
 
         Raises:
             RuntimeError: If grad mode, autocast or hooks on saved tensors are others than before.
         """
-        self._check_state(call.line)
+        if not self._state.holds(self.device):
+            now = ThreadState.now(self.device)
+            raise other_state(self._state.changed_to(now), line)
+
+    def follow(self, run: Any, kind: Hashable, line: str, given: tuple[Any, Any]) -> Entry | None:
+        """Go on to the next call on the tape, if it is this one.
+
+        Args:
+            run: What is called.
+            kind: Its kind.
+            line: The line that calls it.
+            given: Its ``(args, kwargs)``.
+        """
+        entries = self.tape.entries
+        if self._at == len(entries):
+            return None
+        entry = entries[self._at]
+        call, (args_fit, kwargs_fit), (args, kwargs) = entry.call, entry.patterns, given
+        fits = (
+            line == call.line
+            and run == call.run
+            and kind == call.kind
+            and args_fit(args, self)
+            and kwargs_fit(kwargs, self)
+        )
+        if self.outsides.undecided:
+            self.outsides.settle(accept=fits)
+        if not fits:
+            return None
         self._place = call
-        return self._record(call, (args, kwargs), _no_check)
+        self._at += 1
+        return entry
+
+    def block(self, call: Call, given: tuple[Any, Any]) -> Any:
+        """Record the call of a block that :meth:`follow` has not found on the tape.
+
+        Returns:
+            What it will return, with placeholders for tensors.
+        """
+        self._place = call
+        return self._record(call, given, _no_check)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Record what the user's forward does with a placeholder between two blocks.
@@ -131,7 +167,7 @@ class Recording:
             raise RuntimeError(
                 f"{self.ended} {operators.title(func)} at {line} uses what they return."
             )
-        self._check_state(line)
+        self.check_state(line)
         given = (args, kwargs)
         self._check_edit(func, line, given)
         place = self._place
@@ -168,43 +204,31 @@ class Recording:
         if not self._at:
             self._begun = self.single, kind_of_call(call, Arguments(given))
             self._use(self._remembered.tape(self._begun))
-        if not self._follows(call, given):
-            parts = taken_apart(call, given, None if self.single or not self.grad else self.rows)
-            call, given = parts or (call, given)
-            if parts is None or not self._follows(call, given):
-                if self.tape.closed:
-                    self._use(self.tape.until(self._at))
-                    self._outsides.number_as_on(self.tape)
-                self._add(call, Arguments(given), check)
-        entry = self.tape.entries[self._at]
+        entry = self.follow(call.run, call.kind, call.line, given)
+        if entry is None:
+            entry, given = self._packed_or_new(call, given, check)
+        return self.answer(entry, given)
+
+    def _packed_or_new(
+        self, call: Call, given: tuple[Any, Any], check: Check
+    ) -> tuple[Entry, tuple[Any, Any]]:
+        """The entry of a call that the tape does not have as it is, and its arguments there."""
+        parts = taken_apart(call, given, None if self.single or not self.grad else self.rows)
+        if parts is not None:
+            call, given = parts
+            entry = self.follow(call.run, call.kind, call.line, given)
+            if entry is not None:
+                return entry, given
+        if self.tape.closed:
+            self._use(self.tape.until(self._at))
+            self.outsides.number_as_on(self.tape)
+        self._add(call, Arguments(given), check)
         self._at += 1
-        return self._answer(entry, given)
+        return self.tape.entries[-1], given
 
     def _use(self, tape: Tape) -> None:
         self.tape = tape
         self._samples.tape = tape
-
-    def _follows(self, call: Call, given: tuple[Any, Any]) -> bool:
-        """Whether a call is that of the tape at this place; if so, its tensors are taken."""
-        if self._at == len(self.tape.entries):
-            return False
-        entry = self.tape.entries[self._at]
-        new: list[tuple[Tensor, Outside]] = []
-
-        def same(expected: Any, leaf: Any) -> bool:
-            kind = type(expected)
-            if type(leaf) is Placeholder:
-                mine = kind is Value and leaf.number == expected.number
-                return mine and leaf.recording is self
-            if kind is Outside:
-                return isinstance(leaf, Tensor) and self._outsides.is_as(leaf, expected, new)
-            return kind is not Value and same_constant(leaf, expected)
-
-        if not (call.same(entry.call) and alike(entry.given, given, same)):
-            return False
-        for tensor, expected in new:
-            self._outsides.accept(tensor, expected)
-        return True
 
     def _add(self, call: Call, given: Arguments, check: Check) -> None:
         """Add a call to the tape."""
@@ -217,8 +241,10 @@ class Recording:
         lowered = (Value(each.number) if type(each) is Outside else each for each in described)
         args, kwargs = given.replaced(lowered)
         number, objects = tape.new(), given.objects
-        run = Expecting(call, learned.result, objects)
-        tape.steps[number] = Step(run, args, number, call.stage, kwargs, call.name, call.line)
+        checked = Expected(call.name, learned.result, objects).checked
+        tape.steps[number] = Step(
+            call.run, args, number, call.stage, kwargs, call.name, call.line, checked
+        )
         tape.calls[number] = call, learned
         if found is not None:
             flat = learned.result.flat(found.result)
@@ -244,11 +270,13 @@ class Recording:
             numbers.append(number)
         return numbers
 
-    def _answer(self, entry: Entry, given: tuple[Any, Any]) -> Any:
-        """What the user's forward gets."""
+    def answer(self, entry: Entry, given: tuple[Any, Any]) -> Any:
+        """What the user's forward gets for a call on the tape."""
         result, numbers = entry.learned.result, entry.numbers
         if result.single:
-            return self._made_of(numbers[0], result.leaves[0], ())
+            [leaf] = result.leaves
+            assert isinstance(leaf, TensorLeaf), "a result that is no tree is a tensor"
+            return self._placeholder(numbers[0], leaf)
         objects = Arguments(given).objects if result.gives else ()
         pairs = zip(numbers, result.leaves, strict=True)
         return result.tree([self._made_of(number, leaf, objects) for number, leaf in pairs])
@@ -259,6 +287,9 @@ class Recording:
         if isinstance(leaf, Constant):
             given = leaf.value
             return dict(objects)[given.path] if isinstance(given, Given) else given
+        return self._placeholder(number, leaf)
+
+    def _placeholder(self, number: int, leaf: TensorLeaf) -> Placeholder:
         made = Placeholder(self, number, leaf)
         self._made.append(weakref.ref(made))
         return made
@@ -276,12 +307,7 @@ class Recording:
             return Value(leaf.number)
         if reading is None:
             return leaf
-        return self._outsides.described(leaf, reading, learned, call, self.tape)
-
-    def _check_state(self, line: str) -> None:
-        now = ThreadState.now(self.device)
-        if now != self._state:
-            raise other_state(self._state.changed_to(now), line)
+        return self.outsides.described(leaf, reading, learned, call, self.tape)
 
     def _check_edit(self, func: Callable[..., Any], line: str, given: Any) -> None:
         """Raise if an operator edits a tensor in place that is not in its stage."""

@@ -17,8 +17,9 @@ from lightning_gpipe.core.frontends.module_list.arguments import (
 )
 from lightning_gpipe.core.frontends.module_list.calls import Call
 from lightning_gpipe.core.frontends.module_list.effects import Undisturbed, copied
+from lightning_gpipe.core.frontends.module_list.expected import is_plain
 from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
-from lightning_gpipe.core.frontends.module_list.tape import Tape, is_plain
+from lightning_gpipe.core.frontends.module_list.tape import Tape
 from lightning_gpipe.core.plan import Step, Value, is_own
 
 # Runs a function for a stage; returns what it returns, in all processes.
@@ -142,7 +143,8 @@ class Samples:
 
         def run() -> Any:
             with Undisturbed(call.modules, call.device):
-                return step.run(*args, **kwargs)
+                result = step.run(*args, **kwargs)
+                return result if step.then is None else step.then(result)
 
         return self._rehearse(call.stage, run)
 

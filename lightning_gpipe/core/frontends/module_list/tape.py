@@ -9,40 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lightning_gpipe.core.frontends.module_list.arguments import Reading, leaves_in
+from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.calls import Call, Learned
+from lightning_gpipe.core.frontends.module_list.expected import Outside
+from lightning_gpipe.core.frontends.module_list.pattern import Pattern, pattern_of
 from lightning_gpipe.core.plan import Program, Step
 
 _PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
-
-
-@dataclass(frozen=True)
-class Outside:
-    """A tensor from outside in the arguments of a recorded call.
-
-    Attributes:
-        number: The number of the value that the step gets.
-        source: That of the input; another one if the stage must reshape it.
-        reading: How it is cut.
-        learned: What was learned of that; None if its shape tells.
-        dtype, dims: Its type and number of dims.
-    """
-
-    number: int
-    source: int
-    reading: Reading
-    learned: Reading | None
-    dtype: torch.dtype
-    dims: int
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor is of the same kind, as far as its shape does not matter."""
-        return tensor.dtype is self.dtype and tensor.dim() == self.dims
 
 
 @dataclass(frozen=True)
@@ -62,6 +38,12 @@ class Entry:
     learned: Learned
     numbers: Sequence[int]
     count: int
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, Pattern]:
+        """Whether the args of another call are the same, and its kwargs."""
+        args, kwargs = self.given
+        return pattern_of(args), pattern_of(kwargs)
 
     @property
     def outside(self) -> Iterator[Outside]:
@@ -114,21 +96,3 @@ class Tape:
         if len(self.programs) >= _PROGRAMS:
             self.programs.clear()
         self.programs[key] = program
-
-
-def same_constant(one: Any, other: Any) -> bool:
-    """Whether two arguments that are no tensors are equal, for sure."""
-    if one is other:
-        return True
-    return type(one) is type(other) and is_plain(one) and is_plain(other) and bool(one == other)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is a constant that is equal to another one only if it means the same."""
-    if type(value) is slice:
-        return all(map(is_plain, (value.start, value.stop, value.step)))
-    return type(value) in _PLAIN
-
-
-_NUMBERS = (bool, int, float, complex)
-_PLAIN = frozenset({type(None), *_NUMBERS, str, bytes, torch.dtype, torch.device, torch.Size})

@@ -19,32 +19,33 @@ class ThreadState(NamedTuple):
     Attributes:
         grad: Whether gradients are recorded.
         inference: Whether inference mode is on.
-        autocast: For the CPU and the device, whether autocast is on, and its type.
+        autocast: The type of autocast, False without it; for the CPU, and the device if it is
+            another one.
         hooks: The innermost hooks on saved tensors, but those of ``torch.utils.checkpoint``: a
             stage recomputes by itself.
     """
 
     grad: bool
     inference: bool
-    autocast: tuple[Any, ...]
+    autocast: Any
     hooks: Any
 
     @classmethod
     def now(cls, device: torch.device) -> ThreadState:
         """The state of the calling thread."""
-        # Without functions of its own: every call of a block asks.
-        autocast: tuple[Any, ...] = (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-        )
-        if device.type not in ("cpu", "meta"):
-            kind = device.type
-            autocast += torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if hooks is not None and _is_checkpoint(hooks):
-            hooks = None
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return cls(grad, inference, autocast, hooks)
+        return cls(grad, inference, _autocast(device), _hooks())
+
+    def holds(self, device: torch.device) -> bool:
+        """Whether the calling thread is in it."""
+        # Piece by piece: every call of a block asks.
+        grad, inference, autocast, hooks = self
+        return (
+            grad is torch.is_grad_enabled()
+            and inference is torch.is_inference_mode_enabled()
+            and autocast == _autocast(device)
+            and hooks == _hooks()
+        )
 
     def changed_to(self, other: ThreadState) -> str:
         """What differs: ``grad mode from True to False``."""
@@ -59,6 +60,19 @@ class ThreadState(NamedTuple):
             for name, title in names.items()
             if getattr(self, name) != getattr(other, name)
         )
+
+
+def _autocast(device: torch.device) -> Any:
+    cpu = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    kind = device.type
+    if kind == "cpu" or kind == "meta":
+        return cpu
+    return cpu, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+def _hooks() -> Any:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None or _is_checkpoint(hooks) else hooks
 
 
 def unchecked() -> AbstractContextManager[Any]:

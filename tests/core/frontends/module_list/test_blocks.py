@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.frontends.module_list.blocks import Block
 from tests.support.compilation import has_dynamo
 from tests.support.loops import Around, looped, states
 from tests.support.models import assert_same_step
@@ -58,3 +60,48 @@ def test_blocks_that_are_frozen(frozen: list[int]):
     model = copy.deepcopy(plain)
     with looped(model):
         assert_same_step(model, plain, states())
+
+
+def test_kind_of_a_block_is_of_its_class_and_its_flags_as_they_are_now():
+    def block(index: int) -> Block:
+        module: Any = nn.Linear(2, 2)
+        module.index, module.cached, module.name = index, None, "a"
+        return Block(module, index, f"blocks.{index}", 0, None)
+
+    one, other = block(0), block(1)
+    module: Any = one.module
+    assert one.kind == other.kind
+    changes: list[tuple[str, Any]] = [
+        ("training", False),
+        ("cached", torch.zeros(2)),
+        ("cached", False),
+        ("name", "b"),
+        ("added", True),
+    ]
+    for name, value in changes:
+        before = one.kind
+        setattr(module, name, value)
+        assert one.kind != before
+        setattr(other.module, name, value)
+        assert one.kind == other.kind
+    del module.added
+    assert one.kind != other.kind
+    other.module.__dict__.pop("added")
+    assert one.kind == other.kind
+    module.index = 7
+    assert one.kind == other.kind
+    module.__class__ = nn.Bilinear
+    assert one.kind != other.kind
+
+
+def test_block_keeps_nothing_that_its_module_has_dropped():
+    class Kept:
+        pass
+
+    module: Any = nn.Linear(2, 2)
+    module.kept = Kept()
+    block = Block(module, 0, "blocks.0", 0, None)
+    before, dropped = block.kind, weakref.ref(module.kept)
+    module.kept = Kept()
+    assert block.kind == before
+    assert dropped() is None
