@@ -94,3 +94,54 @@ def test_adapters_on_a_quantised_llama(quantised: Any, mode: Any) -> None:
         if parameter.requires_grad:
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
     pipeline.close()
+
+
+def shared_by_layers(quantised: Any) -> Any:
+    """Its first and its last block have one quantised weight."""
+    model = adapted_llama(quantised)
+    blocks = model.base_model.model.model.layers
+    blocks[3].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
+    return model
+
+
+@pytest.mark.parametrize("quantised", [in_4_bits, of_torchao])
+def test_quantised_weight_that_stages_of_one_device_share(quantised: Any) -> None:
+    plain, model = shared_by_layers(quantised), shared_by_layers(quantised)
+    blocks = "base_model.model.model.layers"
+    pipeline = GPipe(model, [1, 3], module=blocks, devices=["cpu"] * 2, chunks=3)
+    ids = rows(6, seed=0)
+
+    found, expected = pipeline(input_ids=ids, labels=ids), plain(input_ids=ids, labels=ids)
+    torch.testing.assert_close(found.logits, expected.logits)
+    found.loss.backward()
+    expected.loss.backward()
+
+    one, other = (model.get_submodule(f"{blocks}.{k}.mlp.up_proj").weight for k in (0, 3))
+    assert one is other
+    for name, parameter in plain.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    pipeline.close()
+
+
+def test_quantised_embedding_that_is_the_weight_of_the_head() -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        embedding = bnb.nn.Embedding4bit(32, 64, dtype=torch.float32, quant_type="nf4")
+        head = bnb.nn.Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+        made = nn.Sequential(embedding, nn.Linear(64, 64), nn.Tanh(), head).to("cpu")
+        head.weight = embedding.weight
+        return made
+
+    plain, model = tied(), tied()
+    pipeline = GPipe(model, [2, 2], devices=["cpu"] * 2, chunks=3)
+    ids = rows(6, seed=0) % 32
+
+    found, expected = pipeline(ids), plain(ids)
+    torch.testing.assert_close(found, expected)
+    found.square().mean().backward()
+    expected.square().mean().backward()
+
+    assert model[0].weight is model[3].weight
+    torch.testing.assert_close(model[1].weight.grad, plain[1].weight.grad)
+    pipeline.close()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_gpipe.core.frontends.stored import (
     Elsewhere,
@@ -48,9 +49,16 @@ def place(module: nn.Module, device: torch.device, created_on: torch.device | No
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move one parameter, which stays the same object, and its gradient to ``device``."""
+    gradient = parameter.grad
+    if is_traceable_wrapper_subclass(parameter):  # made of tensors, which .data does not replace
+        made = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        made.__dict__ = {**parameter.__dict__, **made.__dict__}
+        torch.utils.swap_tensors(parameter, made)
+        parameter.grad = None if gradient is None else gradient.to(device)
+        return
     parameter.data = parameter.data.to(device)
-    if parameter.grad is not None:
-        parameter.grad.data = parameter.grad.data.to(device)
+    if gradient is not None:
+        gradient.data = gradient.data.to(device)
 
 
 @contextmanager

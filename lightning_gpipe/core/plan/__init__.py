@@ -76,6 +76,7 @@ from lightning_gpipe.core.plan.route import (
 from lightning_gpipe.core.plan.schedule import Loss, Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
+    check_copies,
     check_outside,
     check_sharing,
     followed_slots,
@@ -129,6 +130,7 @@ __all__ = [
     "check_activation_checkpointing",
     "check_around",
     "check_balance",
+    "check_copies",
     "check_enough_layers",
     "check_even",
     "check_outside",

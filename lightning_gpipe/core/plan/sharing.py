@@ -13,10 +13,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_gpipe.core.plan.held import held_in, is_generator, within
-from lightning_gpipe.core.plan.layout import Layout
+from lightning_gpipe.core.plan.held import held_in, is_generator, is_own, within
+from lightning_gpipe.core.plan.layout import META, Layout
 
 Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
 
@@ -112,6 +112,57 @@ def followed_slots(
         for name, parameter in module._parameters.items()
         if parameter is not None and homes.get(parameter, device) != device
     )
+
+
+def check_copies(
+    slots: Iterable[Slot], device: torch.device, homes: Mapping[nn.Parameter, torch.device]
+) -> None:
+    """Raise if layers need more of a parameter than a copy of its values has.
+
+    A quantised weight may have its scales in attributes, which are on one device.
+
+    Args:
+        slots: Those of parameters that a stage follows.
+        device: The device of the stage.
+        homes: The devices of the parameters; the meta device for those of another process.
+
+    Raises:
+        ValueError: Names the parameter, its class and the attributes.
+    """
+    for module, name in slots:
+        parameter = module._parameters[name]
+        kind: Any = type(parameter)
+        # A class that is made of tensors copies all of them.
+        if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            continue
+        assert parameter is not None, "a followed slot has a parameter"
+        places = {device, homes[parameter]} - {META}
+        held = [
+            attribute
+            for attribute, value in vars(parameter).items()
+            if any({tensor.device} != places for tensor in _tensors_in(value))
+        ]
+        if held:
+            raise ValueError(
+                "a weight that stages on several devices share must be all in its values: got "
+                f"{name} of a {type(module).__name__}, a {kind.__name__} with tensors in "
+                f"{', '.join(held)}, on {' and '.join(sorted(map(str, places)))}. Choose a "
+                "balance that puts the layers that share it into stages of one device, or "
+                "quantise them without sharing it."
+            )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that an attribute of a parameter holds, in containers and objects too."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for each in within(waiting.pop()):
+            if isinstance(each, Tensor):
+                yield each
+            elif is_own(each) and id(each) not in seen:
+                seen.add(id(each))
+                waiting += vars(each).values()
 
 
 def _generators_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:

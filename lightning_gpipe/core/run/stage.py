@@ -30,7 +30,15 @@ from lightning_gpipe.core.faithful import (
     StageState,
     TrainingFlags,
 )
-from lightning_gpipe.core.plan import Layout, Part, Partition, Route, RouteName, followed_slots
+from lightning_gpipe.core.plan import (
+    Layout,
+    Part,
+    Partition,
+    Route,
+    RouteName,
+    check_copies,
+    followed_slots,
+)
 from lightning_gpipe.core.skip import declared_in
 
 
@@ -86,8 +94,14 @@ class Stage:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
     def follow(self, layout: Layout) -> None:
-        """Find the parameters to follow, by their homes in ``layout``."""
+        """Find the parameters to follow, by their homes in ``layout``.
+
+        Raises:
+            ValueError: If a copy of one is not enough, see
+                :func:`~lightning_gpipe.core.plan.check_copies`.
+        """
         self.followed = followed_slots(self.modules, self.device, layout.homes)
+        check_copies(self.followed, self.device, layout.homes)
 
     def refresh(self) -> None:
         """Update :attr:`modules`, which the user may have changed since the last step.

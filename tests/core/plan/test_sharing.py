@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -5,6 +8,7 @@ from torch import nn
 from lightning_gpipe.core.plan.layout import lay_out
 from lightning_gpipe.core.plan.partition import cut
 from lightning_gpipe.core.plan.sharing import (
+    check_copies,
     check_outside,
     check_sharing,
     followed_slots,
@@ -154,3 +158,52 @@ def test_generator_shared_by_stages() -> None:
         "0.generators (stage 0) is layer 2.generators (stage 1). Choose a balance that puts these "
         "layers into one stage, or do not share them."
     )
+
+
+class Quantised(nn.Parameter):
+    """A weight that is more than its values."""
+
+
+def holding(attribute: object) -> Any:
+    """A layer whose weight has an attribute."""
+    layer = nn.Linear(2, 2)
+    weight: Any = Quantised(torch.zeros(2, 2), requires_grad=False)
+    weight.scales = attribute
+    layer.weight = weight
+    return layer
+
+
+@pytest.mark.parametrize(
+    "attribute",
+    [
+        torch.zeros(2),
+        [1, {"a": (torch.zeros(2),)}],
+        SimpleNamespace(inner=SimpleNamespace(absmax=torch.zeros(2))),
+    ],
+)
+def test_quantised_weight_with_scales_on_one_device_is_not_copied(attribute: object) -> None:
+    layer = holding(attribute)
+    slots = followed_slots([layer], META, {layer.weight: CPU})
+    with pytest.raises(ValueError) as error:
+        check_copies(slots, torch.device("cuda", 1), {layer.weight: CPU})
+
+    assert str(error.value) == (
+        "a weight that stages on several devices share must be all in its values: got weight of a "
+        "Linear, a Quantised with tensors in scales, on cpu and cuda:1. Choose a balance that puts "
+        "the layers that share it into stages of one device, or quantise them without sharing it."
+    )
+
+
+def test_weight_whose_attributes_are_where_its_copy_is() -> None:
+    looped = SimpleNamespace(name="nf4")
+    looped.itself = looped
+    for attribute in (looped, "nf4", None, 3):
+        layer = holding(attribute)
+        check_copies([(layer, "weight")], torch.device("cuda", 1), {layer.weight: CPU})
+    # Of another process, in which the attributes are with the weight too.
+    layer = holding(torch.zeros(2))
+    check_copies([(layer, "weight")], CPU, {layer.weight: META})
+    # A mark that a library has put on a trained one is not needed to compute with it.
+    plain: Any = nn.Linear(2, 2)
+    plain.weight.main_grad = torch.zeros(2, 2)
+    check_copies([(plain, "weight")], torch.device("cuda", 1), {plain.weight: CPU})
