@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe
-from lightning_gpipe.core.transport import RankFailed
+from lightning_gpipe import GPipe, OutOfStep, RankFailed
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.models import rows
 from tests.support.processes import layers, step
@@ -92,29 +91,40 @@ def test_pipeline_that_was_closed_runs_again(four_ranks: Pool) -> None:
 def differ(what: str) -> str:
     """What a step says if one process does something else."""
     pipeline = pipeline_of(layers())
-    rank = torch.distributed.get_rank()
     step(pipeline)
-    if rank == 1:
+    if torch.distributed.get_rank() == 1:
         if what == "mode":
             pipeline.eval()
         elif what == "state":
             torch.manual_seed(5)
         elif what == "step":
             pipeline.engine.step = 7
-        else:
-            with torch.no_grad():
-                pipeline(rows(8))
-    message = told(lambda: step(pipeline))
+        elif what == "chunks":
+            pipeline.chunks = 2
+    with torch.set_grad_enabled(what != "grad" or torch.distributed.get_rank() != 1):
+        message = told(lambda: step(pipeline))
     pipeline.close()
     return message
 
 
-@pytest.mark.parametrize("what", ["mode", "state", "step"])
+DIFFERENT = {
+    "mode": ("with no module in training mode", "with 9 modules in training mode"),
+    "grad": ("without gradients", "with gradients"),
+    "chunks": ("in 2 micro-batches", "in 4 micro-batches"),
+    "step": ("of step 7", "of step 0"),
+    "state": ("a forward", "a forward, with the random generators in other states"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
 def test_processes_that_do_not_do_the_same_are_told_apart(four_ranks: Pool, what: str) -> None:
+    """Whichever of two neighbours notices it first, and tells the others."""
     found = four_ranks.run(differ, what, among=3)
 
+    one, others = DIFFERENT[what]
     assert all("all processes of a pipeline must run the same mini-batches" in m for m in found)
-    assert all("rank" in message and what in message for message in found)
+    assert all("rank 1 (stage 1)" in message for message in found)
+    assert all(one in message and others in message for message in found), found
 
 
 @pytest.fixture
@@ -143,6 +153,7 @@ def test_process_that_dies_is_named_by_the_others(three_ranks: Ranks, rank: int)
 
 def test_rank_failed_is_an_error_of_the_run() -> None:
     assert issubclass(RankFailed, RuntimeError)
+    assert issubclass(OutOfStep, RuntimeError)
 
 
 def fail_often(seed: int, times: int) -> list[str]:

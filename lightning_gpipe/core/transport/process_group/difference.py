@@ -21,9 +21,9 @@ def difference(theirs: Label, ours: Label, them: str, us: str) -> str:
     details = "".join(f", {text}" for text in _others(theirs, ours))
     return (
         "all processes of a pipeline must run the same mini-batches in the same order, in the same "
-        f"mode and with the same random numbers: {them} runs {_described(theirs, ours)}, and {us}, "
-        f"this one, {_described(ours, theirs)}{details}. Let each process run the same code on the "
-        "same values, with the same seed."
+        f"mode and with the same random numbers: {them} runs {_described(theirs, ours)}, and {us} "
+        f"{_described(ours, theirs)}{details}. Let each process run the same code on the same "
+        "values, with the same seed."
     )
 
 
@@ -34,12 +34,14 @@ def _described(label: Label, other: Label) -> str:
     if label.pipeline != other.pipeline:
         words.append(f"of pipeline {label.pipeline}")
     if label.minibatch != other.minibatch:
-        words.append(f"of {'a later' if label > other else 'an earlier'} mini-batch")
+        later = label.minibatch > other.minibatch
+        words.append(f"of {'a later' if later else 'an earlier'} mini-batch")
     if label.step != other.step:
         words.append(f"of step {label.step}")
     for name, describe in _MODES.items():
-        if getattr(label, name) != getattr(other, name):
-            words.append(describe(getattr(label, name)))
+        own, others = (describe(getattr(each, name)) for each in (label, other))
+        if own != others:
+            words.append(own)
     return " ".join(words)
 
 
@@ -55,7 +57,7 @@ def _others(one: Label, two: Label) -> Iterator[str]:
 
 def _training(value: int) -> str:
     number = value >> _COUNT
-    return f"with {number or 'no'} module{'s' * (number != 1)} in training mode"
+    return f"with {number or 'no'} module{'s' * (number > 1)} in training mode"
 
 
 _COUNT = 32  # the bits below the number of modules in training mode
