@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_gpipe import GPipe
-from tests.support.models import Call, rows
-from tests.support.processes import assert_equal, processes
+from tests.support.models import rows
+from tests.support.processes import assert_equal, processes, said
 from tests.support.ranks import Pool
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -166,7 +166,6 @@ def refusals() -> dict[str, str]:
     found["deepcopy"] = message_of(lambda: copy.deepcopy(pipeline))
     found["pickle"] = message_of(lambda: pickle.dumps(pipeline))
     found["assign"] = message_of(lambda: pipeline.load_state_dict({}, assign=True))
-    found["captured"] = message_of(captured)
     pipeline.close()
     return found
 
@@ -185,16 +184,6 @@ def buffer_around() -> None:
     GPipe(Around(), [2, 2], module="layers", devices=["cpu"] * 2, **processes((0, 1)))
 
 
-def captured() -> None:
-    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
-    layer = Call(lambda x: x * weight)
-    pipeline = piped(nn.Sequential(layer, linear(), linear(), linear()))
-    try:
-        pipeline(rows(4))
-    finally:
-        pipeline.close()
-
-
 def test_what_is_refused(four_ranks: Pool) -> None:
     found = four_ranks.run(refusals, among=2)
 
@@ -206,4 +195,67 @@ def test_what_is_refused(four_ranks: Pool) -> None:
         assert "over processes cannot be copied or pickled" in each["deepcopy"]
         assert "over processes cannot be copied or pickled" in each["pickle"]
         assert "ValueError: assign must be False for a pipeline over processes" in each["assign"]
-    assert "a tensor of shape (3,) that it was not given" in found[0]["captured"]
+
+
+class Kept(nn.Module):
+    """Uses a tensor of the caller's that requires a gradient: a list hides it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.kept = [weight]
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tensor(self.linear(x) * self.kept[0])
+
+
+class Looped(nn.Module):
+    """Loops over blocks, the ``k``-th of which uses a tensor of the caller's."""
+
+    def __init__(self, weight: Tensor, k: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept(weight) if i == k else linear() for i in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Branching(Looped):
+    """The same, to be traced: it is no loop over the blocks alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + x
+
+
+CAPTURING: dict[str, tuple[Callable[[Tensor, int], nn.Module], str | None]] = {
+    "layers": (lambda weight, k: nn.Sequential(*Looped(weight, k).blocks), None),
+    "loop": (Looped, "blocks"),
+    "traced": (Branching, None),
+}
+
+
+def capture(kind: str, k: int) -> tuple[str, str]:
+    """What a forward says in which a layer uses a tensor of the caller's, and the one after it."""
+    weight = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    make, path = CAPTURING[kind]
+    module = make(weight, k)
+    pipeline = GPipe(module, [2, 2], module=path, devices=["cpu"] * 2, **processes((0, 1)))
+    one = said(lambda: pipeline(rows(4)))
+    weight.requires_grad_(False)
+    two = said(lambda: pipeline(rows(4)).sum().backward())
+    pipeline.close()
+    return one, two
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("kind", CAPTURING)
+def test_tensor_that_a_layer_captures_is_refused_in_all_processes_at_once(
+    four_ranks: Pool, kind: str, k: int
+) -> None:
+    found = four_ranks.run(capture, kind, k, among=2)
+
+    assert all("a tensor of shape (3,) that it was not given" in one for one, _ in found), found
+    assert [two for _, two in found] == ["none", "none"]

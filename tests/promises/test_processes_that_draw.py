@@ -185,31 +185,46 @@ class Failing(nn.Module):
         return x
 
 
-def fail(owners: Owners) -> tuple[list[str], Tensor]:
-    """What three steps say, and the next number."""
+def fail(
+    mode: ActivationCheckpointing, owners: Owners | None
+) -> tuple[list[str], list[Any], Tensor]:
+    """What two steps say, of which the second fails; what came of two more; the next number."""
+    torch.manual_seed(4)
     module = nn.Sequential(Late(), nn.Linear(W, W), nn.Linear(W, W), Failing()).double()
     pipeline = GPipe(
         module,
         [2, 2],
         devices=["cpu"] * 2,
         chunks=3,
-        activation_checkpointing="never",
+        activation_checkpointing=mode,
         **processes(owners),
     )
-    torch.manual_seed(4)
-    found = []
+    said, found = [], []
     for _ in range(2):
         try:
             pipeline(rows(7)).square().mean().backward()
-            found.append("none")
+            said.append("none")
         except (ValueError, RuntimeError) as error:
-            found.append(str(error))
+            said.append(str(error))
+    for k in range(2):
+        x = rows(7, seed=k).requires_grad_()
+        y = pipeline(x)
+        y.square().mean().backward()
+        found.append((y.detach(), x.grad))
     pipeline.close()
-    return found, torch.rand(())
+    return said, found, torch.rand(())
 
 
-def test_error_where_one_process_has_drawn_already(four_ranks: Pool) -> None:
-    found = four_ranks.run(fail, (0, 1), among=2)
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_error_where_one_process_has_drawn_already_and_the_next_steps_work(
+    four_ranks: Pool, mode: ActivationCheckpointing
+) -> None:
+    with torch.random.fork_rng(devices=[]):
+        _, expected, number = fail(mode, None)
 
-    assert all(said[0] == "none" and "burnt" in said[1] for said, _ in found), found
-    assert_equal(found[0][1], found[1][1])
+    found = four_ranks.run(fail, mode, (0, 1), among=2)
+
+    for said, steps, other in found:
+        assert said[0] == "none"
+        assert "burnt" in said[1]
+        assert_equal((steps, other), (expected, number))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, OutOfStep, RankFailed
-from tests.support.faults import Fuse, OwnError, throw
+from tests.support.faults import Fuse, OwnError, nothing, throw
 from tests.support.models import rows
 from tests.support.processes import layers, step
 from tests.support.ranks import Failed, Pool, Ranks, group_of, new_ranks
@@ -156,29 +156,50 @@ def test_rank_failed_is_an_error_of_the_run() -> None:
     assert issubclass(OutOfStep, RuntimeError)
 
 
+def failing_step(pipeline: GPipe, faults: dict[str, Callable[[], None]]) -> None:
+    """A step in which the caller's code may fail, which it tells the others."""
+    try:
+        faults.pop("loader", nothing)()
+        loss = pipeline(rows(8)).square().mean()
+        faults.pop("loss", nothing)()
+        loss.backward()
+    except BaseException as error:
+        pipeline.tell(error)
+        raise
+
+
 def fail_often(seed: int, times: int) -> list[str]:
-    """What goes wrong over drawn faults: each told to all, the next step right."""
+    """What goes wrong over drawn faults: each told to all, the next step that of the module."""
     draw = random.Random(seed)
-    module = layers()
-    expected = layers()(rows(8)).square().mean()
+    module, plain = layers(), layers()
+    expected = step(plain)
+    gradients = dict(plain.named_parameters())
     fuses = [each for each in module.modules() if isinstance(each, Fuse)]
     pipeline = pipeline_of(module)
     wrong = []
     for k in range(times):
         rank, calls = draw.randrange(3), draw.randrange(4)
-        kind = draw.choice(["forward", "recomputation", "backward"])
+        kind = draw.choice(["forward", "recomputation", "backward", "loss", "loader"])
         error = draw.choice([OwnError, KeyboardInterrupt, SystemExit, ValueError])(f"drawn {k}")
-        again = 4 * (kind == "recomputation")
-        at = ("backward" if kind == "backward" else "forward", calls + again)
-        fuses[rank].light(at, throw(error))
-        message = told(lambda: step(pipeline))
+        faults = {}
+        if kind not in ("loss", "loader"):
+            again = 4 * (kind == "recomputation")
+            at = ("backward" if kind == "backward" else "forward", calls + again)
+            fuses[rank].light(at, throw(error))
+        elif torch.distributed.get_rank() == rank:
+            faults[kind] = throw(error)
+        message = told(lambda faults=faults: failing_step(pipeline, faults))
         if f"drawn {k}" not in message:
             wrong.append(f"{k}: {kind} {calls} on {rank}: {message}")
-        if not torch.allclose(step(pipeline), expected):
+        pipeline.zero_grad()
+        same = torch.allclose(step(pipeline), expected)
+        for name, parameter in pipeline.named_parameters():
+            same &= parameter.is_meta or torch.allclose(parameter.grad, gradients[name].grad)
+        if not same:
             wrong.append(f"{k}: the step after {kind} {calls} on {rank}")
     pipeline.close()
     return wrong
 
 
 def test_steps_work_between_drawn_faults(four_ranks: Pool) -> None:
-    assert four_ranks.run(fail_often, 5, 8, among=3) == [[], [], []]
+    assert four_ranks.run(fail_often, 5, 12, among=3) == [[], [], []]

@@ -52,7 +52,7 @@ class Captures:
             since: The time before the layers ran.
 
         Raises:
-            RuntimeError: If a captured tensor has a hook.
+            RuntimeError: If a captured tensor cannot have a gradient.
         """
         search = behavior.captures or behavior.searches < _SEARCHES
         found = self._participation.record(outputs, inputs, captures=search)
@@ -64,13 +64,6 @@ class Captures:
         self._any |= any_captured
         behavior.searches += 1
         behavior.captures |= any_captured
-        for leaf in filter(self._participation.foreign, found):
-            if leaf._backward_hooks:
-                raise RuntimeError(
-                    "a tensor that a layer uses without being given it must have no hooks: one of "
-                    f"shape {tuple(leaf.shape)} has a hook on its gradient, which would be called "
-                    "for each micro-batch. Pass it with the input, marked by whole(tensor)."
-                )
 
     def run_backward(
         self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]

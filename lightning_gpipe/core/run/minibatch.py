@@ -195,8 +195,6 @@ class MiniBatch:
         """Check what layers did in forward, and record whose gradients backward will compute."""
         for each in self._passes:
             each.finish_forward()
-        if self._layout.spread:
-            self._participation.refuse_captures()
         self.leaves = self._participation.leaves(self._ties.everywhere)
         if self._context.grad:
             self._unfinished.add(self, [each.asides for each in self._passes])
@@ -237,7 +235,7 @@ class MiniBatch:
             )
             for stage in self._stages
         ]
-        self._participation = Participation(shadows)
+        self._participation = Participation(shadows, spread=self._layout.spread)
         self._passes = [
             StagePass(
                 stage,

@@ -28,10 +28,12 @@ class Participation:
 
     Args:
         shadows: The shadows of each stage.
+        spread: Whether other processes have stages too, which know of no captured tensor.
     """
 
-    def __init__(self, shadows: Sequence[Shadows]) -> None:
+    def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
         self._shadows = shadows
+        self._spread = spread
         self._searches = any(has_hooks(p) for each in shadows for p in each.parameters)
         self._used: set[int] = set()
         self._captured: dict[int, Tensor] = {}
@@ -48,6 +50,9 @@ class Participation:
 
         Returns:
             Those that were found, as leaves.
+
+        Raises:
+            RuntimeError: If one cannot have a gradient; gives its shape.
         """
         if not (self._searches or captures):
             return ()
@@ -55,20 +60,24 @@ class Participation:
         self._used.update(found)
         outside = {key: found[key] for key in found.keys() - self._own - set(map(id, inputs))}
         self._captured.update(outside)
+        for leaf in filter(self.foreign, outside.values()):
+            self._check_foreign(leaf)
         return list(outside.values())
 
-    def refuse_captures(self) -> None:
-        """Raise if a layer captured a tensor: processes without that layer do not know of it.
-
-        Raises:
-            RuntimeError: Gives its shape.
-        """
-        for leaf in self.foreign_leaves:
+    def _check_foreign(self, leaf: Tensor) -> None:
+        """Refuse a captured tensor where its gradient would be wrong."""
+        if self._spread:  # processes without the layer have no gradient for it
             raise RuntimeError(
                 "layers in a pipeline over processes must be given the tensors that require a "
                 f"gradient: one uses a tensor of shape {tuple(leaf.shape)} that it was not given. "
                 "Pass it with the input, marked by whole(tensor), or make it a parameter of the "
                 "layer."
+            )
+        if leaf._backward_hooks:
+            raise RuntimeError(
+                "a tensor that a layer uses without being given it must have no hooks: one of "
+                f"shape {tuple(leaf.shape)} has a hook on its gradient, which would be called for "
+                "each micro-batch. Pass it with the input, marked by whole(tensor)."
             )
 
     def captured(self, leaf: Tensor) -> bool:
