@@ -1,6 +1,8 @@
 """Promise: several pipelines of a model fail together, wherever one process fails, and go on."""
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from tests.support.faults import Fuse, OwnError, throw
+from tests.support.faults import Fuse, OwnError, nothing, throw
 from tests.support.models import rows
 from tests.support.processes import layers, said
 from tests.support.ranks import Pool, group_of
@@ -132,8 +134,8 @@ def test_other_order_in_one_process(four_ranks: Pool) -> None:
     for message, (loss,) in four_ranks.run(turn, 1, among=3):
         assert "all processes of a pipeline must run the same mini-batches" in message
         assert "rank 1 (stage 1)" in message
-        assert "of pipeline 0" in message
-        assert "of pipeline 1" in message
+        assert "(Two.first)" in message
+        assert "(Two.second)" in message
         torch.testing.assert_close(loss, expected)
 
 
@@ -173,3 +175,79 @@ def test_error_that_is_raised_again_as_another_is_told_once(four_ranks: Pool) ->
     for _, losses in found:
         for loss in losses:
             torch.testing.assert_close(loss, expected)
+
+
+def made_one_by_one(fails: str, rank: int) -> tuple[str, list[Tensor]]:
+    """What a step says with two GPipes, in which one process fails; the next two losses."""
+    torch.manual_seed(0)
+    modules = layers(), layers()
+    one, two = (
+        GPipe(
+            module,
+            [1, 1, 1],
+            devices=["cpu"] * 3,
+            chunks=2,
+            owners=[0, 1, 2],
+            group=group_of(3),
+        )
+        for module in modules
+    )
+    fault: dict[str, Act] = {}
+    if fails == "layer":
+        fuses = [each for each in modules[1].modules() if isinstance(each, Fuse)]
+        fuses[rank].light(("forward", 1), throw(OwnError("burnt")))
+    elif dist.get_rank() == rank:
+        fault["between"] = throw(OwnError("burnt"))
+
+    def both(x: Tensor) -> Tensor:
+        x = one(x)
+        try:
+            fault.pop("between", nothing)()
+        except OwnError as error:
+            one.tell(error)
+            raise
+        y: Tensor = two(x.tanh())
+        return y
+
+    message = said(lambda: loss_of(both))
+    losses = [loss_of(both) for _ in range(2)]
+    one.close()
+    two.close()
+    return message, losses
+
+
+@pytest.mark.parametrize("fails", ["layer", "caller"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pipelines_that_were_made_one_by_one(four_ranks: Pool, fails: str, rank: int) -> None:
+    expected = loss_of(Two())
+
+    found = four_ranks.run(made_one_by_one, fails, rank, among=3)
+
+    for k, (message, losses) in enumerate(found):
+        start = "OwnError | " if k == rank else f"RankFailed | rank {rank} (stage {rank}) failed: "
+        assert message.startswith(start)
+        for loss in losses:
+            torch.testing.assert_close(loss, expected)
+
+
+def made_where_one_has_freed_the_first() -> list[Tensor]:
+    """Losses of a pipeline that is made while only some processes have an earlier one."""
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "owners": [0, 1, 2], "group": group_of(3)}
+    first = GPipe(layers(), [1, 1, 1], **options)
+    found = [loss_of(first)]
+    if dist.get_rank() == 1:
+        del first
+        gc.collect()
+    second = GPipe(layers(), [1, 1, 1], **options)
+    third = GPipe(layers(), [1, 1, 1], **options)
+    found += [loss_of(second), loss_of(third), loss_of(second)]
+    second.close()
+    third.close()
+    return found
+
+
+def test_pipeline_that_is_made_where_one_process_has_freed_an_earlier_one(four_ranks: Pool) -> None:
+    expected = loss_of(layers()).expand(4)
+
+    for losses in four_ranks.run(made_where_one_has_freed_the_first, among=3):
+        torch.testing.assert_close(torch.stack(losses), expected)

@@ -206,7 +206,8 @@ class Kept(nn.Module):
         self.linear = linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        return Tensor(self.linear(x) * self.kept[0])
+        y: Tensor = self.linear(x) * self.kept[0]
+        return y
 
 
 class Looped(nn.Module):

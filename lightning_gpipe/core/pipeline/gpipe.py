@@ -186,7 +186,9 @@ class GPipe(StandIn):
         sizes = balances_for(found, choice.balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         workers_on = choose_devices(devices, *map(len, parts))
-        connection, rank = join_processes(owners, len(workers_on), group, lost_after)
+        connection, rank = join_processes(
+            owners, len(workers_on), group, lost_after, [taken.name for taken in found]
+        )
         layouts = [
             laid_out(*each, workers_on, around, owners or (), rank)
             for each in zip(found, parts, strict=True)
@@ -211,7 +213,8 @@ class GPipe(StandIn):
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
                 workers=workers,
-                connection=connection and connection._replace(pipeline=found.index(taken)),
+                connection=connection,
+                number=found.index(taken),
             )
 
         self._pipelines = Pipelines(found, layouts, pipeline)

@@ -68,7 +68,8 @@ class Pipeline:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
         threads: Whether workers run on threads of their own.
         workers: The threads, if pipelines of other modules over the same devices use them too.
-        connection: That of the owners of the layout, if there are several.
+        connection: To the owners of the layout, if there are several.
+        number: Which of the pipelines that were connected together it is.
 
     Attributes:
         chunks, activation_checkpointing, microbatching: As given.
@@ -87,6 +88,7 @@ class Pipeline:
         threads: bool,
         workers: Workers | None = None,
         connection: Connection | None = None,
+        number: int = 0,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
@@ -95,7 +97,7 @@ class Pipeline:
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
         }
-        transport = _connect(layout, workers, connection, threads=threads)
+        transport = _connect(layout, workers, connection, number, threads=threads)
         self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
         self.patches = Journal()
 
@@ -271,7 +273,12 @@ def _alone(value: Any) -> FlatTree:
 
 
 def _connect(
-    layout: Layout, workers: Workers | None, connection: Connection | None, *, threads: bool
+    layout: Layout,
+    workers: Workers | None,
+    connection: Connection | None,
+    number: int,
+    *,
+    threads: bool,
 ) -> Transport:
     """A transport between the workers."""
     # Pipelines over the same processes take turns, as those over the same threads do.
@@ -282,6 +289,6 @@ def _connect(
     if not layout.spread:
         return runner
     assert connection is not None, "several owners are joined before"
-    transport = ProcessGroupTransport(layout, runner, connection)
+    transport = ProcessGroupTransport(layout, runner, connection, number)
     transport.start()
     return transport

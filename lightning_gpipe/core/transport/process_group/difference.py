@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_gpipe.core.transport.interface import Label
 
 _PHASES = ("a forward", "a backward")  # of a mini-batch; else something between two
 
 
-def difference(theirs: Label, ours: Label, them: str, us: str) -> str:
+def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequence[str]) -> str:
     """An error that says what each did.
 
     Args:
@@ -17,22 +17,25 @@ def difference(theirs: Label, ours: Label, them: str, us: str) -> str:
         ours: What this one did.
         them: The other process.
         us: This one.
+        pipelines: The names of the pipelines, by their numbers.
     """
     details = "".join(f", {text}" for text in _others(theirs, ours))
+    they, we = _described(theirs, ours, pipelines), _described(ours, theirs, pipelines)
     return (
         "all processes of a pipeline must run the same mini-batches in the same order, in the same "
-        f"mode and with the same random numbers: {them} runs {_described(theirs, ours)}, and {us} "
-        f"{_described(ours, theirs)}{details}. Let each process run the same code on the same "
+        f"mode and with the same random numbers: {them} runs {they}, and {us} "
+        f"{we}{details}. Let each process run the same code on the same "
         "values, with the same seed."
     )
 
 
-def _described(label: Label, other: Label) -> str:
+def _described(label: Label, other: Label, pipelines: Sequence[str]) -> str:
     """What a process does, as far as another one does not."""
     phase = _PHASES[label.phase] if 0 <= label.phase < len(_PHASES) else "a rehearsal of blocks"
     words = [phase]
     if label.pipeline != other.pipeline:
-        words.append(f"of pipeline {label.pipeline}")
+        named = pipelines[label.pipeline : label.pipeline + 1] or ["one that is not here"]
+        words.append(f"of pipeline {label.pipeline} ({named[0]})")
     if label.minibatch != other.minibatch:
         later = label.minibatch > other.minibatch
         words.append(f"of {'a later' if later else 'an earlier'} mini-batch")

@@ -15,7 +15,7 @@ from lightning_gpipe.core.transport.process_group.difference import difference
 from lightning_gpipe.core.transport.process_group.ledger import Verdict, named
 from lightning_gpipe.core.transport.process_group.link import Mail
 from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
-from lightning_gpipe.core.transport.process_group.office import Office
+from lightning_gpipe.core.transport.process_group.sharing import Connection
 
 
 class ProcessGroupExchange(LocalExchange):
@@ -30,7 +30,7 @@ class ProcessGroupExchange(LocalExchange):
         label: Which it is.
         awaited: For which results the caller waits; None for all.
         copies: Copies between the devices of this process.
-        office: Sends to other processes.
+        connection: To other processes.
     """
 
     def __init__(
@@ -40,18 +40,19 @@ class ProcessGroupExchange(LocalExchange):
         label: Label,
         awaited: Collection[Action] | None,
         copies: Copies,
-        office: Office,
+        connection: Connection,
     ) -> None:
         super().__init__(layout, phase, copies)
         self.heard = 0
         self._layout = layout
         self._awaited = awaited
-        self._office = office
+        self._office = connection.office
+        self._pipelines = connection.pipelines
         self._failure: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
         self._label = label
         self._ways = {route: number for number, route in enumerate(layout.routes)}
-        serial, failed = office.begin(self)
+        serial, failed = self._office.begin(self)
         if failed is not None:
             raise RankFailed(failed.text(layout))
         self._header = Header(Code.VALUE, serial, label)
@@ -109,7 +110,8 @@ class ProcessGroupExchange(LocalExchange):
         if header.label != self._label:
             layout = self._layout
             them, us = named([rank], layout), named([layout.rank], layout)
-            self._fail_with(OutOfStep(difference(header.label, self._label, them, us)))
+            text = difference(header.label, self._label, them, us, self._pipelines)
+            self._fail_with(OutOfStep(text))
             return
         self.heard |= header.bits  # before the value: who has that knows of these
         route = self._layout.routes[mail.way] if isinstance(mail.way, int) else mail.way

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     PrefixStore,
     ProcessGroupGloo,
+    Store,
     _get_default_store,
 )
 
 from lightning_gpipe.core.transport.process_group.address import device_for
 from lightning_gpipe.core.transport.process_group.meeting import meet
 from lightning_gpipe.core.transport.process_group.office import Office
+from lightning_gpipe.core.transport.process_group.sharing import Connection, Place, Shared
 
 _LOST_AFTER = timedelta(seconds=30)
 _START = 10  # times as long for a start: one may still load a model
-
-
-class Connection(NamedTuple):
-    """What connects the processes of a pipeline.
-
-    Attributes:
-        office: What all pipelines over them send and receive by.
-        pipeline: Which of these pipelines it is.
-    """
-
-    office: Office
-    pipeline: int = 0
 
 
 def join_processes(
@@ -38,6 +28,7 @@ def join_processes(
     workers: int,
     group: dist.ProcessGroup | None,
     lost_after: timedelta | None = None,
+    pipelines: Sequence[str] = ("module",),
 ) -> tuple[Connection | None, int]:
     """Make the process group of a pipeline, in all of its processes at once.
 
@@ -46,6 +37,7 @@ def join_processes(
         workers: The number of workers.
         group: The process group of these ranks; None for all processes.
         lost_after: After how long a process that is not heard is lost; None for 30 seconds.
+        pipelines: The names of those that are made together.
 
     Returns:
         A connection for what the pipeline sends, and the rank of this process in it.
@@ -81,27 +73,38 @@ def join_processes(
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    lost_after = lost_after or _LOST_AFTER
-    return Connection(Office(_connected(group, rank, lost_after), lost_after)), rank
+    place = Place(
+        dist.group.WORLD,
+        tuple(dist.get_process_group_ranks(group or dist.group.WORLD)),
+        lost_after or _LOST_AFTER,
+    )
+    return Connection(_shared(place, rank), pipelines), rank
 
 
-def _connected(
-    group: dist.ProcessGroup | None, rank: int, lost_after: timedelta
-) -> ProcessGroupGloo:
-    """A group of the same ranks over Gloo.
+def _shared(place: Place, rank: int) -> Shared:
+    """The office of the pipelines there: one that all processes have, or a new one."""
+    found = Shared.at(place)
+    store = PrefixStore("lightning_gpipe", _get_default_store())
+    offered = "" if found is None else found.state
+    name = meet(store, place.ranks, rank, _START * place.lost_after, offered)
+    if found is not None and name == offered:
+        return found
+    group = _connected(PrefixStore(name, store), rank, len(place.ranks), place.lost_after)
+    return Shared(Office(group, place.lost_after), place, name)
+
+
+def _connected(store: Store, rank: int, size: int, lost_after: timedelta) -> ProcessGroupGloo:
+    """A group of these processes over Gloo.
 
     ``torch.distributed.new_group`` names a group by how many groups the process has had before, in
     which ranks may differ, or it waits for all processes, which may not come.
     """
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    store = PrefixStore("lightning_gpipe", _get_default_store())
-    name = meet(store, ranks, rank, _START * lost_after)
     gloo: Any = ProcessGroupGloo  # whose stubs know no options
     options = gloo._Options()
     options._timeout = lost_after
     options._devices = [device_for()]
     try:
-        return ProcessGroupGloo(PrefixStore(name, store), rank, len(ranks), options)
+        return ProcessGroupGloo(store, rank, size, options)
     except RuntimeError as error:
         seconds = lost_after.total_seconds()
         raise RuntimeError(

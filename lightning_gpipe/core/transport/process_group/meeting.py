@@ -13,8 +13,10 @@ _POLL = 0.05  # seconds
 _MISSING = "missing "
 
 
-def meet(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> str:
-    """Wait for all processes, and agree on a name that was never used.
+def meet(
+    store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, offered: str = ""
+) -> str:
+    """Wait for all processes, and agree on a name: one that all offer, or one that is new.
 
     Each writes that it has come; the first one waits for all, and answers each. A collective would
     wait for as long as the user's process group does, and not tell for whom.
@@ -24,6 +26,7 @@ def meet(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> s
         ranks: The global ranks of the processes.
         rank: Which of them this is.
         timeout: How long to wait for the others.
+        offered: What this one has, if anything.
 
     Raises:
         RuntimeError: If not all have come by then.
@@ -33,13 +36,14 @@ def meet(store: Store, ranks: Sequence[int], rank: int, timeout: timedelta) -> s
     if rank == 0:
         missing = _await(store, {k: f"{place}/{k}" for k in others}, timeout)
         came = [k for k in others if k not in missing]
-        tickets = {k: store.get(f"{place}/{k}").decode() for k in came}
-        answer = _MISSING + ", ".join(map(str, missing)) if missing else own
-        for k, ticket in tickets.items():
+        told = {k: store.get(f"{place}/{k}").decode().split(" ") for k in came}
+        agreed = offered if all(other == offered for _, other in told.values()) else ""
+        answer = _MISSING + ", ".join(map(str, missing)) if missing else agreed or own
+        for k, (ticket, _) in told.items():
             store.delete_key(f"{place}/{k}")
             store.set(f"{place}/{ticket}", answer)
     else:
-        store.set(f"{place}/{rank}", own)
+        store.set(f"{place}/{rank}", f"{own} {offered}")
         # The first may have come last, and then waits for as long itself.
         missing = _await(store, {0: f"{place}/{own}"}, 2 * timeout)
         answer = _MISSING + "0" if missing else store.get(f"{place}/{own}").decode()

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -27,11 +27,12 @@ from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
 from lightning_gpipe.core.transport.process_group.link import Link, Mail, Posted
 from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
 from lightning_gpipe.core.transport.process_group.outbox import Outbox
+from lightning_gpipe.core.transport.process_group.told import note, noted, text_of
+from lightning_gpipe.core.transport.process_group.waits import OtherWaits
 from lightning_gpipe.core.transport.process_group.watch import Watch
 
 _TOLD_WITHIN = 5.0  # seconds
 _LINGER = 1.0  # the same if one is lost, so that others may read who before this one ends
-_TOLD = "_lightning_gpipe_told"  # in an error: by office, the next exchange when it was told
 _START = 10  # times as long to be heard for the first time: one may still load a model
 
 
@@ -51,16 +52,11 @@ class Office:
     Args:
         group: The process group of the owners of the pipelines, for tensors of the host.
         lost_after: After how long a process that is not heard is lost.
-
-    Attributes:
-        name: The same in all processes, and of no other office.
     """
 
-    def __init__(
-        self, group: ProcessGroupGloo, lost_after: timedelta, name: str | None = None
-    ) -> None:
-        self.name = name or uuid4().hex
-        self.lost_after = lost_after
+    def __init__(self, group: ProcessGroupGloo, lost_after: timedelta) -> None:
+        self._name = uuid4().hex  # in errors that were told
+        self._lost_after = lost_after
         self._rank = group.rank()
         self._lock = threading.RLock()  # a garbage collection may close what is no longer used
         self._process = os.getpid()
@@ -75,16 +71,24 @@ class Office:
         }
         links = list(self._links.values())
         self._watch = Watch(links, lost_after, _START * lost_after, self._miss, self._beat)
-        self._when_in_vain: list[Callable[[], None]] = []
-        self._unheeded = 0  # beats of this process since it could have known of a failure
+        self._other_waits = OtherWaits()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._started = False
-        self._users = 0
 
     @property
     def begun(self) -> int:
         """How many exchanges were begun since a run failed; the same in all processes."""
         return self._ledger.begun
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """What is equal in processes that have done the same; see :class:`Ledger`."""
+        return self._ledger.state
+
+    @property
+    def lost(self) -> Verdict | None:
+        """Who is lost, once anybody is."""
+        return self._ledger.lost
 
     def start(self) -> None:
         """Receive, and watch whether the others live."""
@@ -141,21 +145,17 @@ class Office:
         Their run ends with it, or their next one if none runs; the one after that works.
         """
         with self._lock:
-            if any(self._told(each) for each in _chain(error)):
+            if noted(error, self._name, self._ledger.serial):
                 return  # and nothing was begun since
             failing, known = self._ledger.fail(running=self._recipient is not None)
             now = self._ledger.serial
-            vars(error).setdefault(_TOLD, {})[self.name] = now
+            note(error, self._name, now)
             self._recipient = None
             self._early = {serial: each for serial, each in self._early.items() if serial > now}
         if not known and self._started:
             header = Header(Code.FAILURE, failing)
-            gone = self._outbox.gone(self._tell_all(header, f"failed: {_text_of(error)}"))
+            gone = self._outbox.gone(self._tell_all(header, f"failed: {text_of(error)}"))
             gone.wait(_TOLD_WITHIN)
-
-    def _told(self, error: BaseException) -> bool:
-        told: dict[str, int] = vars(error).get(_TOLD, {})
-        return told.get(self.name) == self._ledger.serial
 
     def failure(self, within: float) -> Verdict | None:
         """How another process has failed since the last exchange, if one has.
@@ -169,7 +169,7 @@ class Office:
 
     def when_in_vain(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when it is in vain to wait for another process."""
-        self._when_in_vain.append(act)
+        self._other_waits.add(act)
 
     def close(self) -> None:
         """End the threads; others end theirs when they close too."""
@@ -181,7 +181,9 @@ class Office:
             follows = self._ledger.close()
             lost = self._ledger.lost is not None
             header = Header(Code.END, self._ledger.serial, slot=self._ledger.closed, bits=follows)
-            living = [link for link in self._links.values() if link.rank not in self._unreachable]
+            living = [
+                link for link in self._links.values() if link.rank not in self._ledger.lost_ranks
+            ]
         gone = self._outbox.gone(self._tell_all(header))
         within = _LINGER if lost else _TOLD_WITHIN
         deadline = time.monotonic() + within
@@ -193,21 +195,15 @@ class Office:
         else:
             self._outbox.end()
 
-    def enter(self) -> None:
-        """Count one more that uses it."""
-        self._users += 1
-
     def leave(self) -> None:
-        """End for good with the last that uses it, or the process, so that nothing waits."""
-        self._users -= 1
+        """End for good, with the last pipeline or the process, so that nothing waits any more."""
         if self._process != os.getpid():
             return
         error = getattr(sys, "last_value", None)  # that ends the process
         if error is not None:
             self.tell(error)
-        if not self._users:
-            self.close()
-            self._cut()
+        self.close()
+        self._cut()
 
     def _cut(self) -> None:
         """End all connections, and all threads that wait for them."""
@@ -218,15 +214,11 @@ class Office:
             link.join(_TOLD_WITHIN)
         self._outbox.end()
 
-    @property
-    def _unreachable(self) -> set[int]:
-        return self._ledger.lost_ranks
-
     def _tell_all(self, header: Header, text: str = "") -> list[Posted]:
         """Send a header and a text to all others that can be reached."""
         posted: list[Posted] = []
         for rank, link in self._links.items():
-            if rank not in self._unreachable:
+            if rank not in self._ledger.lost_ranks:
                 with suppress(RuntimeError):  # it is lost, as the receiving thread notices
                     posted += link.tell(header, text)
         return posted
@@ -279,7 +271,7 @@ class Office:
         self._lose([rank], Verdict((rank,), f"is lost: {error}"))
 
     def _miss(self, ranks: list[int]) -> None:
-        seconds = self.lost_after.total_seconds()
+        seconds = self._lost_after.total_seconds()
         self._lose(ranks, Verdict(tuple(ranks), f"is lost: nothing was heard for {seconds:g} s"))
 
     def _lose(self, ranks: Sequence[int], verdict: Verdict) -> None:
@@ -300,31 +292,9 @@ class Office:
             self._tell_all(Header(Code.LOST, 0), json.dumps([verdict.ranks, how]))
         if recipient is not None:
             recipient.fail(verdict)
-        self._end_other_waits()
+        self._other_waits.end()
 
     def _beat(self) -> None:
-        """Notice, with each beat, if a failure is not heeded: then the user's code waits elsewhere.
-
-        Such as in a collective, to which the process that has failed does not come.
-        """
         with self._lock:
-            pending = self._recipient is None and self._ledger.failure_next is not None
-        self._unheeded = self._unheeded + 1 if pending else 0
-        if self._unheeded == self._watch.limit:
-            self._end_other_waits()
-
-    def _end_other_waits(self) -> None:
-        for act in self._when_in_vain:
-            act()
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, and those of which it was made."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _text_of(error: BaseException) -> str:
-    notes = [f"({note})" for note in getattr(error, "__notes__", [])]
-    return " ".join([f"{type(error).__name__}: {error}", *notes])
+            unheeded = self._recipient is None and self._ledger.failure_next is not None
+        self._other_waits.beat(self._watch.limit, unheeded=unheeded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -20,7 +19,8 @@ from lightning_gpipe.core.transport.interface import (
 )
 from lightning_gpipe.core.transport.local import LocalTransport
 from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
-from lightning_gpipe.core.transport.process_group.groups import Connection
+from lightning_gpipe.core.transport.process_group.office import Office
+from lightning_gpipe.core.transport.process_group.sharing import Connection
 
 
 class ProcessGroupTransport(Transport):
@@ -30,16 +30,24 @@ class ProcessGroupTransport(Transport):
         layout: What runs where.
         runner: Runs the workers of this process.
         connection: To the owners of the workers.
+        pipeline: Which of the pipelines that were connected together it is.
     """
 
     def __init__(
-        self, layout: Layout, runner: LocalTransport | InlineTransport, connection: Connection
+        self,
+        layout: Layout,
+        runner: LocalTransport | InlineTransport,
+        connection: Connection,
+        pipeline: int = 0,
     ) -> None:
         self._layout = layout
         self._runner = runner
-        self._office, self._pipeline = connection
-        self._office.enter()
-        weakref.finalize(self, self._office.leave)
+        self._connection = connection
+        self._pipeline = connection.number(pipeline)
+
+    @property
+    def _office(self) -> Office:
+        return self._connection.office
 
     def start(self) -> None:
         """Watch the other processes from now on."""
@@ -59,7 +67,7 @@ class ProcessGroupTransport(Transport):
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"
         label = label._replace(pipeline=self._pipeline)
-        return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._office)
+        return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._connection)
 
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
@@ -93,7 +101,11 @@ class ProcessGroupTransport(Transport):
         if isinstance(self._runner, InlineTransport):
             return self
         twin = object.__new__(ProcessGroupTransport)
-        twin._layout, twin._office, twin._pipeline = self._layout, self._office, self._pipeline
+        twin._layout, twin._connection, twin._pipeline = (
+            self._layout,
+            self._connection,
+            self._pipeline,
+        )
         twin._runner = self._runner.inline()
         return twin
 

@@ -1,0 +1,110 @@
+"""One office for all pipelines over the same processes.
+
+Two pipelines that are made one after another, such as a generator and a discriminator, know nothing
+of one another. But a process that fails in one of them comes to none, so all of them must end. So
+they share an office, if all processes have one to share: a process may have freed its earlier
+pipelines, and another one not yet.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakSet
+
+from torch.distributed import ProcessGroup
+
+from lightning_gpipe.core.transport.process_group.office import Office
+
+
+class Place(NamedTuple):
+    """Where an office is, and on which terms.
+
+    Attributes:
+        world: The process group of all processes.
+        ranks: Those of its processes in it.
+        lost_after: After how long a process that is not heard is lost.
+    """
+
+    world: ProcessGroup | None
+    ranks: tuple[int, ...]
+    lost_after: timedelta
+
+
+class Shared:
+    """An office, and what shares it.
+
+    Args:
+        office: The office.
+        place: Where it is.
+        name: The same in all processes, and of no other one.
+
+    Attributes:
+        office: As given.
+        pipelines: The names of all pipelines there have been, by their numbers.
+    """
+
+    def __init__(self, office: Office, place: Place, name: str) -> None:
+        self.office = office
+        self._place = place
+        self._name = name
+        self._process = os.getpid()
+        self.pipelines: list[str] = []
+        self._users = 0
+        _SHARED.add(self)
+
+    @classmethod
+    def at(cls, place: Place) -> Shared | None:
+        """One that further pipelines can share, if there is one."""
+        return next((each for each in _SHARED if each._is_at(place)), None)
+
+    def _is_at(self, place: Place) -> bool:
+        sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
+        return sound and self._place == place
+
+    @property
+    def state(self) -> str:
+        """The same in all processes that have done the same."""
+        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.state)))
+
+    def enter(self, pipelines: Sequence[str]) -> int:
+        """Share it, for pipelines of these names; returns the number of the first of them."""
+        self._users += 1
+        self.pipelines += pipelines
+        return len(self.pipelines) - len(pipelines)
+
+    def leave(self) -> None:
+        """Do not share it any more; it ends with the last."""
+        self._users -= 1
+        if not self._users:
+            self.office.leave()
+
+
+# State of the process, as the process groups of torch.distributed are.
+_SHARED: WeakSet[Shared] = WeakSet()
+
+
+class Connection:
+    """What connects the processes of one pipeline, or of several that are made together.
+
+    Args:
+        shared: What all pipelines over these processes send and receive by.
+        pipelines: Their names.
+
+    Attributes:
+        office: Sends and receives for all pipelines over these processes.
+        pipelines: The names of all of them, by their numbers.
+    """
+
+    def __init__(self, shared: Shared, pipelines: Sequence[str]) -> None:
+        self.office = shared.office
+        self.pipelines = shared.pipelines
+        self._first = shared.enter(pipelines)
+        weakref.finalize(self, shared.leave)
+
+    def number(self, k: int) -> int:
+        """The number of pipeline ``k`` among all over these processes."""
+        return self._first + k

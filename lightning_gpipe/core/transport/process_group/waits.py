@@ -1,0 +1,32 @@
+"""What the user's code waits for besides, such as a collective to which others do not come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class OtherWaits:
+    """Ends waits that are in vain: another process is lost, or its failure is not heeded.
+
+    A failure is heeded by the next exchange. Who does not begin one for as long as a process may be
+    silent either waits for the process that has failed, or has so much else to do.
+    """
+
+    def __init__(self) -> None:
+        self._acts: list[Callable[[], None]] = []
+        self._beats = 0  # since there is a failure to heed
+
+    def add(self, act: Callable[[], None]) -> None:
+        """Let ``act`` end some waits."""
+        self._acts.append(act)
+
+    def end(self) -> None:
+        """End them."""
+        for act in self._acts:
+            act()
+
+    def beat(self, limit: int, *, unheeded: bool) -> None:
+        """End them at the ``limit``-th beat in which there is a failure that is unheeded."""
+        self._beats = self._beats + 1 if unheeded else 0
+        if self._beats == limit:
+            self.end()
