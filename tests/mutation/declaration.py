@@ -52,6 +52,7 @@ PROMISES = {
     "run/library_draws.py": "library_draws",
     "run/minibatch.py": "interrupts leaks loss_terms concurrency library_draws captured_tensors "
     "draws_in_backward thread_local_state batch_dimension faults_elsewhere faults batch_edits",
+    "run/passes.py": "leaks loss_terms captured_tensors batch_edits",
     "run/side_channels.py": "side_channels",
     "run/stage.py": "state_of_layers interrupts partial_training",
     "run/stage_pass.py": "parameters_edited_in_forward batch_edits tools loss_terms skips leaks "

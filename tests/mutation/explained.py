@@ -52,15 +52,15 @@ EXPLAINED = (
         "the caller: on the CPU nothing comes between taking the gradients and this.",
     ),
     Explained(
-        "run/minibatch.py",
-        "MiniBatch._release",
-        "self._participation = Participation(())",
+        "run/passes.py",
+        "Passes.release",
+        "self._passes, self._participation =",
         _COST + "hooks would be registered on shadows that nothing else holds.",
     ),
     Explained(
         "run/minibatch.py",
-        "MiniBatch._release",
-        "self._passes, self._workers, self.leaves =",
+        "MiniBatch.backward",
+        "self._workers, self.leaves =",
         _COST + "as above.",
     ),
     Explained(

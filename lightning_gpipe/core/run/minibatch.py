@@ -34,14 +34,13 @@ from lightning_gpipe.core.faithful import (
     on_engine_thread,
 )
 from lightning_gpipe.core.plan import Layout, Program, Schedule
-from lightning_gpipe.core.run.asides import Asides, Unfinished
+from lightning_gpipe.core.run.asides import Unfinished
 from lightning_gpipe.core.run.caller import Caller, Sent
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
 from lightning_gpipe.core.run.library_draws import LibraryDraws, LibraryWatch
-from lightning_gpipe.core.run.participation import Participation
+from lightning_gpipe.core.run.passes import Passes, begin_passes
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.telling import Telling
 from lightning_gpipe.core.run.ties import Ties
 from lightning_gpipe.core.run.timeline import Timeline
@@ -90,7 +89,7 @@ class MiniBatch:
         label: Label,
         terms: bool = False,
     ) -> None:
-        self._passes: list[StagePass] = []
+        self._passes = Passes()
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
@@ -106,7 +105,6 @@ class MiniBatch:
         self._ties = Ties(layout)
         self._context = Context.capture(layout.devices_here)
         self._streams = Streams.capture(layout.devices_here)
-        self._participation = Participation(())
         self._flags: TrainingFlags = ()
         self._generators = SharedGenerators(())
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
@@ -159,7 +157,7 @@ class MiniBatch:
                 )
                 self._finish_forward()
             except BaseException:
-                self._abandon_passes()
+                self._passes.refuse_gradients()
                 raise
             self._generators = SharedGenerators(())  # whose states are some kilobytes
             self._library = None
@@ -186,24 +184,19 @@ class MiniBatch:
             self._streams.lend(chain(*input_gradients, gradients))
         finally:
             self._streams.rejoin()
-            asides = self._release()
+            # Everything: an error that the user keeps may hold this.
+            asides = self._passes.release()
+            self._workers, self.leaves = [], []
         for each in asides:
             each.check_shadows()
         return input_gradients, gradients
 
     def _finish_forward(self) -> None:
         """Check what layers did in forward, and record whose gradients backward will compute."""
-        for each in self._passes:
-            each.finish_forward()
-        self.leaves = self._participation.leaves(self._ties.everywhere)
+        self.leaves = self._passes.finish_forward(self._ties.everywhere)
         if self._context.grad:
-            self._unfinished.add(self, [each.asides for each in self._passes])
-            self._unfinished.check_captured(self._participation.foreign_leaves)
-
-    def _abandon_passes(self) -> None:
-        """Let a gradient raise that arrives in passes that will have no backward."""
-        for each in self._passes:
-            each.asides.refuse_gradients()
+            self._unfinished.add(self, self._passes.asides)
+            self._unfinished.check_captured(self._passes.foreign_leaves)
 
     def _forward(
         self,
@@ -226,42 +219,27 @@ class MiniBatch:
         values: Mapping[int, Tensor],
     ) -> None:
         """Make new passes, workers and a new timeline."""
-        self._abandon_passes()  # there are some if forward runs again, because layers draw
-        context, schedule = self._context, self._schedule
-        recomputed = [schedule.recomputed(j) for j in range(schedule.n)]
-        shadows = [
-            stage.shadows(
-                grad=context.grad, recomputed=bool(recomputed[stage.partition.index]), values=values
-            )
-            for stage in self._stages
-        ]
-        self._participation = Participation(shadows, spread=self._layout.spread)
-        self._passes = [
-            StagePass(
-                stage,
-                self._works[k],
-                context,
-                recomputed[stage.partition.index],
-                self._randomness(stage, shared),
-                shadows[k],
-                self._participation,
-                watches[k],
-                terms=self._terms,
-            )
-            for k, stage in enumerate(self._stages)
-        ]
+        self._passes.refuse_gradients()  # of those before, if forward runs again: layers draw
         layout = self._layout
-        pass_of = {each.stage.partition.index: each for each in self._passes}
+        self._passes = begin_passes(
+            self._stages,
+            self._works,
+            self._schedule,
+            self._context,
+            watches,
+            partial(self._randomness, shared),
+            values,
+            spread=layout.spread,
+            terms=self._terms,
+        )
         self._workers = [
-            Worker(
-                w, layout.devices[w], {j: pass_of[j] for j in layout.stages_of(w)}, self._streams
-            )
+            Worker(w, layout.devices[w], self._passes.of(layout.stages_of(w)), self._streams)
             for w in layout.workers_here
         ]
         clocks = [worker.clock for worker in self._workers]
-        self.timeline = Timeline(schedule, clocks, layout.workers_here, layout)
+        self.timeline = Timeline(self._schedule, clocks, layout.workers_here, layout)
 
-    def _randomness(self, stage: Stage, shared: SharedGenerators | None) -> Randomness:
+    def _randomness(self, shared: SharedGenerators | None, stage: Stage) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared
         own = OwnGenerators(devices, None if self._library is None else self._library.saved)
         private = None
@@ -284,9 +262,7 @@ class MiniBatch:
         sent = self.caller.output_gradients(output_gradients)
         for stage in self._stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
-        for each in self._passes:
-            each.asides.check()
-            each.check_unchanged()
+        self._passes.check()
         with self._context.default_dtype_set() if self._recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
             context = replace(Context.capture(self._layout.devices_here), grad=True)
@@ -310,7 +286,7 @@ class MiniBatch:
         exchange = self._open(_BACKWARD, context)
         self._run(exchange, sent, context)
         input_gradients = self.caller.input_gradients(exchange, self._input_devices)
-        taken = [(each.stage.partition.index, each.take_gradients()) for each in self._passes]
+        taken = self._passes.take_gradients()
         if self._ties:
             end = self.caller.awaited(exchange.phase)[-1]
             gradients = self._ties.gradients(exchange, end, taken)
@@ -379,18 +355,6 @@ class MiniBatch:
             program=0 if self._program is None else self._program.fingerprint,
             state=state,
         )
-
-    def _release(self) -> list[Asides]:
-        """Release everything after backward: an error that the user keeps may hold this.
-
-        Leaves that are alive then belong to a graph that somebody else holds.
-        """
-        asides = [each.release() for each in self._passes]
-        self._participation = Participation(())
-        self._passes, self._workers, self.leaves = [], [], []
-        for aside in asides:
-            aside.refuse_gradients()
-        return asides
 
 
 def _device_of(leaf: Any) -> torch.device | None:
