@@ -40,6 +40,7 @@ from lightning_gpipe.core.plan.layout import (
     ties_of,
 )
 from lightning_gpipe.core.plan.measured import Carried, LayerProfile, ModelProfile, PerRow, slowest
+from lightning_gpipe.core.plan.no_plan import NoPlan
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -49,7 +50,7 @@ from lightning_gpipe.core.plan.partition import (
     has_own_forward,
     is_plain,
 )
-from lightning_gpipe.core.plan.planner import Alternative, NoPlan, Plan, plan_for
+from lightning_gpipe.core.plan.planner import Alternative, Plan, plan_for
 from lightning_gpipe.core.plan.prediction import (
     Memory,
     Planned,

@@ -23,6 +23,8 @@ from lightning_gpipe.core.plan.layout import Around
 from lightning_gpipe.core.plan.measured import LayerProfile, ModelProfile
 from lightning_gpipe.core.plan.waves import Passing, Wave, waves
 
+_LISTED = 64  # stages whose layers a message lists
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -48,6 +50,15 @@ class Settings:
         if most == 0:
             return "never"
         return "always" if most == self.chunks else most
+
+    def __str__(self) -> str:
+        balance = str(list(self.balance))
+        if len(self.balance) > _LISTED:
+            balance = f"[{', '.join(map(str, self.balance[:3]))}, ... of {len(self.balance)}]"
+        return (
+            f"balance={balance}, chunks={self.chunks}, "
+            f"activation_checkpointing={self.activation_checkpointing!r}"
+        )
 
 
 class Memory(NamedTuple):
@@ -218,13 +229,11 @@ class Prediction:
         }
 
     def __str__(self) -> str:
-        chosen = self.settings
         time = f"{1e3 * self.time:.4g} ms" if self.unit == "s" else f"{self.time / 1e9:.4g} GFLOP"
         most = max(stage.memory.total for stage in self.stages)
         return (
-            f"balance={list(chosen.balance)}, chunks={chosen.chunks}, activation_checkpointing="
-            f"{chosen.activation_checkpointing!r}: {time}, bubble {self.bubble:.1%}, at most "
-            f"{most / 2**30:.3g} GiB on a device"
+            f"{self.settings}: {time}, bubble {self.bubble:.1%}, at most {most / 2**30:.3g} GiB on "
+            "a device"
         )
 
     def _waves(self) -> Iterator[Wave]:
