@@ -101,11 +101,13 @@ class Carried:
         maker: The index of the layer that makes it.
         user: The index of the layer that uses it.
         size: Its bytes in a micro-batch.
+        saved: The bytes of it that the user saves for a backward, and nobody has saved before.
     """
 
     maker: int
     user: int
     size: PerRow
+    saved: PerRow = field(default_factory=PerRow)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class ModelProfile:
     def from_dict(cls, found: Mapping[str, Any]) -> ModelProfile:
         """What :meth:`as_dict` gave."""
         carried = [
-            Carried(each["maker"], each["user"], PerRow(**each["size"]))
+            Carried(each["maker"], each["user"], PerRow(**each["size"]), PerRow(**each["saved"]))
             for each in found["carried"]
         ]
         return cls(

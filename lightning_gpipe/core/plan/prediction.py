@@ -66,7 +66,7 @@ class Memory(NamedTuple):
 
     Attributes:
         parameters, gradients, optimizer, buffers: What it holds whatever runs.
-        activations: What is saved for backward.
+        activations: What is saved for backward, but for the boundaries.
         boundaries: The inputs from other stages, kept until their backward.
     """
 
@@ -301,7 +301,7 @@ class StageCost(NamedTuple):
 
     Attributes:
         forward, dropping, backward: As of a layer.
-        saved: The bytes that are saved for a backward.
+        saved: The bytes that are saved for a backward, its inputs from other stages not included.
         entering: The bytes of its inputs from other stages.
         leaving: The bytes that later stages get of it.
     """
@@ -320,12 +320,13 @@ _Counted = list[tuple[int, StageCost]]  # with the number of micro-batches
 def costs_of(profile: ModelProfile, balance: Sequence[int], rows: int) -> list[StageCost]:
     """What each stage of a balance costs for a micro-batch with so many rows."""
     stage_of = [j for j, size in enumerate(balance) for _ in range(size)]
-    entering, leaving = [0.0] * len(balance), [0.0] * len(balance)
+    entering, leaving, twice = ([0.0] * len(balance) for _ in range(3))
     for each in profile.carried:
         maker, user = stage_of[each.maker], stage_of[each.user]
         if maker != user:
             leaving[maker] += each.size.at(rows)
             entering[user] += each.size.at(rows)
+            twice[user] += each.saved.at(rows)
     layers, found = iter(profile.layers), []
     for j, size in enumerate(balance):
         own = list(islice(layers, size))
@@ -334,7 +335,7 @@ def costs_of(profile: ModelProfile, balance: Sequence[int], rows: int) -> list[S
                 sum(layer.forward.at(rows) for layer in own),
                 sum(layer.dropping.at(rows) for layer in own),
                 sum(layer.backward.at(rows) for layer in own),
-                sum(layer.saved.at(rows) for layer in own),
+                sum(layer.saved.at(rows) for layer in own) - twice[j],
                 entering[j],
                 leaving[j],
             )

@@ -22,25 +22,25 @@ from lightning_gpipe.core.run import Stage
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 
 
-class Counted(NamedTuple):
-    """What a layer was found to cost.
+class Ran(NamedTuple):
+    """What came of a run of a layer.
 
     Attributes:
         costs: The fields of its profile.
+        first: For each leaf of its inputs, the bytes that nobody has saved before.
         outputs: What it makes.
-        saved: Whether each leaf of the outputs was counted as saved.
     """
 
     costs: dict[str, float]
+    first: list[int]
     outputs: FlatTree
-    saved: list[bool]
 
 
 class Alike:
     """What was counted so far."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, Counted] = {}
+        self._found: dict[Hashable, tuple[Ran, list[bool]]] = {}
 
     def count(
         self,
@@ -48,9 +48,9 @@ class Alike:
         part: Part | None,
         inputs: FlatTree,
         saved: SavedBytes,
-        measure: Callable[[], tuple[dict[str, float], FlatTree]],
-    ) -> tuple[dict[str, float], FlatTree]:
-        """What a layer costs, and its outputs.
+        measure: Callable[[], Ran],
+    ) -> Ran:
+        """What comes of a run of a layer.
 
         Args:
             stage: The layer, as a stage of its own.
@@ -64,11 +64,11 @@ class Alike:
         except _Unlike:
             return measure()
         if key not in self._found:
-            costs, outputs = measure()
-            self._found[key] = Counted(costs, outputs, saved.are_counted(outputs.leaves))
-        found = self._found[key]
-        saved.count(found.outputs.leaves, found.saved)
-        return found.costs, found.outputs
+            ran = measure()
+            self._found[key] = ran, saved.are_counted(ran.outputs.leaves)
+        found, counted = self._found[key]
+        saved.count(found.outputs.leaves, counted)
+        return found
 
 
 class _Unlike(Exception):

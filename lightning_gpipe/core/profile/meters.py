@@ -60,7 +60,7 @@ class Seconds(Meter):
 
     @override
     def repeats(self, cost: float) -> int:
-        return max(self._least, min(5 * self._least, int(_ENOUGH / max(cost, 1e-9))))
+        return max(self._least, min(3 * self._least, int(_ENOUGH / max(cost, 1e-9))))
 
     def _wait(self) -> None:
         if self._device.type == "cuda":

@@ -52,6 +52,15 @@ class SavedBytes:
         """Whether each was counted."""
         return [isinstance(leaf, Tensor) and _key(leaf) in self._counted for leaf in leaves]
 
+    def since(self, before: Iterable[bool], leaves: Iterable[Any]) -> list[int]:
+        """The bytes of each that was counted since; ``before`` tells which had been already."""
+        found, seen = [], set()
+        for known, leaf in zip(before, leaves, strict=True):
+            key = _key(leaf) if isinstance(leaf, Tensor) and not known else None
+            found.append(_size(leaf) if key in self._counted and key not in seen else 0)
+            seen.add(key)
+        return found
+
     def count(self, leaves: Iterable[Any], counted: Iterable[bool]) -> None:
         """Remember that some of these were counted, in what is like them."""
         pairs = zip(leaves, counted, strict=True)

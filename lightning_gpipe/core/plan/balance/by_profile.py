@@ -78,8 +78,9 @@ def memory_costs(profile: ModelProfile, recomputed: int) -> LayerCosts:
     """The bytes of layers at the peak of a mini-batch, in the place of times.
 
     Each layer has what it holds anyway, and what it has saved for the micro-batches that are not
-    recomputed: all at the end of forward, when none has had its backward. Of those that are, a
-    stage keeps its input, and in backward what one of them saves.
+    recomputed: all at the end of forward, when none has had its backward. Of those that are, it has
+    what one of them saves. A stage keeps its inputs from other stages of all micro-batches; what
+    a layer saves of them is in memory once.
 
     Args:
         profile: What was measured.
@@ -89,6 +90,8 @@ def memory_costs(profile: ModelProfile, recomputed: int) -> LayerCosts:
     alive = max(profile.chunks - recomputed, min(1, recomputed))
     sizes = [layer.held_bytes + alive * layer.saved.at(rows) for layer in profile.layers]
     carried = [
-        Transfer(each.maker, each.user, recomputed * each.size.at(rows)) for each in profile.carried
+        Transfer(each.maker, each.user, max(0.0, kept), sent=False)
+        for each in profile.carried
+        if (kept := profile.chunks * each.size.at(rows) - alive * each.saved.at(rows))
     ]
     return LayerCosts(sizes, transfers=carried)

@@ -19,16 +19,19 @@ class Transfer(NamedTuple):
     """A value that one layer makes and a later one uses.
 
     If the two are on different stages it costs both of them time: one to send, one to receive.
+    Memory it costs only the one that receives it.
 
     Attributes:
         maker: The index of the layer that makes it.
         user: The index of the layer that uses it.
         time: What it costs each of the two stages.
+        sent: Whether it costs the stage of the maker, too.
     """
 
     maker: int
     user: int
     time: float
+    sent: bool = True
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,10 @@ def _crossing(transfers: Sequence[Transfer], n: int, unit: _Unit) -> Table:
     """At [e, b] the time of the transfers that enter or leave the run b..e-1."""
     crossing = np.zeros((n + 1, n + 1), dtype=np.int64)
     times = unit.whole([each.time for each in transfers])
-    for (maker, user, _), time in zip(transfers, times, strict=True):
+    for (maker, user, _, sent), time in zip(transfers, times, strict=True):
         crossing[user + 1 :, maker + 1 : user + 1] += time  # it enters
-        crossing[maker + 1 : user + 1, : maker + 1] += time  # it leaves
+        if sent:
+            crossing[maker + 1 : user + 1, : maker + 1] += time  # it leaves
     return crossing
 
 

@@ -17,7 +17,8 @@ def profile(chunks: int = 4) -> ModelProfile:
         )
         for k in (1, 2, 3)
     )
-    carried = (Carried(0, 1, PerRow(7)), Carried(1, 2, PerRow(7)))
+    # The last layer is the first to save 3 bytes of its input.
+    carried = (Carried(0, 1, PerRow(7)), Carried(1, 2, PerRow(7), PerRow(3)))
     around = LayerProfile("around", parameter_bytes=100)
     return ModelProfile(layers, carried, around, 2, chunks, "s", "cpu")
 
@@ -36,12 +37,15 @@ def test_of_recomputed_micro_batches_one_is_saved_at_a_time() -> None:
     costs = memory_costs(profile(), recomputed=4)
 
     assert costs.times == [15, 25, 35]
-    assert costs.transfers == [Transfer(0, 1, 28), Transfer(1, 2, 28)]
+    assert costs.transfers == [
+        Transfer(0, 1, 28, sent=False),
+        Transfer(1, 2, 28 - 3, sent=False),
+    ]
 
 
 def test_stages_of_a_balance() -> None:
     first, last = stage_costs(profile(), [2, 1], recomputed=4, outside=1)
 
     assert (first.time, last.time) == (4 * (2 + 4), 4 * 6)
-    assert (first.memory, last.memory) == (15 + 25, 35 + 28 + 100)
+    assert (first.memory, last.memory) == (15 + 25, 35 + 25 + 100)
     assert last.cells == ("24,000.00", "0.0")
