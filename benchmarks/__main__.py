@@ -79,6 +79,7 @@ KINDS = {
             Run("recomputation", 120),
             Run("frontends", 120),
             Run("pretrained", 60),
+            Run("rebalance", 60),
             Run("processes", 120),
             Run("bubble_audit", 120),
             Run("stress", 60),

@@ -1,10 +1,12 @@
 """Claim: balance by time finds the fastest cut, and what it says of a stage is what that takes.
 
-Each layer of five models is measured by itself, twice. By the first measurement the layers are cut
-in 2, 4 and 8 stages; by the second it is told how much slower the slowest stage is than in the best
-cut there is. Beside it stand the cut by parameters, and what torchgpipe's solver makes of the same
-measurement. Then two stages run on two cores, and what each takes by the timeline, forward and
-backward of all micro-batches, is compared with what its layers were measured to take.
+Each layer of several models is measured by itself, twice. By the first measurement the layers are
+cut in 2, 4 and 8 stages; by the second it is told how much slower the slowest stage is than in the
+best cut there is. Beside it stand the cut by parameters, and what torchgpipe's solver makes of the
+same measurement. Then two stages run on two cores, and what each takes by the timeline, forward and
+backward of all micro-batches, is compared with what its layers were measured to take. Two more
+models show the same for other front-ends: blocks in a traced forward, and a Llama of transformers,
+whose forward loops over them.
 
 Images are small, so that the models fit the machine. Times are those of the clock; ``--clock
 computed`` takes what each thread has computed, for a machine that others use too.
@@ -39,6 +41,7 @@ from lightning_gpipe.core.run.clocks import HostClock
 
 STAGES = (2, 4, 8)
 CHUNKS = 4
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,65 @@ def images(rows: int, side: int) -> Tensor:
     return torch.randn(rows, 3, side, side)
 
 
+class Written(nn.Module):
+    """Calls layers one after another in a forward that has to be traced."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        for name, layer in layers.named_children():
+            self.add_module(f"layer{name}", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the last layer makes."""
+        for layer in self.children():
+            x = layer(x)
+        return x
+
+
+class Logits(nn.Module):
+    """A language model of transformers with one argument and one result."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores for every next token."""
+        return self.model(input_ids=tokens).logits
+
+
+def charlm() -> nn.Sequential:
+    return CharLM(context=128, blocks=8, width=128).layers
+
+
+def transformers_llama() -> nn.Module:
+    """As large as the other Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            use_cache=False,
+            pad_token_id=0,
+        )
+    )
+
+
 MODELS: dict[str, Callable[[], Model]] = {
-    "charlm": lambda: Model(
-        CharLM(context=128, blocks=8, width=128).layers, torch.randint(50, (32, 128))
-    ),
+    "charlm": lambda: Model(charlm(), torch.randint(50, (32, 128))),
     "unet": lambda: Model(unet(5, 64), images(4, 64)),
     "amoebanetd": lambda: Model(amoebanetd(18, 208), images(8, 64)),
     "resnet101": lambda: Model(resnet101(), images(8, 96)),
     "llama": lambda: Model(llama(8, 192, 4, tokens=300), torch.randint(300, (32, 64)), "layers"),
+    "traced": lambda: Model(Written(charlm()), torch.randint(50, (32, 128))),
+    "transformers_llama": lambda: Model(
+        Logits(transformers_llama()), torch.randint(300, (32, 64)), "model.model.layers"
+    ),
     "tiny": lambda: Model(
         nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))), torch.randn(16, 32)
     ),
@@ -94,7 +148,7 @@ def torchgpipe_solver() -> Callable[[Sequence[float], int], list[int]] | None:
 def of_stages(pipeline: GPipe, x: Tensor, rounds: int) -> list[float]:
     """What a mini-batch takes each stage, by the timeline: the medians."""
     found = []
-    for _ in range(rounds + 1):
+    for _ in range(WARM_UP + rounds):
         pipeline(x).square().mean().backward()
         pipeline.zero_grad()
         assert pipeline.timeline is not None, "a mini-batch has run"
@@ -102,7 +156,7 @@ def of_stages(pipeline: GPipe, x: Tensor, rounds: int) -> list[float]:
         for span in pipeline.timeline.spans:
             each[span.action.j] += span.end - span.start
         found.append(each)
-    return [median(times) for times in zip(*found[1:], strict=True)]
+    return [median(times) for times in zip(*found[WARM_UP:], strict=True)]
 
 
 def compare(name: str, each: Model, report: Report, rounds: int) -> None:
@@ -162,7 +216,12 @@ def main(argv: list[str] | None = None) -> None:
     with clock(given):
         for name in given.models.split(","):
             torch.manual_seed(0)
-            compare(name, MODELS[name](), report, given.rounds)
+            try:
+                model = MODELS[name]()
+            except ModuleNotFoundError as error:
+                report.notes.append(f"{name}: {error.name} is not installed.")
+                continue
+            compare(name, model, report, given.rounds)
     report.publish()
 
 

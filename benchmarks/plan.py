@@ -31,7 +31,7 @@ from lightning_gpipe import GPipe, Place, plan
 from lightning_gpipe.core.plan import Prediction, plan_for
 from lightning_gpipe.core.run import Observation
 
-CHUNKS = (2, 4, 8)
+CHUNKS = (1, 2, 4)
 MODES: tuple[Literal["never", "always"], ...] = ("never", "always")
 
 

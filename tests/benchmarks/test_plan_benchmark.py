@@ -14,5 +14,9 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         torch.set_num_threads(threads)
 
     report = capsys.readouterr().out
-    for row in ("tiny, chunks=2, never: time", "tiny, chunks=8, always: time"):
+    for row in (
+        "tiny, chunks=2, never: time",
+        "tiny, chunks=4, always: time",
+        "tiny, chunks=1, always: bytes kept",
+    ):
         assert row in report

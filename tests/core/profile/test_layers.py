@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -287,3 +288,41 @@ def test_layers_that_are_alike_are_counted_once_on_the_meta_device() -> None:
     widths = [16] * 20 + [32] + [16] * 20
     assert [each.forward.at(6) for each in found.layers] == [2 * 2 * 6 * 8 * w for w in widths]
     assert len({layer.saved for layer in found.layers[1:20]}) == 1
+
+
+def test_layers_are_measured_in_turn() -> None:
+    ran: list[int] = []
+
+    class Runs(nn.Linear):
+        def __init__(self, number: int) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.number = number
+
+        def forward(self, x: Tensor) -> Tensor:
+            ran.append(self.number)
+            return super().forward(x)
+
+    layers = nn.Sequential(*(Runs(number) for number in range(3)))
+
+    profile(layers, batch(), chunks=2)
+
+    rounds = [number for number, _ in groupby(ran)]
+    assert len(rounds) >= 3 * 4
+    assert rounds == [0, 1, 2] * (len(rounds) // 3)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_backward_is_the_mean_over_a_mini_batch(clock: Clock, chunks: int) -> None:
+    class AddsUp(Takes):
+        """Takes three seconds more to add to a gradient than to make one."""
+
+        def pass_time(self, per_row: float, rows: int) -> None:
+            adds = per_row == self.backward_time and self.weight.grad is not None
+            clock.now += 3.0 * adds
+            super().pass_time(per_row, rows)
+
+    costs = profile(nn.Sequential(AddsUp(clock, 1.0, 2.0)), batch(8 * chunks), chunks=chunks)
+
+    (layer,) = costs.layers
+    assert layer.forward.at(8) == 8
+    assert layer.backward.at(8) == 16 + 3 * (chunks - 1) / chunks
