@@ -162,7 +162,9 @@ class GPipeStrategy(OverProcesses):
         ddp: dict[str, Any] | None = None,
     ) -> None:
         check_processes(processes, start_method, lost_after, replicas)
-        super().__init__(processes, replicas, timeout, process_group_backend, start_method, ddp)
+        super().__init__(
+            processes, replicas, timeout, lost_after, process_group_backend, start_method, ddp
+        )
         if verify and processes != "single":
             refuse_verification(processes)
         check_module(module)
@@ -179,7 +181,6 @@ class GPipeStrategy(OverProcesses):
         self._microbatching = microbatching
         self._threads = threads
         self._verify = verify
-        self._lost_after = lost_after
         self._around: Literal["last", "first"] = around
         self._piped: Piped | None = None
         self._averages = Averages()

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.transport import end_waits
+from lightning_gpipe.core.transport import Lifeline, end_waits
 from lightning_gpipe.processes.arrangement import Arrangement
-from lightning_gpipe.processes.group import Group
+from lightning_gpipe.processes.group import Group, Watcher
 
 DIMENSIONS = ("data_parallel", "pipeline_parallel")
 
@@ -28,6 +27,7 @@ class Circles(NamedTuple):
         across: Those with the place of this process in all pipelines, for tensors on its device.
         along: Those of this pipeline, for tensors on its device.
         mesh: All processes, a row for each pipeline.
+        lifeline: Watches all processes.
     """
 
     everyone: Group
@@ -35,36 +35,56 @@ class Circles(NamedTuple):
     across: ProcessGroup
     along: ProcessGroup
     mesh: DeviceMesh
+    lifeline: Lifeline
 
     @property
     def groups(self) -> list[Group]:
         """Those for what is not on a device."""
         return list({id(x): x for x in (self.everyone, self.pipeline) if x is not None}.values())
 
-    def watch(self, engine: Engine) -> None:
-        """Let waits end when they are in vain.
+    def watch(self, watcher: Watcher) -> None:
+        """Let waits end when they are in vain, with the name of the process that has failed.
+
+        Those in the process group of all processes end too, where Lightning's loops wait.
 
         Args:
-            engine: That of the pipeline, which watches its processes.
+            watcher: The lifeline, or the pipeline, which knows the stages of its processes.
         """
         for group in self.groups:
-            group.watch(engine)
-        engine.when_in_vain(self._end_waits)
+            group.watchers = list(dict.fromkeys([watcher, self.lifeline]))
+        watcher.when_in_vain(self._end_waits)
 
     def leave(self) -> None:
         """Close the connections; whoever waits for this process gets an error."""
         for group in self.groups:
             group.leave()
-        self._end_waits()
+        self._end_waits_across()
+        self.lifeline.close()
 
     def _end_waits(self) -> None:
+        for each in self.groups:
+            each.end_waits()
+        if dist.group.WORLD is not None:
+            end_waits(dist.group.WORLD)
+        self._end_waits_across()
+
+    def _end_waits_across(self) -> None:
         for group in (self.across, self.along):
             if group.size() > 1:
                 end_waits(group)
 
 
-def connect(arrangement: Arrangement, device_type: str, timeout: timedelta) -> Circles:
-    """Make the groups, in all processes at once."""
+def connect(
+    arrangement: Arrangement, device_type: str, timeout: timedelta, lost_after: timedelta | None
+) -> Circles:
+    """Make the groups, in all processes at once.
+
+    Args:
+        arrangement: Which processes there are.
+        device_type: That of their devices.
+        timeout: How long processes that live wait for one another.
+        lost_after: After how long one that is not heard is lost.
+    """
     rows = arrangement.ranks
     everyone = Group(timeout)
     pipeline: Group | None = everyone
@@ -77,7 +97,9 @@ def connect(arrangement: Arrangement, device_type: str, timeout: timedelta) -> C
     mesh = DeviceMesh.from_group(
         [across, along], device_type, torch.tensor(rows), mesh_dim_names=DIMENSIONS
     )
-    return Circles(everyone, pipeline, across, along, mesh)
+    found = Circles(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
+    found.watch(found.lifeline)
+    return found
 
 
 def _own(ranks: Sequence[list[int]], timeout: timedelta) -> ProcessGroup:

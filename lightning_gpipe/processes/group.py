@@ -7,21 +7,22 @@ norms, decisions, checkpoints.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.transport import end_waits
+from lightning_gpipe.core.transport import RankFailed, end_waits
 from lightning_gpipe.processes.parcel import as_bytes, emptied, pack, unpack
 
 _KNOWN_WITHIN = 5.0  # seconds from an error of the network until it is known who has failed
+
+_POLL = 0.1
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,6 +39,17 @@ def _waits(method: Callable[Concatenate[Group, P], T]) -> Callable[Concatenate[G
     return waiting
 
 
+class Watcher(Protocol):
+    """What knows which process has failed: a pipeline, or a lifeline."""
+
+    def failure(self, within: float) -> RankFailed | None:
+        """How another process has failed, if one has, once it is known or so many seconds later."""
+        ...
+
+    def when_in_vain(self, act: Callable[[], None]) -> None:
+        """Call ``act``, on another thread, when it is in vain to wait for another process."""
+
+
 class Group:
     """A process group over Gloo, made in all processes at once.
 
@@ -49,6 +61,7 @@ class Group:
         rank: The number of this process in it.
         ranks: The global rank of each.
         size: How many there are.
+        watchers: What knows which process has failed.
     """
 
     def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
@@ -57,26 +70,15 @@ class Group:
         self._group, _ = dist.new_subgroups_by_enumeration(
             ranks or [list(range(dist.get_world_size()))], timeout=timeout, backend="gloo"
         )
-        self._engine: Engine | None = None  # of the pipeline, which knows who has failed
+        self.watchers: Sequence[Watcher] = ()
         self.rank = dist.get_rank(self._group)
         self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self.size = len(self.ranks)
 
-    def watch(self, engine: Engine) -> None:
-        """Let waits end when they are in vain, with the name of the process that has failed.
-
-        Those in the process group of all processes end too, where Lightning's loops wait.
-
-        Args:
-            engine: That of the pipeline, which watches the processes.
-        """
-        self._engine = engine
-        engine.when_in_vain(self._end_waits)
-
-    def _end_waits(self) -> None:
-        for group in (self._group, dist.group.WORLD):
-            if group is not None:
-                end_waits(group)
+    def end_waits(self) -> None:
+        """End all waits in it; it is of no use any more."""
+        if self._group is not None:
+            end_waits(self._group)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -90,11 +92,19 @@ class Group:
             yield
         except RuntimeError as error:
             patient = time.monotonic() - began >= self._timeout.total_seconds()
-            if self._engine is not None and not patient:
-                failure = self._engine.failure(_KNOWN_WITHIN)
-                if failure is not None:
-                    raise failure from error
+            failure = None if patient else self._failure()
+            if failure is not None:
+                raise failure from error
             raise
+
+    def _failure(self) -> RankFailed | None:
+        """How another process has failed, as soon as it is known."""
+        deadline = time.monotonic() + _KNOWN_WITHIN
+        while self.watchers and time.monotonic() < deadline:
+            for each in self.watchers:
+                if (failure := each.failure(_POLL)) is not None:
+                    return failure
+        return None
 
     @_waits
     def broadcast(self, value: Any, source: int = 0) -> Any:

@@ -46,9 +46,11 @@ def check_processes(
     """Refuse what is no way to run in processes."""
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
-    if lost_after is not None and (processes == "single" or lost_after <= timedelta(0)):
+    if lost_after is not None and (
+        (processes, replicas) == ("single", 1) or lost_after <= timedelta(0)
+    ):
         raise ValueError(
-            "lost_after must be positive, and is for a pipeline over several processes: got "
+            "lost_after must be positive, and is for several processes: got "
             f"lost_after={lost_after!r}, processes={processes!r}. Leave it out, or give processes "
             "and a datetime.timedelta."
         )
@@ -67,6 +69,7 @@ class Launched(ParallelStrategy):
         processes: Which processes a pipeline has.
         replicas: How many pipelines there are.
         timeout: How long they wait for one another.
+        lost_after: After how long one that is not heard is lost.
         process_group_backend: The backend of the process group; None for what the devices need.
         start_method: How they are started, if no launcher of the user's has.
     """
@@ -76,6 +79,7 @@ class Launched(ParallelStrategy):
         processes: Mode,
         replicas: int,
         timeout: timedelta,
+        lost_after: timedelta | None,
         process_group_backend: str | None,
         start_method: StartMethod,
     ) -> None:
@@ -83,6 +87,7 @@ class Launched(ParallelStrategy):
         self._mode: Mode = processes
         self._replicas = replicas
         self._timeout = timeout
+        self._lost_after = lost_after
         self._backend = process_group_backend
         self._start_method: StartMethod = start_method
         self._nodes = 1
@@ -249,7 +254,9 @@ class Launched(ParallelStrategy):
                 self.cluster_environment, self._backend_for_devices(), timeout=self._timeout
             )
         if self._circles is None:
-            self._circles = connect(self._arrangement, self.root_device.type, self._timeout)
+            self._circles = connect(
+                self._arrangement, self.root_device.type, self._timeout, self._lost_after
+            )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._circles.mesh
         if self._group is not None:

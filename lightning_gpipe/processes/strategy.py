@@ -27,7 +27,9 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.run import Engine
+from lightning_gpipe.core.transport import RankFailed
 from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.batches import shared
 from lightning_gpipe.processes.gathering import whole_optimizer_state, whole_state
@@ -45,7 +47,7 @@ class OverProcesses(Launched):
     """A strategy of one Trainer, in one process or several.
 
     Args:
-        processes, replicas, timeout, process_group_backend, start_method: See
+        processes, replicas, timeout, lost_after, process_group_backend, start_method: See
             :class:`~lightning_gpipe.processes.launching.Launched`.
         ddp: Options of the wrapper that averages gradients over replicas.
     """
@@ -55,11 +57,14 @@ class OverProcesses(Launched):
         processes: Mode,
         replicas: int,
         timeout: timedelta,
+        lost_after: timedelta | None,
         process_group_backend: str | None,
         start_method: StartMethod,
         ddp: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(processes, replicas, timeout, process_group_backend, start_method)
+        super().__init__(
+            processes, replicas, timeout, lost_after, process_group_backend, start_method
+        )
         check_options(ddp, replicas)
         self._ddp = dict(ddp or {})
         self._together: Together | None = None
@@ -69,7 +74,7 @@ class OverProcesses(Launched):
         self._forward_redirection = _DDPForwardRedirection()
 
     def watch(self, engine: Engine) -> None:
-        """Let waits for a process end if ``engine`` knows that it has failed, or is lost."""
+        """Let ``engine`` name the processes of its pipeline that have failed, or are lost."""
         if self._circles is not None:
             self._circles.watch(engine)
 
@@ -147,6 +152,10 @@ class OverProcesses(Launched):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self._circles is not None:
+            failure = self._circles.lifeline.failure(0.0)
+            if failure is not None and not isinstance(exception, RankFailed):
+                add_note(exception, f"{failure}")
+            self._circles.lifeline.tell(exception)
             self.train_apart()  # what it adapted refers to the group
             self._circles.leave()
             self._circles = None

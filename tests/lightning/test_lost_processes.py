@@ -89,6 +89,52 @@ def test_process_that_fails_between_two_steps_is_named(
     assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) {how}")
 
 
+def fit_replicas(root: Path, rank: int) -> str:
+    """What a fit of two replicas says, each in a process, of which one is stopped."""
+    made = trainer_over(
+        root,
+        "single",
+        [2, 4],
+        {"replicas": 2, "lost_after": timedelta(seconds=2)},
+        (4, 1),
+        callbacks=[Fault(rank, "step", stop)],
+    )
+    try:
+        made.fit(Classifier(), datamodule=Data())
+    except RuntimeError as error:
+        return " | ".join([str(error), *getattr(error, "__notes__", [])])
+    return "none"
+
+
+def test_replica_that_is_stopped_is_named(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        ranks.start(fit_replicas, tmp_path, 1)
+        message = ranks.result(0)
+
+    assert "rank 1 is lost: nothing was heard for 2 s" in message
+
+
+class Stopping(Classifier):
+    """Stops one process before there is a pipeline."""
+
+    def configure_model(self) -> None:
+        if self.trainer.global_rank == 1:
+            stop()
+
+
+def fit_stopping(root: Path) -> str:
+    made = trainer_over(root, "per_stage", [2, 4], {"lost_after": timedelta(seconds=2)})
+    return said(lambda: made.fit(Stopping(), datamodule=Data()))
+
+
+def test_process_that_is_stopped_while_it_starts_is_named(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        ranks.start(fit_stopping, tmp_path)
+        message = ranks.result(0)
+
+    assert message.startswith("RankFailed | rank 1 is lost: nothing was heard for 2 s")
+
+
 def test_bound_is_for_several_processes() -> None:
     with pytest.raises(ValueError, match="lost_after must be positive.*processes='single'"):
         GPipeStrategy([2, 4], lost_after=timedelta(seconds=2))

@@ -291,7 +291,7 @@ def test_replica_that_raises(tmp_path: Path) -> None:
         found = ranks.run(fit_raising, tmp_path)
 
     assert found[3] == "KeyError: 'a callback'"
-    assert found[2].startswith("RankFailed: rank 1 (stage 1) failed: KeyError: 'a callback'")
+    assert found[2].startswith("RankFailed: rank 3 (stage 1) failed: KeyError: 'a callback'")
     assert all(each.startswith("RuntimeError: ") for each in found[:2])
 
 

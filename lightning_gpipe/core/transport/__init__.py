@@ -17,6 +17,7 @@ from lightning_gpipe.core.transport.interface import (
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
 from lightning_gpipe.core.transport.process_group import (
     Connection,
+    Lifeline,
     ProcessGroupTransport,
     end_waits,
     join_processes,
@@ -28,6 +29,7 @@ __all__ = [
     "Exchange",
     "InlineTransport",
     "Label",
+    "Lifeline",
     "LocalTransport",
     "OutOfStep",
     "ProcessGroupTransport",

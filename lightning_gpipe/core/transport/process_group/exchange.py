@@ -46,15 +46,15 @@ class ProcessGroupExchange(LocalExchange):
         self.heard = 0
         self._layout = layout
         self._awaited = awaited
+        self._connection = connection
         self._office = connection.office
-        self._pipelines = connection.pipelines
         self._failure: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
         self._label = label
         self._ways = {route: number for number, route in enumerate(layout.routes)}
         serial, failed = self._office.begin(self)
         if failed is not None:
-            raise RankFailed(failed.text(layout))
+            raise RankFailed(failed.text(connection.ranks, layout))
         self._header = Header(Code.VALUE, serial, label)
 
     @override
@@ -101,16 +101,16 @@ class ProcessGroupExchange(LocalExchange):
         self._office.settle(self.check)
         failed = self._office.end()
         if failed is not None:
-            raise RankFailed(failed.text(self._layout))
+            raise RankFailed(failed.text(self._connection.ranks, self._layout))
 
     # For the office, on the threads that receive.
 
     def arrive(self, rank: int, header: Header, mail: Mail) -> None:
         """Take a value, and the bits that were signalled with it."""
         if header.label != self._label:
-            layout = self._layout
-            them, us = named([rank], layout), named([layout.rank], layout)
-            text = difference(header.label, self._label, them, us, self._pipelines)
+            pipelines, numbers = self._connection.pipelines, self._connection.ranks
+            them, us = (named([k], numbers, self._layout) for k in (rank, self._layout.rank))
+            text = difference(header.label, self._label, them, us, pipelines)
             self._fail_with(OutOfStep(text))
             return
         self.heard |= header.bits  # before the value: who has that knows of these
@@ -119,7 +119,7 @@ class ProcessGroupExchange(LocalExchange):
 
     def fail(self, verdict: Verdict) -> None:
         """End, because another process has failed."""
-        self._fail_with(RankFailed(verdict.text(self._layout)))
+        self._fail_with(RankFailed(verdict.text(self._connection.ranks, self._layout)))
 
     def _fail_with(self, error: RankFailed | OutOfStep) -> None:
         self._failure = error

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
+from lightning_gpipe.core.transport.interface import RankFailed
 from lightning_gpipe.core.transport.process_group.address import device_for
 from lightning_gpipe.core.transport.process_group.meeting import meet
 from lightning_gpipe.core.transport.process_group.office import Office
@@ -73,12 +74,25 @@ def join_processes(
             f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
             "once."
         )
-    place = Place(
-        dist.group.WORLD,
-        tuple(dist.get_process_group_ranks(group or dist.group.WORLD)),
-        lost_after or _LOST_AFTER,
-    )
-    return Connection(_shared(place, rank), pipelines), rank
+    return connect(group, lost_after, pipelines), rank
+
+
+def connect(
+    group: dist.ProcessGroup | None, lost_after: timedelta | None, pipelines: Sequence[str]
+) -> Connection:
+    """Connect the processes of a group, all at once.
+
+    Args:
+        group: The group; None for all processes.
+        lost_after: After how long a process that is not heard is lost; None for 30 seconds.
+        pipelines: The names of the pipelines over them.
+
+    Raises:
+        RuntimeError: If others do not come.
+    """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    place = Place(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
+    return Connection(_shared(place, dist.get_rank(group)), pipelines)
 
 
 def _shared(place: Place, rank: int) -> Shared:
@@ -86,7 +100,13 @@ def _shared(place: Place, rank: int) -> Shared:
     found = Shared.at(place)
     store = PrefixStore("lightning_gpipe", _get_default_store())
     offered = "" if found is None else found.state
-    name = meet(store, place.ranks, rank, _START * place.lost_after, offered)
+
+    def check() -> None:
+        failure = None if found is None else found.office.failure(0.0)
+        if failure is not None:
+            raise RankFailed(failure.text(place.ranks))
+
+    name = meet(store, place.ranks, rank, _START * place.lost_after, offered, check)
     if found is not None and name == offered:
         return found
     group = _connected(PrefixStore(name, store), rank, len(place.ranks), place.lost_after)

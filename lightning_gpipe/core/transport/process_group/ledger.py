@@ -31,18 +31,27 @@ class Verdict(NamedTuple):
     ranks: tuple[int, ...]
     how: str
 
-    def text(self, layout: Layout) -> str:
-        """In words, with the stages that the processes have in a pipeline."""
-        return f"{named(self.ranks, layout)} {self.how}"
+    def text(self, numbers: Sequence[int], layout: Layout | None = None) -> str:
+        """In words, see :func:`named`."""
+        return f"{named(self.ranks, numbers, layout)} {self.how}"
 
 
-def named(ranks: Sequence[int], layout: Layout) -> str:
-    """Processes in words, with their stages."""
+def named(ranks: Sequence[int], numbers: Sequence[int], layout: Layout | None = None) -> str:
+    """Processes in words.
+
+    Args:
+        ranks: Their ranks among those that are connected.
+        numbers: The ranks of these among all processes, by which the user knows them.
+        layout: That of the pipeline, to name the stages.
+    """
     found = []
     for rank in ranks:
-        stages = [j for j in range(layout.n) if layout.owner_of(j) == rank]
+        stages = (
+            [] if layout is None else [j for j in range(layout.n) if layout.owner_of(j) == rank]
+        )
         listed = ", ".join(map(str, stages))
-        found.append(f"rank {rank} (stage{'s' * (len(stages) > 1)} {listed})")
+        where = f" (stage{'s' * (len(stages) > 1)} {listed})" if stages else ""
+        found.append(f"rank {numbers[rank]}{where}")
     return " and ".join(found)
 
 

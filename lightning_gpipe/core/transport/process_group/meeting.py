@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from uuid import uuid4
 
@@ -14,7 +14,12 @@ _MISSING = "missing "
 
 
 def meet(
-    store: Store, ranks: Sequence[int], rank: int, timeout: timedelta, offered: str = ""
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    timeout: timedelta,
+    offered: str = "",
+    check: Callable[[], None] = lambda: None,
 ) -> str:
     """Wait for all processes, and agree on a name: one that all offer, or one that is new.
 
@@ -27,6 +32,7 @@ def meet(
         rank: Which of them this is.
         timeout: How long to wait for the others.
         offered: What this one has, if anything.
+        check: Raises if there is no use in waiting any more.
 
     Raises:
         RuntimeError: If not all have come by then.
@@ -34,7 +40,7 @@ def meet(
     place, own = "-".join(map(str, ranks)), uuid4().hex
     others = [k for k in range(len(ranks)) if k != 0]
     if rank == 0:
-        missing = _await(store, {k: f"{place}/{k}" for k in others}, timeout)
+        missing = _await(store, {k: f"{place}/{k}" for k in others}, timeout, check)
         came = [k for k in others if k not in missing]
         told = {k: store.get(f"{place}/{k}").decode().split(" ") for k in came}
         agreed = offered if all(other == offered for _, other in told.values()) else ""
@@ -45,7 +51,7 @@ def meet(
     else:
         store.set(f"{place}/{rank}", f"{own} {offered}")
         # The first may have come last, and then waits for as long itself.
-        missing = _await(store, {0: f"{place}/{own}"}, 2 * timeout)
+        missing = _await(store, {0: f"{place}/{own}"}, 2 * timeout, check)
         answer = _MISSING + "0" if missing else store.get(f"{place}/{own}").decode()
     if answer.startswith(_MISSING):
         raise RuntimeError(
@@ -56,11 +62,14 @@ def meet(
     return answer
 
 
-def _await(store: Store, key_of: dict[int, str], timeout: timedelta) -> list[int]:
+def _await(
+    store: Store, key_of: dict[int, str], timeout: timedelta, check: Callable[[], None]
+) -> list[int]:
     """Wait until these keys are there; returns those of whom they are not."""
     missing, deadline = list(key_of), time.monotonic() + timeout.total_seconds()
     while missing := [k for k in missing if not store.check([key_of[k]])]:
         if time.monotonic() > deadline:
             break
+        check()
         time.sleep(_POLL)
     return missing

@@ -45,10 +45,12 @@ class Shared:
     Attributes:
         office: As given.
         pipelines: The names of all pipelines there have been, by their numbers.
+        ranks: Those of its processes among all.
     """
 
     def __init__(self, office: Office, place: Place, name: str) -> None:
         self.office = office
+        self.ranks = place.ranks
         self._place = place
         self._name = name
         self._process = os.getpid()
@@ -97,9 +99,11 @@ class Connection:
     Attributes:
         office: Sends and receives for all pipelines over these processes.
         pipelines: The names of all of them, by their numbers.
+        ranks: The ranks of these processes among all.
     """
 
     def __init__(self, shared: Shared, pipelines: Sequence[str]) -> None:
+        self.ranks = shared.ranks
         self.office = shared.office
         self.pipelines = shared.pipelines
         self._first = shared.enter(pipelines)

@@ -86,7 +86,9 @@ class ProcessGroupTransport(Transport):
     @override
     def failure(self, within: float) -> RankFailed | None:
         found = self._office.failure(within)
-        return None if found is None else RankFailed(found.text(self._layout))
+        if found is None:
+            return None
+        return RankFailed(found.text(self._connection.ranks, self._layout))
 
     @override
     def when_in_vain(self, act: Callable[[], None]) -> None:

@@ -90,9 +90,9 @@ class Watch:
         self._allowed[rank] = None
 
     def _run(self, stop: threading.Event) -> None:
+        self._beat()  # at once: from then on this process is missed
         while not stop.wait(self._interval):
-            for link in self._links:
-                link.beat()
+            self._beat()
             for rank in self._missed:
                 self._missed[rank] += 1
             if self._over(0):
@@ -102,6 +102,10 @@ class Watch:
                     self.excuse(rank)
                 self._silent(silent)
             self._beaten()
+
+    def _beat(self) -> None:
+        for link in self._links:
+            link.beat()
 
     def _over(self, nearly: int) -> list[int]:
         """Those that have missed as many beats as they may, or ``nearly`` less."""
