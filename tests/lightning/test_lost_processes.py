@@ -62,7 +62,7 @@ def fit(root: Path, fault: str, rank: int, place: str) -> str:
         root,
         "per_stage",
         [2, 4],
-        {"lost_after": timedelta(seconds=2)},
+        {"lost_after": timedelta(seconds=4 if fault == "burn" else 2)},
         callbacks=[Fault(rank, place, FAULTS[fault])],
         enable_checkpointing=place == "saving",
     )

@@ -110,7 +110,7 @@ def test_process_that_pauses_for_longer_than_the_bound_goes_on(
 
 def end_early(how: str) -> str:
     """What a step says that rank 1 does not make."""
-    pipeline = pipeline_of(layers())
+    pipeline = pipeline_of(layers(), lost_after=timedelta(seconds=20))  # it is known at once
     step(pipeline)
     if torch.distributed.get_rank() == 1:
         if how == "closes":
