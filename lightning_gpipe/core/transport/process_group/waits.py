@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 
@@ -21,7 +22,11 @@ class OtherWaits:
         self._acts.append(act)
 
     def end(self) -> None:
-        """End them."""
+        """End them, on a thread of its own: others must hear this process meanwhile."""
+        if self._acts:
+            threading.Thread(target=self._act, name="gpipe-end-waits", daemon=True).start()
+
+    def _act(self) -> None:
         for act in self._acts:
             act()
 
