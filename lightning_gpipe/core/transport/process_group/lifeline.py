@@ -25,6 +25,10 @@ class Lifeline:
     def __init__(self, lost_after: timedelta | None = None) -> None:
         self._connection = connect(None, lost_after, ())
         self._office = self._connection.office
+        self.start()
+
+    def start(self) -> None:
+        """Watch, unless it does."""
         self._office.start()
 
     def tell(self, error: BaseException) -> None:
@@ -45,5 +49,5 @@ class Lifeline:
         self._office.when_in_vain(act)
 
     def close(self) -> None:
-        """Let go: to end is no failure from here on."""
+        """End the threads: to end is no failure from here on. It can be started again."""
         self._office.close()
