@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from statistics import median
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lightning_gpipe.core.plan import Kind
 from lightning_gpipe.core.run import Span
@@ -23,7 +26,11 @@ _COLORS = {Kind.FORWARD: "#3b75af", Kind.RECOMPUTE: "#a6c8e6", Kind.BACKWARD: "#
 _DARK = (Kind.FORWARD, Kind.BACKWARD)  # whose labels are white
 _INCHES, _DPI = 12.8, 150  # as wide as a slide: 1920 pixels
 _ROWS = 32  # with more, a row has no room for text
-_POINTS = 7.5  # the width of a letter in a box
+_NAMES = 24  # of workers, at most: more would overlap in a part of a figure
+_POINTS = 5.5  # the width of a digit in a box
+_MOST_FIT = 0.9  # of the labels of a kind: fewer look like a selection that means something
+_BOXES = 20_000  # with more, they are narrower than a pixel
+_PIXELS = 1600  # between the left and the right of the axes
 
 
 def can_draw() -> bool:
@@ -92,41 +99,83 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     """
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=0.0) - begin or 1e-3
-    several = len({span.action.j for span in spans}) > len({span.worker for span in spans})
-    for kind, color in _COLORS.items():
-        chosen = [span for span in spans if span.action.kind is kind]
-        for worker in sorted({span.worker for span in chosen}):
-            boxes = [
-                (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
-                for each in chosen
-                if each.worker == worker
-            ]
-            axes.broken_barh(
-                boxes, (worker - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.6
-            )
-        if chosen:
-            axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
     figure = axes.get_figure(root=True)
     assert figure is not None
     points = 72 * 0.85 * figure.get_figwidth() / length
-    for span in spans if len(workers) <= _ROWS else ():
-        label = f"{span.action.i}" + (f"/{span.action.j}" if several else "")
-        if (span.end - span.start) * points > _POINTS * len(label):
-            axes.text(
-                1e3 * ((span.start + span.end) / 2 - begin),
-                span.worker,
-                label,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if span.action.kind in _DARK else "black",
-            )
+    several = len({span.action.j for span in spans}) > len({span.worker for span in spans})
+    for kind, color in _COLORS.items():
+        chosen = [span for span in spans if span.action.kind is kind]
+        if not chosen:
+            continue
+        axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
+        if len(spans) > _BOXES:
+            _draw_pixels(axes, chosen, color, begin, length, len(workers))
+            continue
+        _draw_boxes(axes, chosen, color, begin, points)
+        if len(workers) <= _ROWS:
+            _draw_labels(axes, chosen, begin, points, several)
     _frame(axes, workers, 1e3 * length)
+
+
+def _draw_boxes(axes: Axes, spans: Sequence[Span], color: str, begin: float, points: float) -> None:
+    """A box for each action of a kind, with a line around those that are wider than it."""
+    narrow = median((span.end - span.start) * points for span in spans) < 3
+    for worker in sorted({span.worker for span in spans}):
+        boxes = [
+            (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
+            for each in spans
+            if each.worker == worker
+        ]
+        axes.broken_barh(
+            boxes,
+            (worker - 0.4, 0.8),
+            facecolor=color,
+            edgecolor="white",
+            linewidth=0.15 if narrow else 0.6,
+        )
+
+
+def _draw_labels(
+    axes: Axes, spans: Sequence[Span], begin: float, points: float, several: bool
+) -> None:
+    """The micro-batch of each action of a kind, if nearly all of them have room for it."""
+    labels = [f"{each.action.i}" + (f"/{each.action.j}" if several else "") for each in spans]
+    fitting = [
+        (span, label)
+        for span, label in zip(spans, labels, strict=True)
+        if (span.end - span.start) * points > _POINTS * len(label)
+    ]
+    for span, label in fitting if len(fitting) >= _MOST_FIT * len(spans) else ():
+        axes.text(
+            1e3 * ((span.start + span.end) / 2 - begin),
+            span.worker,
+            label,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if span.action.kind in _DARK else "black",
+        )
+
+
+def _draw_pixels(
+    axes: Axes, spans: Sequence[Span], color: str, begin: float, length: float, workers: int
+) -> None:
+    """The actions of a kind as an image, where boxes would be narrower than a pixel."""
+    from matplotlib.colors import to_rgb
+
+    image = np.zeros((workers, _PIXELS, 4))
+    image[..., :3] = to_rgb(color)
+    scale = _PIXELS / length
+    for worker, _, start, end in spans:
+        first, last = (start - begin) * scale, (end - begin) * scale
+        image[worker, round(first) : max(round(last), int(first) + 1), 3] = 1.0
+    extent = (0, 1e3 * length, workers - 0.5, -0.5)
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
 
 
 def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
     """The axes around the boxes: the first worker on top, nothing that is not needed."""
-    every = -(-len(workers) // _ROWS)
+    every = -(-len(workers) // _NAMES)
     axes.set_yticks(range(0, len(workers), every), workers[::every])
     axes.set_ylim(len(workers) - 0.45, -0.55)
     axes.set_xlim(0, length)

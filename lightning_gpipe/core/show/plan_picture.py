@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from lightning_gpipe.core.plan import Prediction
 from lightning_gpipe.core.run import Span
@@ -13,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LISTED = 16  # with more lines, a legend hides the picture
+_RED, _BLUE = "#b03030", "#3b75af"
+_TIMES = 1600  # about as many as pixels
+_LINES = 8  # of more devices, the range is drawn: nobody can follow as many lines
 
 
 def plan_picture(prediction: Prediction) -> Figure:
@@ -44,19 +49,45 @@ def plan_picture(prediction: Prediction) -> Figure:
 
 
 def _draw_memory(axes: Axes, prediction: Prediction, workers: list[str], scale: float) -> None:
-    """A line of steps for each device, and its limit if it is known."""
-    end = prediction.time
-    for j, over_time in enumerate(prediction.memory_over_time()):
-        times = [1e3 * scale * at for at, _ in [*over_time, (end, 0)]]
-        sizes = [held / 2**30 for _, held in over_time]
-        label = workers[j] if len(workers) <= _LISTED else None
-        axes.step(times, [*sizes, sizes[-1]], where="post", label=label, linewidth=1.4)
-    for limit in {stage.limit for stage in prediction.stages if stage.limit < float("inf")}:
-        axes.axhline(limit / 2**30, color="#b03030", linestyle="--", linewidth=1)
-        axes.annotate("memory", (0, limit / 2**30), color="#b03030", va="bottom", fontsize=9)
-    axes.set_ylim(bottom=0)
+    """A line of steps for each device, or the range of all, and the limits that are known."""
+    # Of changes at the same time only the last is seen: a backward ends where a recompute begins.
+    over_time = [dict(changes) for changes in prediction.memory_over_time()]
+    if len(workers) <= _LINES:
+        for label, sizes in zip(workers, over_time, strict=True):
+            times = [1e3 * scale * at for at in (*sizes, prediction.time)]
+            values = [size / 2**30 for size in sizes.values()]
+            axes.step(times, [*values, values[-1]], where="post", label=label, linewidth=1.4)
+    else:
+        _draw_range(axes, prediction, over_time, scale)
+    for limit in sorted({stage.limit / 2**30 for stage in prediction.stages} - {inf}):
+        axes.axhline(limit, color=_RED, linestyle="--", linewidth=1)
+        axes.annotate(
+            f"limit: {limit:.4g} GiB",
+            (0.995, limit),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            color=_RED,
+            fontsize=9,
+        )
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the words above the limit
     axes.set_ylabel("GiB")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if len(workers) <= _LISTED:
-        axes.legend(loc="upper right", fontsize=8, frameon=False, ncols=2)
+    legend = {"ncols": _LINES, "frameon": False, "borderaxespad": 0.2, "fontsize": 8}
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), **legend)
+
+
+def _draw_range(
+    axes: Axes, prediction: Prediction, over_time: list[dict[float, float]], scale: float
+) -> None:
+    """The memory of the fullest device at each time, and of the one with the most room."""
+    times = np.linspace(0, prediction.time, _TIMES)
+    held = np.empty((len(over_time), _TIMES))
+    for row, sizes in zip(held, over_time, strict=True):
+        latest = np.searchsorted(list(sizes), times, side="right") - 1
+        row[:] = np.array(list(sizes.values()))[latest] / 2**30
+    milliseconds = 1e3 * scale * times
+    most, least = held.max(axis=0), held.min(axis=0)
+    axes.fill_between(milliseconds, least, most, color=_BLUE, alpha=0.25, label="all devices")
+    axes.plot(milliseconds, most, color=_BLUE, linewidth=1.4, label="the fullest device")

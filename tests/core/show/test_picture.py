@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_gpipe.core.plan import Action, Kind, fill_drain
@@ -44,7 +45,7 @@ def test_picture_of_nothing(spans: list[Span], tmp_path: Path) -> None:
 def test_picture_of_more_workers_than_rows(tmp_path: Path) -> None:
     figure = timeline_picture(spans_of(1, tuple(range(100))), [str(w) for w in range(100)])
 
-    assert len(figure.axes[0].get_yticklabels()) == 25
+    assert len(figure.axes[0].get_yticklabels()) == 20
     figure.savefig(tmp_path / "timeline.png")
 
 
@@ -53,3 +54,22 @@ def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ImportError, match=r"pip install 'lightning-gpipe\[pictures\]'"):
         timeline_picture([], [])
+
+
+def test_labels_of_a_kind_are_all_there_or_none() -> None:
+    """Of 60 forwards only 0 to 9 have room; there is one recompute."""
+    figure = timeline_picture(spans_of(60, (0,)), ["cpu"])
+
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text()] == ["0"]
+
+
+def test_more_actions_than_boxes_are_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture, "_BOXES", 10)
+    figure = timeline_picture(spans_of(6, (0, 1)), ["cpu 0", "cpu 1"])
+
+    forward, *_ = figure.axes[0].images
+    opaque = np.asarray(forward.get_array())[..., 3]
+    # F0 of the second worker is after that of the first.
+    assert opaque[0, 0] == 1 and opaque[1, 0] == 0
+    assert opaque[0].sum() == pytest.approx(opaque[1].sum(), abs=6)
+    assert len(figure.axes[0].images) == 3
