@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -61,17 +61,10 @@ def balance_by_time(
         TypeError, ValueError: If the model cannot be cut, an argument is wrong, or nothing fits.
         BaseException: What a layer raises that cannot run on the sample, with a note.
     """
-    check_settings(chunks, activation_checkpointing, microbatching)
-    make = partial(
-        Measuring,
-        devices=[device] * stages,
-        chunks=chunks,
-        activation_checkpointing=activation_checkpointing,
-        microbatching=microbatching,
-        optimizer=optimizer,
-        memory=_memory_of_each(device_memory, stages),
+    given = _Given(
+        device, chunks, activation_checkpointing, microbatching, optimizer, device_memory
     )
-    return _balance("time", take(model, module), sample, make)
+    return _balance("time", take(model, module), stages, sample, given)
 
 
 def balance_by_memory(
@@ -105,21 +98,35 @@ def balance_by_memory(
     Raises:
         TypeError, ValueError, BaseException: As :func:`balance_by_time`.
     """
-    check_settings(chunks, activation_checkpointing, microbatching)
-    make = partial(
-        Measuring,
-        devices=[device] * stages,
-        chunks=chunks,
-        activation_checkpointing=activation_checkpointing,
-        microbatching=microbatching,
-        optimizer=optimizer,
-        memory=_memory_of_each(device_memory, stages),
+    given = _Given(
+        device, chunks, activation_checkpointing, microbatching, optimizer, device_memory
     )
-    return _balance("memory", take(model, module), sample, make)
+    return _balance("memory", take(model, module), stages, sample, given)
 
 
-def _balance(by: str, taken: Taken, sample: Any, make: Callable[..., Measuring]) -> list[int]:
-    measuring = make([taken], partial(entries_with, [taken], sample))
+class _Given(NamedTuple):
+    """How to measure, as the user gave it."""
+
+    device: str | torch.device
+    chunks: int
+    activation_checkpointing: ActivationCheckpointing
+    microbatching: MicroBatching | None
+    optimizer: Optimizers
+    device_memory: float | Sequence[float] | None
+
+
+def _balance(by: str, taken: Taken, stages: int, sample: Any, given: _Given) -> list[int]:
+    check_settings(given.chunks, given.activation_checkpointing, given.microbatching)
+    measuring = Measuring(
+        [taken],
+        partial(entries_with, [taken], sample),
+        [given.device] * stages,
+        chunks=given.chunks,
+        activation_checkpointing=given.activation_checkpointing,
+        microbatching=given.microbatching,
+        optimizer=given.optimizer,
+        memory=_memory_of_each(given.device_memory, stages),
+    )
     return list(balances_for([taken], [by], measuring, "last")[0])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -140,14 +141,22 @@ def _of_part(part: Part) -> Hashable:
     calls = []
     for step in part.steps:
         shown = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
-        run = _of_module(step.run) if isinstance(step.run, nn.Module) else step.run
-        calls.append((shown, run))
+        calls.append((shown, _of_call(step.run)))
     routes = [route.numbers for route in (*part.arriving, *part.leaving)]
     ends = tuple(
         renamed(" ".join(f"%{number}" for number in numbers))
         for numbers in (part.takes, part.gives, *routes)
     )
     return tuple(calls), ends, len(part.leaving)
+
+
+def _of_call(run: Callable[..., Any]) -> Hashable:
+    """What is called: a module, a method of one, as of a block in a loop, or a function."""
+    if isinstance(run, nn.Module):
+        return _of_module(run)
+    if isinstance(run, MethodType) and isinstance(run.__self__, nn.Module):
+        return run.__func__, _of_module(run.__self__)
+    return run
 
 
 def _is_plain_tuple(value: Any) -> bool:
