@@ -226,6 +226,16 @@ class Piped:
         }
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
 
+    def elsewhere(self) -> set[str]:
+        """The paths of the modules in stages of other processes."""
+        here: dict[bool, set[nn.Module]] = {True: set(), False: set()}
+        for layout in self.pipeline.layouts:
+            for j, partition in enumerate(layout.partitions):
+                inside = (module for layer in partition.layers for module in layer.modules())
+                here[layout.owner_of(j) == layout.rank].update(inside)
+        foreign = here[False] - here[True]
+        return {path for path, each in self._root.named_modules() if each in foreign}
+
     def place_around(self) -> None:
         """Move what is around the pipelines to its device."""
         if self._installed is not None:  # in any other case GPipe has done so

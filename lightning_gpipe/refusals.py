@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -155,6 +156,24 @@ def refuse_over_processes(callbacks: Iterable[Callback], optimizers: Iterable[Op
                 "those of its own stages only. Choose an optimizer that updates each parameter by "
                 "itself, such as Adam, or write processes='single' and one device."
             )
+
+
+def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
+    """Refuse what has no effect on a checkpoint in parts, or puts other values into it."""
+    found = [
+        type(callback).__name__
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging)
+        and not isinstance(callback, StochasticWeightAveraging)
+    ]
+    if type(io) is not TorchCheckpointIO:
+        found.append(type(io).__name__)
+    if found:
+        raise ValueError(
+            "save_distributed_checkpoint=True writes with torch.distributed.checkpoint what each "
+            f"process has of the model: got {', '.join(found)}, which does something else with "
+            "checkpoints. Leave out one of them."
+        )
 
 
 def refuse_global_pruning(callbacks: Iterable[Callback]) -> None:

@@ -31,7 +31,6 @@ from lightning_gpipe.checkpoint_io import (
     follow_parameters,
     load_state,
     load_values,
-    on_cpu,
     to_cpu,
 )
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
@@ -56,6 +55,7 @@ from lightning_gpipe.refusals import (
     check_module,
     refuse_devices,
     refuse_global_pruning,
+    refuse_in_parts,
     refuse_joined_gradients,
     refuse_layer_sync,
     refuse_metrics_on_meta,
@@ -64,6 +64,7 @@ from lightning_gpipe.refusals import (
     refuse_verification,
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
+from lightning_gpipe.sharded import load_model, load_optimizer
 from lightning_gpipe.watch import Watches
 
 if TYPE_CHECKING:
@@ -129,6 +130,9 @@ class GPipeStrategy(OverProcesses):
             many devices; their gradients are averaged by DistributedDataParallel. With
             ``processes="single"`` each is a process.
         ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
+            its part with torch.distributed.checkpoint, instead of a single file. Either kind is
+            loaded, whatever this is.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -160,10 +164,18 @@ class GPipeStrategy(OverProcesses):
         start_method: StartMethod = "popen",
         replicas: int = 1,
         ddp: dict[str, Any] | None = None,
+        save_distributed_checkpoint: bool = False,
     ) -> None:
         check_processes(processes, start_method, lost_after, replicas)
         super().__init__(
-            processes, replicas, timeout, lost_after, process_group_backend, start_method, ddp
+            processes,
+            replicas,
+            timeout,
+            lost_after,
+            process_group_backend,
+            start_method,
+            ddp,
+            save_distributed_checkpoint,
         )
         if verify and processes != "single":
             refuse_verification(processes)
@@ -189,6 +201,7 @@ class GPipeStrategy(OverProcesses):
         self._logs = GuardedLogs()
         self._kept = KeptBalance()
         self._measured = False
+        self._strict = True  # as a checkpoint is loaded
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -275,6 +288,7 @@ class GPipeStrategy(OverProcesses):
         spread = undispatch(self.lightning_module)
         self._set_up_pipeline(trainer)
         self.model_to_device()
+        self._load_part()
         self.replicate()
         assert self._piped is not None
         if spread is not None:
@@ -286,7 +300,9 @@ class GPipeStrategy(OverProcesses):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         if self.several:
             refuse_over_processes(callbacks, self.optimizers)
-        self.train_together(self._piped.around())
+        if self._in_parts:
+            refuse_in_parts(callbacks, self.checkpoint_io)
+        self.train_together(self._piped.around(), self._piped.elsewhere())
         for optimizer in self.optimizers:
             refuse_joined_gradients(optimizer)
             follow_parameters(optimizer)
@@ -319,7 +335,7 @@ class GPipeStrategy(OverProcesses):
         self._logs.release()
         self._averages.release()
         self._finetuning.release()
-        self._piped = self._watch = None
+        self._piped = self._watch = self._folder = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
@@ -406,25 +422,37 @@ class GPipeStrategy(OverProcesses):
             explain_second_backward(error)
             raise
 
-    # Plain checkpoints.
+    # Checkpoints that do not depend on the pipeline.
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        if self.is_global_zero:
-            checkpoint = self._kept.save(on_cpu(checkpoint))
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+        super().save_checkpoint(self._kept.save(checkpoint), filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self._kept.load(checkpoint)
-        load = load_state if self._piped is None else load_values
-        load(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        self._strict = strict
+        if self._folder is None:
+            load = load_state if self._piped is None else load_values
+            load(self.lightning_module, checkpoint["state_dict"], strict=strict)
+        elif self._piped is not None:  # else it is loaded once it is known what this process has
+            self._load_part()
+
+    def _load_part(self) -> None:
+        """Load what this process has of the model from a folder, if a checkpoint is one."""
+        assert self.lightning_module is not None
+        if self._folder is not None:
+            load_model(self._folder, self.lightning_module, strict=self._strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(state)  # puts each state on its parameter's device
-            drop_foreign_states(optimizer)
+        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        for k, (optimizer, state) in enumerate(states):
+            if self._folder is not None:
+                load_optimizer(self._folder, k, optimizer)
+            else:
+                optimizer.load_state_dict(state)  # puts each state on its parameter's device
+                drop_foreign_states(optimizer)

@@ -26,8 +26,8 @@ planning
 callbacks  check  cli
 strategy
 processes  piped
-averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  watch  skip  flatten
-pretrained
+averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  sharded  watch  skip
+flatten  pretrained
 kept_balance  sampled  device_options
 ════════ above may import Lightning, below may not ════════
 core.verify

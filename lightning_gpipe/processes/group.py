@@ -75,6 +75,12 @@ class Group:
         self.ranks: list[int] = dist.get_process_group_ranks(self._group)
         self.size = len(self.ranks)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """That of torch.distributed."""
+        group: dist.ProcessGroup = self._group
+        return group
+
     def end_waits(self) -> None:
         """End all waits in it; it is of no use any more."""
         if self._group is not None:

@@ -92,6 +92,7 @@ class Launched(ParallelStrategy):
         self._start_method: StartMethod = start_method
         self._nodes = 1
         self._circles: Circles | None = None  # of several processes, once they are connected
+        self._elsewhere: set[str] = set()  # the paths of modules in stages of other processes
 
     # A Trainer reads the private attribute of a strategy object, and later sets the other.
 
@@ -275,7 +276,7 @@ class Launched(ParallelStrategy):
             return
         self._circles.everyone.meet("gather the model")
         if self._group is not None and not self.replica:
-            fetch(module, self._group)
+            fetch(module, self._group, self._elsewhere)
 
     def _backend_for_devices(self) -> str:
         if self._backend is not None:

@@ -23,7 +23,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -32,23 +31,23 @@ from lightning_gpipe.core.run import Engine
 from lightning_gpipe.core.transport import RankFailed
 from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.batches import shared
-from lightning_gpipe.processes.gathering import whole_optimizer_state, whole_state
 from lightning_gpipe.processes.gradients import Together
-from lightning_gpipe.processes.launching import Launched, StartMethod
+from lightning_gpipe.processes.launching import StartMethod
 from lightning_gpipe.processes.replicated import (
     check_options,
     check_static_graph,
     equalise,
     replicated,
 )
+from lightning_gpipe.processes.saving import Saving
 
 
-class OverProcesses(Launched):
+class OverProcesses(Saving):
     """A strategy of one Trainer, in one process or several.
 
     Args:
-        processes, replicas, timeout, lost_after, process_group_backend, start_method: See
-            :class:`~lightning_gpipe.processes.launching.Launched`.
+        processes, replicas, timeout, lost_after, process_group_backend, start_method,
+            save_distributed_checkpoint: See :class:`~lightning_gpipe.processes.saving.Saving`.
         ddp: Options of the wrapper that averages gradients over replicas.
     """
 
@@ -61,9 +60,16 @@ class OverProcesses(Launched):
         process_group_backend: str | None,
         start_method: StartMethod,
         ddp: Mapping[str, Any] | None,
+        save_distributed_checkpoint: bool,
     ) -> None:
         super().__init__(
-            processes, replicas, timeout, lost_after, process_group_backend, start_method
+            processes,
+            replicas,
+            timeout,
+            lost_after,
+            process_group_backend,
+            start_method,
+            save_distributed_checkpoint,
         )
         check_options(ddp, replicas)
         self._ddp = dict(ddp or {})
@@ -78,13 +84,15 @@ class OverProcesses(Launched):
         if self._circles is not None:
             self._circles.watch(engine)
 
-    def train_together(self, around: Sequence[nn.Parameter]) -> None:
+    def train_together(self, around: Sequence[nn.Parameter], elsewhere: set[str]) -> None:
         """Keep the processes the same from now on, until :meth:`train_apart`.
 
         Args:
             around: The parameters that each process of a pipeline has.
+            elsewhere: The paths of the modules in stages of other processes.
         """
         assert self.lightning_module is not None
+        self._elsewhere = elsewhere
         if self._group is not None:
             self._together = Together(self._group, around, self.precision_plugin)
         if self._circles is None:
@@ -187,33 +195,6 @@ class OverProcesses(Launched):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         return dataloader if self._group is None else shared(dataloader, self._group)
-
-    # All processes come to a checkpoint, and those of the first pipeline make it.
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._must_not_save():
-            return {}
-        if self._group is None:
-            return super().lightning_module_state_dict()
-        return whole_state(self.lightning_module, self._group)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._must_not_save():
-            return {}
-        state = super().optimizer_state(optimizer)
-        if self._group is None:
-            return state
-        return whole_optimizer_state(optimizer, state, self._group)
-
-    def _must_not_save(self) -> bool:
-        """Wait for all processes; returns whether this one has no part in a checkpoint."""
-        if self._circles is None:
-            return False
-        self._circles.everyone.meet("save a checkpoint")
-        return self.replica > 0
 
     # What is the same in the processes of a pipeline, and differs between replicas.
 

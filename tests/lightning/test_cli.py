@@ -207,6 +207,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "start_method": "popen",
         "replicas": 1,
         "ddp": None,
+        "save_distributed_checkpoint": False,
     }
     assert seen == first
     (resaved,) = again.glob("lightning_logs/*/config.yaml")

@@ -1,0 +1,122 @@
+"""The strategy's side of checkpoints: all processes come to one, those of one pipeline make it.
+
+It is one file that the first process writes, or a folder to which each writes its part.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gpipe.checkpoint_io import on_cpu
+from lightning_gpipe.processes.arrangement import Mode
+from lightning_gpipe.processes.gathering import (
+    own_optimizer_keys,
+    own_state,
+    whole_optimizer_state,
+    whole_state,
+)
+from lightning_gpipe.processes.launching import Launched, StartMethod
+from lightning_gpipe.sharded import (
+    REST,
+    folder_of,
+    load_rest,
+    make_room,
+    optimizer_part,
+    remove_parts,
+    save_parts,
+)
+
+
+class Saving(Launched):
+    """A strategy of one Trainer, in one process or several.
+
+    Args:
+        processes, replicas, timeout, lost_after, process_group_backend, start_method: See
+            :class:`~lightning_gpipe.processes.launching.Launched`.
+        save_distributed_checkpoint: Whether each process saves its part of a checkpoint itself.
+    """
+
+    def __init__(
+        self,
+        processes: Mode,
+        replicas: int,
+        timeout: timedelta,
+        lost_after: timedelta | None,
+        process_group_backend: str | None,
+        start_method: StartMethod,
+        save_distributed_checkpoint: bool,
+    ) -> None:
+        super().__init__(
+            processes, replicas, timeout, lost_after, process_group_backend, start_method
+        )
+        self._in_parts = save_distributed_checkpoint
+        self._folder: Path | None = None  # from which this process loads its part
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if self._must_not_save():
+            return {}
+        if self._group is None:
+            return super().lightning_module_state_dict()
+        state_of = own_state if self._in_parts else whole_state
+        return state_of(self.lightning_module, self._group, self._elsewhere)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._must_not_save():
+            return {}
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        group = self._group
+        if not self._in_parts:
+            return state if group is None else whole_optimizer_state(optimizer, state, group)
+        if group is None:
+            own = list(state["state"])
+            return optimizer_part(state, own, first=True, some=bool(own))
+        own = own_optimizer_keys(optimizer, state["state"], group)
+        some = group.decide(bool(own), all=False)
+        return optimizer_part(state, own, first=group.rank == 0, some=some)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        if not self._in_parts:
+            if self.is_global_zero:
+                remove_parts(Path(filepath))
+                super().save_checkpoint(on_cpu(checkpoint), filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "storage_options is for a CheckpointIO; save_distributed_checkpoint=True writes "
+                f"to a folder of this machine: got storage_options={storage_options!r}."
+            )
+        path = Path(self.broadcast(str(filepath)))
+        if self.is_global_zero:
+            make_room(path)
+        self.barrier("save a checkpoint")
+        if not self.replica:
+            names = ("state_dict", "optimizer_states")
+            parts = {name: checkpoint.pop(name) for name in names if name in checkpoint}
+            group = None if self._group is None else self._group.process_group
+            save_parts(path, {**on_cpu(checkpoint), **parts}, group, first=self.is_global_zero)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._folder = folder_of(Path(self.broadcast(str(checkpoint_path))))
+        if self._folder is None:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        rest = super().load_checkpoint(self._folder / REST, *args, **kwargs)
+        return {**rest, **load_rest(self._folder)}
+
+    def _must_not_save(self) -> bool:
+        """Wait for all processes; returns whether this one has no part in a checkpoint."""
+        if self._circles is None:
+            return False
+        self._circles.everyone.meet("save a checkpoint")
+        return self.replica > 0
