@@ -117,11 +117,12 @@ class GPipeStrategy(OverProcesses):
             with threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine,
             which drives its devices. With several, each runs the same code on the same batches,
             which the first one loads, and has the parameters of its own stages.
-        timeout: How long processes wait for one another when they start, agree on something or
-            save a checkpoint: patience, with one that lives and is slow.
+        timeout: How long processes wait for one another when they agree on something or save a
+            checkpoint: patience, with one that lives and is slow.
         lost_after: After how long a process that was stopped, or that no network reaches any more,
             is lost, which ends the others with an error that names it. It does not matter how long
-            one takes for its work. None is 30 seconds; only with several processes.
+            one takes for its work. To start, processes have ten times as long. None is 30 seconds;
+            only with several processes.
         process_group_backend: The backend of torch.distributed; None for what the devices need.
         start_method: How processes are started if torchrun or SLURM have not: ``"popen"`` runs the
             script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and ``"forkserver"`` for
@@ -348,6 +349,15 @@ class GPipeStrategy(OverProcesses):
         module = self.lightning_module
         assert module is not None
         refuse_metrics_on_meta(module)
+        self.compare(
+            module,
+            balance=self._balance,
+            chunks=self._chunks,
+            path=self._module,
+            activation_checkpointing=self._activation_checkpointing,
+            deferred_batch_norm=self._deferred_batch_norm,
+            around=self._around,
+        )
         self._piped = piped = Piped(
             module,
             self._module,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
 
 from lightning_gpipe.core.faithful import LibraryGenerators
@@ -54,6 +55,8 @@ class SharedLoader:
     def __init__(self, loader: Any, group: Group) -> None:
         self.loader = loader
         self._group = group
+        # One that ended earlier in some process would take what comes next for something else.
+        self._length: int | None = group.broadcast(sized_len(loader))
 
     @property
     def dataset(self) -> Any:
@@ -71,7 +74,9 @@ class SharedLoader:
         return getattr(self.loader, "batch_sampler", None)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        if self._length is None:
+            raise TypeError("the dataloader of the first process has no length")
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         return self._load() if self._group.rank == 0 else self._receive()

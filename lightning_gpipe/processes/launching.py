@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
@@ -25,12 +24,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_gpipe.core.transport import patience_of
+from lightning_gpipe.processes.agreement import check_same, versions
 from lightning_gpipe.processes.arrangement import Arrangement, Mode
 from lightning_gpipe.processes.batches import Generators
 from lightning_gpipe.processes.circles import Circles, connect
 from lightning_gpipe.processes.gathering import fetch
 from lightning_gpipe.processes.group import Group
 from lightning_gpipe.processes.network import choose_interface
+from lightning_gpipe.processes.starting import start_together
 from lightning_gpipe.refusals import (
     refuse_a_second_trainer,
     refuse_several_nodes,
@@ -69,7 +71,7 @@ class Launched(ParallelStrategy):
         processes: Which processes a pipeline has.
         replicas: How many pipelines there are.
         timeout: How long they wait for one another.
-        lost_after: After how long one that is not heard is lost.
+        lost_after: After how long one that is not heard is lost; None for the engine's default.
         process_group_backend: The backend of the process group; None for what the devices need.
         start_method: How they are started, if no launcher of the user's has.
     """
@@ -251,14 +253,14 @@ class Launched(ParallelStrategy):
         if not dist.is_initialized():
             if self.num_nodes > 1:
                 choose_interface(self.cluster_environment.main_address)
-            _init_dist_connection(
-                self.cluster_environment, self._backend_for_devices(), timeout=self._timeout
-            )
+            backend, patience = self._backend_for_devices(), patience_of(self._lost_after)
+            start_together(self.cluster_environment, backend, patience, self._timeout)
         if self._circles is None:
             self._circles = connect(
                 self._arrangement, self.root_device.type, self._timeout, self._lost_after
             )
         self._circles.lifeline.start()
+        check_same(self._circles.everyone, versions())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._circles.mesh
         if self._group is not None:

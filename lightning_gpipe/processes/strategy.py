@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.run import Engine
 from lightning_gpipe.core.transport import RankFailed
+from lightning_gpipe.processes.agreement import check_same, shapes
 from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.batches import shared
 from lightning_gpipe.processes.gradients import Together
@@ -78,6 +79,11 @@ class OverProcesses(Saving):
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
         self._metrics: list[Metric] = []  # that gather from replicas
         self._forward_redirection = _DDPForwardRedirection()
+
+    def compare(self, module: nn.Module, **arguments: Any) -> None:
+        """Refuse to begin if another process has another model or was given other arguments."""
+        if self._circles is not None:
+            check_same(self._circles.everyone, arguments | shapes(module))
 
     def watch(self, engine: Engine) -> None:
         """Let ``engine`` name the processes of its pipeline that have failed, or are lost."""

@@ -14,9 +14,9 @@ NEVER = 3600.0  # seconds, for a time-out that must not come to the rescue: no t
 T = TypeVar("T")
 
 
-def awaited(look: Callable[[], T], expected: T) -> T:
+def awaited(look: Callable[[], T], expected: T, patience: float = PATIENCE) -> T:
     """What ``look`` finds: ``expected`` as soon as it does, or else what it finds in the end."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while (found := look()) != expected and time.monotonic() < deadline:
         time.sleep(0.001)
     return found

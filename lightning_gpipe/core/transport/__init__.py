@@ -19,8 +19,12 @@ from lightning_gpipe.core.transport.process_group import (
     Connection,
     Lifeline,
     ProcessGroupTransport,
+    addresses_of_interfaces,
     end_waits,
     join_processes,
+    meet,
+    own_addresses,
+    patience_of,
 )
 
 __all__ = [
@@ -37,6 +41,10 @@ __all__ = [
     "Task",
     "Transport",
     "Workers",
+    "addresses_of_interfaces",
     "end_waits",
     "join_processes",
+    "meet",
+    "own_addresses",
+    "patience_of",
 ]

@@ -17,11 +17,19 @@ from torch.distributed.distributed_c10d import (
 from lightning_gpipe.core.transport.interface import RankFailed
 from lightning_gpipe.core.transport.process_group.address import device_for
 from lightning_gpipe.core.transport.process_group.meeting import meet
-from lightning_gpipe.core.transport.process_group.office import Office
+from lightning_gpipe.core.transport.process_group.office import START, Office
 from lightning_gpipe.core.transport.process_group.sharing import Connection, Place, Shared
 
 _LOST_AFTER = timedelta(seconds=30)
-_START = 10  # times as long for a start: one may still load a model
+
+
+def patience_of(lost_after: timedelta | None) -> timedelta:
+    """How long a process may take to start, in which it may load a model.
+
+    Args:
+        lost_after: After how long a process that is not heard is lost; None for 30 seconds.
+    """
+    return START * (lost_after or _LOST_AFTER)
 
 
 def join_processes(
@@ -106,7 +114,9 @@ def _shared(place: Place, rank: int) -> Shared:
         if failure is not None:
             raise RankFailed(failure.text(place.ranks))
 
-    name = meet(store, place.ranks, rank, _START * place.lost_after, offered, check)
+    purpose = "come to make the pipeline, each with the same owners"
+    patience = patience_of(place.lost_after)
+    name = meet(store, place.ranks, rank, patience, purpose, offered, check)
     if found is not None and name == offered:
         return found
     group = _connected(PrefixStore(name, store), rank, len(place.ranks), place.lost_after)

@@ -18,19 +18,22 @@ def meet(
     ranks: Sequence[int],
     rank: int,
     timeout: timedelta,
+    purpose: str,
     offered: str = "",
     check: Callable[[], None] = lambda: None,
 ) -> str:
     """Wait for all processes, and agree on a name: one that all offer, or one that is new.
 
-    Each writes that it has come; the first one waits for all, and answers each. A collective would
-    wait for as long as the user's process group does, and not tell for whom.
+    The first one writes a new name, and waits until all have come to it; it answers each. What an
+    earlier run has left in the store, such as one that torchrun has ended, is under other names. A
+    collective would wait for as long as the user's process group does, and not tell for whom.
 
     Args:
         store: What all of them read and write.
         ranks: The global ranks of the processes.
         rank: Which of them this is.
         timeout: How long to wait for the others.
+        purpose: What they come for, for the message.
         offered: What this one has, if anything.
         check: Raises if there is no use in waiting any more.
 
@@ -38,38 +41,61 @@ def meet(
         RuntimeError: If not all have come by then.
     """
     place, own = "-".join(map(str, ranks)), uuid4().hex
-    others = [k for k in range(len(ranks)) if k != 0]
     if rank == 0:
-        missing = _await(store, {k: f"{place}/{k}" for k in others}, timeout, check)
-        came = [k for k in others if k not in missing]
-        told = {k: store.get(f"{place}/{k}").decode().split(" ") for k in came}
-        agreed = offered if all(other == offered for _, other in told.values()) else ""
-        answer = _MISSING + ", ".join(map(str, missing)) if missing else agreed or own
-        for k, (ticket, _) in told.items():
-            store.delete_key(f"{place}/{k}")
-            store.set(f"{place}/{ticket}", answer)
+        store.set(place, own)
+        answer = _gather(store, own, len(ranks), timeout, offered, check)
     else:
-        store.set(f"{place}/{rank}", f"{own} {offered}")
-        # The first may have come last, and then waits for as long itself.
-        missing = _await(store, {0: f"{place}/{own}"}, 2 * timeout, check)
-        answer = _MISSING + "0" if missing else store.get(f"{place}/{own}").decode()
+        answer = _come(store, place, rank, 2 * timeout, f"{own} {offered}", check)
     if answer.startswith(_MISSING):
         raise RuntimeError(
-            "all processes must come to make the pipeline, each with the same owners: rank "
-            f"{answer.removeprefix(_MISSING)} did not within {timeout.total_seconds():g} s. See "
-            "whether it has failed; if it is slow, set a longer timeout."
+            f"all processes must {purpose}: rank {answer.removeprefix(_MISSING)} did not within "
+            f"{timeout.total_seconds():g} s. See whether it has failed; if it is slow, set a "
+            "longer lost_after: this is ten times as long."
         )
     return answer
 
 
-def _await(
-    store: Store, key_of: dict[int, str], timeout: timedelta, check: Callable[[], None]
-) -> list[int]:
-    """Wait until these keys are there; returns those of whom they are not."""
-    missing, deadline = list(key_of), time.monotonic() + timeout.total_seconds()
-    while missing := [k for k in missing if not store.check([key_of[k]])]:
+def _gather(
+    store: Store,
+    name: str,
+    size: int,
+    timeout: timedelta,
+    offered: str,
+    check: Callable[[], None],
+) -> str:
+    """Wait for the others at this name; returns what they are answered."""
+    missing, deadline = list(range(1, size)), time.monotonic() + timeout.total_seconds()
+    while missing := [k for k in missing if not store.check([f"{name}/{k}"])]:
         if time.monotonic() > deadline:
             break
         check()
         time.sleep(_POLL)
-    return missing
+    came = set(range(1, size)).difference(missing)
+    told = [store.get(f"{name}/{k}").decode().split(" ") for k in came]
+    agreed = offered if all(other == offered for _, other in told) else ""
+    answer = _MISSING + ", ".join(map(str, missing)) if missing else agreed or name
+    for ticket, _ in told:
+        store.set(f"{name}/{ticket}", answer)
+    return answer
+
+
+def _come(
+    store: Store,
+    place: str,
+    rank: int,
+    timeout: timedelta,
+    told: str,
+    check: Callable[[], None],
+) -> str:
+    """Come to the first process, which may come last and wait for as long itself; its answer."""
+    ticket = told.partition(" ")[0]
+    name, deadline = "", time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        if store.check([place]) and (found := store.get(place).decode()) != name:
+            name = found
+            store.set(f"{name}/{rank}", told)
+        if name and store.check([f"{name}/{ticket}"]):
+            return store.get(f"{name}/{ticket}").decode()
+        check()
+        time.sleep(_POLL)
+    return _MISSING + "0"

@@ -33,7 +33,7 @@ from lightning_gpipe.core.transport.process_group.watch import Watch
 
 _TOLD_WITHIN = 5.0  # seconds
 _LINGER = 1.0  # the same if one is lost, so that others may read who before this one ends
-_START = 10  # times as long to be heard for the first time: one may still load a model
+START = 10  # times as long to be heard for the first time: one may still load a model
 
 
 class Recipient(Protocol):
@@ -70,7 +70,7 @@ class Office:
             if rank != self._rank
         }
         links = list(self._links.values())
-        self._watch = Watch(links, lost_after, _START * lost_after, self._miss, self._beat)
+        self._watch = Watch(links, lost_after, START * lost_after, self._miss, self._beat)
         self._other_waits = OtherWaits()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._started = False

@@ -1,0 +1,65 @@
+"""All processes have the same before they begin.
+
+One that was started with another model, another balance or another version would run something else
+than the others: at best they would wait for one another, at worst the numbers would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_gpipe.processes.group import Group
+
+_PACKAGES = ["lightning-gpipe", "torch", "lightning"]
+_MOST = 3  # differences that are told
+
+
+def versions() -> dict[str, str]:
+    """Those of the packages that all processes must have alike."""
+    return {f"version of {package}": version(package) for package in _PACKAGES}
+
+
+def shapes(module: nn.Module) -> dict[str, Any]:
+    """The classes of a module's children and the shapes of its parameters, by their names."""
+    kinds = {name or "the model": type(each).__name__ for name, each in module.named_modules()}
+    sizes = {
+        name: "later" if is_lazy(x) else tuple(x.shape) for name, x in module.named_parameters()
+    }
+    return {f"class of {name}": kind for name, kind in kinds.items()} | {
+        f"shape of {name}": size for name, size in sizes.items()
+    }
+
+
+def check_same(group: Group, facts: Mapping[str, Any]) -> None:
+    """Refuse to begin if a process has something else than the first.
+
+    Args:
+        group: The processes, which all call this.
+        facts: What each has, by what it is.
+
+    Raises:
+        RuntimeError: In all of them. It says what, and who has which.
+    """
+    told = {name: repr(value) for name, value in facts.items()}
+    everyone = [group.broadcast(told, rank) for rank in range(group.size)]
+    found = list(_differences(everyone))
+    if found:
+        more = f", and {len(found) - _MOST} more" * (len(found) > _MOST)
+        raise RuntimeError(
+            "all processes must run the same script with the same arguments, model and versions: "
+            f"{'; '.join(found[:_MOST])}{more}. Start the same on each machine."
+        )
+
+
+def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
+    first = everyone[0]
+    for rank, facts in enumerate(everyone):
+        for name in first | facts:
+            if first.get(name) != facts.get(name):
+                here, there = facts.get(name, "none"), first.get(name, "none")
+                yield f"the {name} is {here} on rank {rank} and {there} on rank 0"

@@ -1,0 +1,84 @@
+"""All processes start and find one another, or it is known which does not.
+
+torch.distributed can wait for all as well, for half an hour, and does not say for whom it waited.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+
+from lightning_gpipe.core.transport import meet
+
+
+def start_together(
+    environment: ClusterEnvironment, backend: str, patience: timedelta, timeout: timedelta
+) -> None:
+    """Make the default process group.
+
+    Args:
+        environment: Tells which processes there are.
+        backend: That of the group.
+        patience: How long a process may take to start.
+        timeout: How long to wait for one that takes part in something.
+
+    Raises:
+        RuntimeError: If some do not start in time; it names them.
+    """
+    store = store_of_all(environment, patience)
+    rank = environment.global_rank()
+    try:
+        _init_dist_connection(environment, backend, store=store, timeout=patience)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"all processes must be connected within {patience.total_seconds():g} s: rank {rank} "
+            f"could not be: {error}. If the machine has several networks, set GLOO_SOCKET_IFNAME "
+            "to the interface that reaches the other machines."
+        ) from error
+    store.set_timeout(timeout)
+    _set_pg_timeout(timeout)
+
+
+def store_of_all(environment: ClusterEnvironment, patience: timedelta) -> Store:
+    """What the processes find one another by, once all have started.
+
+    Args:
+        environment: Tells which processes there are.
+        patience: How long one may take to start.
+
+    Raises:
+        RuntimeError: If some do not start in time; it names them.
+    """
+    rank, size = environment.global_rank(), environment.world_size()
+    address, port = environment.main_address, environment.main_port
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+    try:
+        store = _store(environment, patience)
+        began = PrefixStore("lightning_gpipe/start", store)
+        # Under a name of its own: torchrun keeps the store of a run that it starts again.
+        return PrefixStore(meet(began, range(size), rank, patience, "start"), store)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"all processes must start: rank {rank} did not reach rank 0 at {address}:{port}, or "
+            f"has lost it again, within {patience.total_seconds():g} s: {error}"
+        ) from error
+
+
+def _store(environment: ClusterEnvironment, patience: timedelta) -> Store:
+    """What the processes find one another by."""
+    rank, size = environment.global_rank(), environment.world_size()
+    if dist.is_torchelastic_launched():  # then the launcher has one
+        store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+        return store
+    address, port = environment.main_address, environment.main_port
+    # Its constructor would wait for all, but not tell for whom.
+    return TCPStore(
+        address, port, None, rank == 0, patience, wait_for_workers=False, multi_tenant=True
+    )
