@@ -21,14 +21,17 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test models soak mutate bench bench-gpu check format clean
+.PHONY: help demo test test-multihost models soak mutate bench bench-gpu check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
+	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
+	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
 	@echo "             ARGS='transformers --only Llama' for some of them"
-	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts (some minutes)"
+	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts, killed"
+	@echo "             processes (some minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
@@ -43,6 +46,9 @@ test: check
 	$(BIN)/pytest $(PARALLEL)
 	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
 
+test-multihost: $(READY)
+	$(BIN)/python -m tests.multihost $(ARGS)
+
 models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/pytest -p tests.models.torchvision_operators \
 	    tests/models tests/examples/test_finetune_llama.py tests/examples/test_classify_digits.py
@@ -51,6 +57,7 @@ models: .venv-models/.ready
 soak: $(READY)
 	$(BIN)/pytest tests/promises/test_drawn_models.py tests/promises/test_interrupts.py \
 	    tests/promises/test_random_faults.py tests/promises/test_processes.py::test_drawn_models \
+	    tests/promises/test_processes_that_fail.py tests/promises/test_killed_runs.py \
 	    --hypothesis-profile=soak --timeout=0 -o faulthandler_timeout=0
 	SIMULATED_GPUS=4 $(BIN)/pytest tests/gpu/test_drawn_models.py --hypothesis-profile=soak \
 	    --timeout=0 -o faulthandler_timeout=0

@@ -61,7 +61,8 @@ def test_public_names() -> None:
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads=True, verify=False, around='last', "
             "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
-            "process_group_backend=None, start_method='popen')",
+            "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
+            "save_distributed_checkpoint=False)",
         ),
         (
             GPipe,
