@@ -253,7 +253,8 @@ class Launched(ParallelStrategy):
         if not dist.is_initialized():
             if self.num_nodes > 1:
                 choose_interface(self.cluster_environment.main_address)
-            backend, patience = self._backend_for_devices(), patience_of(self._lost_after)
+            backend = self._backend or backend_for(self.root_device)
+            patience = patience_of(self._lost_after)
             start_together(self.cluster_environment, backend, patience, self._timeout)
         if self._circles is None:
             self._circles = connect(
@@ -280,11 +281,10 @@ class Launched(ParallelStrategy):
         if self._group is not None and not self.replica:
             fetch(module, self._group, self._elsewhere)
 
-    def _backend_for_devices(self) -> str:
-        if self._backend is not None:
-            return self._backend
-        on_gpus = self.root_device.type == "cuda" and dist.is_nccl_available()
-        return "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed that tensors on ``device`` need, and those of the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
 
 
 class _Started(_MultiProcessingLauncher):

@@ -22,7 +22,9 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -78,6 +80,7 @@ class OverProcesses(Saving):
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
         self._metrics: list[Metric] = []  # that gather from replicas
+        self._later: RemovableHandle | None = None
         self._forward_redirection = _DDPForwardRedirection()
 
     def compare(self, module: nn.Module, **arguments: Any) -> None:
@@ -107,17 +110,19 @@ class OverProcesses(Saving):
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
             )
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                self._adapt_metric(module)
+        self._adapt_metrics(self.lightning_module)
+        self._later = register_module_module_registration_hook(self._adapt_later)
 
     def train_apart(self) -> None:
         """End that."""
         if self._together is not None:
             self._together.release()
             self._together = None
+        if self._later is not None:
+            self._later.remove()
+            self._later = None
         for metric in self._metrics:
-            metric.process_group = None
+            metric.process_group = None  # with which it could not be copied
         self._metrics = []
         self._unwrap()
         if self.lightning_module is not None:
@@ -153,14 +158,22 @@ class OverProcesses(Saving):
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
 
-    def _adapt_metric(self, metric: Metric) -> None:
-        """Let a metric gather from replicas, and not from the processes of one pipeline."""
+    def _adapt_metrics(self, module: nn.Module) -> None:
+        """Let metrics gather from replicas, and not from the processes of one pipeline."""
         assert self._circles is not None
-        if self.is_distributed:
-            metric.process_group = self._circles.across
-            self._metrics.append(metric)
-        else:
-            metric.distributed_available_fn = _alone
+        for metric in module.modules():
+            if not isinstance(metric, Metric):
+                continue
+            if not self.is_distributed:
+                metric.distributed_available_fn = _alone
+            elif metric.process_group is None:
+                metric.process_group = self._circles.across
+                self._metrics.append(metric)
+
+    def _adapt_later(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        """The same for those that a module gets while the model trains."""
+        if module is not None:
+            self._adapt_metrics(module)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
