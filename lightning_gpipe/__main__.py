@@ -6,8 +6,10 @@ from lightning_gpipe.check import check
 from lightning_gpipe.cli import main
 from lightning_gpipe.planning import plan_command
 
-if sys.argv[1:2] == ["check"]:
-    sys.exit(check(sys.argv[2:]))
-if sys.argv[1:2] == ["plan"]:
-    sys.exit(plan_command(sys.argv[2:]))
-main()
+command = {"check": check, "plan": plan_command}.get("".join(sys.argv[1:2]))
+if command is None:
+    main()
+else:
+    arguments = sys.argv[2:]
+    del sys.argv[1:]  # or LightningCLI, which the command gives its own, warns that it ignores them
+    sys.exit(command(arguments))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,16 @@ def configured(folder: Path, **strategy: Any) -> str:
     return str(path)
 
 
-def test_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(["--config", configured(tmp_path, balance=[2, 4], chunks=2)]) == 0
+def test_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = configured(tmp_path, balance=[2, 4], chunks=2)
+    monkeypatch.setattr(sys, "argv", ["lightning_gpipe", "check", "--config", path])
 
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("lightning_gpipe", run_name="__main__", alter_sys=True)
+
+    assert ended.value.code == 0
     found = capsys.readouterr().out
     assert "stage 0: layers 0..1, " in found
     assert "A batch was trained" in found
