@@ -21,6 +21,7 @@ from lightning_gpipe.core.profile.saved import SavedBytes
 from lightning_gpipe.core.run import Stage
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and hooks
 
 
 class Ran(NamedTuple):
@@ -104,8 +105,19 @@ def _settings(module: nn.Module) -> Iterator[Hashable]:
     if any(hooks) or "forward" in vars(module):
         raise _Unlike
     for name, value in vars(module).items():
-        if isinstance(value, _PLAIN) or _is_plain_tuple(value):
-            yield name, value
+        if name not in _OF_TORCH:
+            yield name, _comparable(value)
+
+
+def _comparable(value: Any) -> Hashable:
+    """Equal for what is the same to a layer: equal plain values, or the same object."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_comparable, value))
+    if isinstance(value, dict):
+        return type(value), tuple((repr(key), _comparable(each)) for key, each in value.items())
+    return id(value)  # of an attribute, which lives as long as its layer
 
 
 def _tensors(module: nn.Module) -> Iterator[Hashable]:
@@ -157,7 +169,3 @@ def _of_call(run: Callable[..., Any]) -> Hashable:
     if isinstance(run, MethodType) and isinstance(run.__self__, nn.Module):
         return run.__func__, _of_module(run.__self__)
     return run
-
-
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, _PLAIN) for each in value)

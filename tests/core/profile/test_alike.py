@@ -21,6 +21,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
         self.slope = 0.0
+        self.settings = {"repeats": [1], "activation": nn.functional.leaky_relu}
         self._ran = ran
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -51,8 +52,12 @@ class Model(nn.Module):
 def runs(change: Callable[[Block], None] | None = None, blocks: int = 9) -> tuple[int, list[float]]:
     """How often blocks ran, of which one in the middle was changed; and what each costs."""
     calls = []
+
+    def ran() -> None:
+        calls.append(1)
+
     with torch.device("meta"):
-        model = Model([Block(lambda: calls.append(1)) for _ in range(blocks)])
+        model = Model([Block(ran) for _ in range(blocks)])
     if change is not None:
         change(model.blocks[blocks // 2])  # type: ignore[arg-type]  # it has blocks
     x = torch.zeros(ROWS, 4, device="meta")
@@ -89,8 +94,25 @@ def with_another_number(block: Block) -> None:
     block.slope = 0.5
 
 
+def with_another_list(block: Block) -> None:
+    block.settings = {**block.settings, "repeats": [2]}
+
+
+def with_another_function(block: Block) -> None:
+    block.settings = {**block.settings, "activation": nn.functional.relu}
+
+
 @pytest.mark.parametrize(
-    "change", [wider, of_another_kind, with_a_hook, frozen, with_another_number]
+    "change",
+    [
+        wider,
+        of_another_kind,
+        with_a_hook,
+        frozen,
+        with_another_number,
+        with_another_list,
+        with_another_function,
+    ],
 )
 def test_block_that_differs_runs_itself(change: Callable[[Block], None]) -> None:
     equal, _ = runs()
