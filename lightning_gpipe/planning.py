@@ -21,6 +21,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
 from lightning_gpipe.check import OF_ONE_STEP
@@ -90,8 +91,8 @@ class _Planning(CPUAccelerator):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        strategy = trainer.strategy
-        given = strategy if isinstance(strategy, GPipeStrategy) else GPipeStrategy()
+        given = trainer.strategy
+        assert isinstance(given, GPipeStrategy), "the Planner sees to it"
         module = trainer.lightning_module
         assert isinstance(module, LightningModule), "it is fitted"
         found = given.taken(module)
@@ -142,7 +143,10 @@ def _planned(
     class Planner(LightningCLI):
         @override
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-            return super().instantiate_trainer(**kwargs, accelerator=planning, devices=1)
+            strategy = _pipelined(self._get(self.config_init, "trainer")["strategy"])
+            return super().instantiate_trainer(
+                **kwargs, accelerator=planning, devices=1, strategy=strategy
+            )
 
     overrides = [f"--trainer.{name}={value}" for name, value in OF_ONE_STEP.items()]
     with suppress(_Ended), _explained():
@@ -155,6 +159,19 @@ def _planned(
         )
     assert planning.plan is not None, "the strategy was set up"
     return planning.plan
+
+
+def _pipelined(configured: Strategy | str) -> Strategy | str:
+    """The configured strategy if it is a pipeline, or else one of ours.
+
+    Lightning's strategies move the model to the CPU as they end, which a model on the meta device
+    cannot, and some do not start without the devices that they are for.
+    """
+    made: object = type(configured)
+    if isinstance(configured, str) and configured in StrategyRegistry:
+        made = StrategyRegistry[configured]["strategy"]
+    is_ours = isinstance(made, type) and issubclass(made, GPipeStrategy)
+    return configured if is_ours else GPipeStrategy()
 
 
 @contextmanager

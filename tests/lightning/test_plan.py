@@ -93,6 +93,17 @@ def test_model_on_the_meta_device_is_counted(
     assert found["stages"][1]["time"] == pytest.approx(2 * 3 * forward)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp"])
+def test_model_on_the_meta_device_with_a_strategy_that_is_no_pipeline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    """Lightning's strategies end with ``.cpu()``, which fails for a meta tensor."""
+    config = configured(tmp_path, f"{HERE}.OnMeta", strategy=strategy)
+    assert plan_command(["--config", config, "--devices", "2", "--stages", "2", "--json"]) == 0
+
+    assert json.loads(capsys.readouterr().out)["balance"] == [4, 4]
+
+
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"--config {configured(tmp_path)} --devices 2 --device-memory 100B".split()
     assert plan_command(arguments) == 1
