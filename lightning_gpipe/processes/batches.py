@@ -90,10 +90,10 @@ class SharedLoader:
             except StopIteration:
                 found = []
             except BaseException as error:
-                self._group.broadcast((f"{type(error).__name__}: {error}", None, []))
+                self._share((f"{type(error).__name__}: {error}", None, []))
                 raise
             drawn = generators.moved()
-            self._group.broadcast((None, drawn, found))
+            self._share((None, drawn, found))
             if not found:
                 return
             yield found[0]
@@ -101,7 +101,7 @@ class SharedLoader:
 
     def _receive(self) -> Iterator[Any]:
         while True:
-            failure, drawn, found = self._group.broadcast(None)
+            failure, drawn, found = self._share(None)
             if failure is not None:
                 first = f"rank {self._group.ranks[0]}, which loads the batches"
                 raise RuntimeError(f"{first}, failed: {failure}")
@@ -109,6 +109,9 @@ class SharedLoader:
             if not found:
                 return
             yield found[0]
+
+    def _share(self, value: Any) -> Any:
+        return self._group.broadcast(value, what="the next batch")
 
 
 class StatefulLoader(SharedLoader):

@@ -28,15 +28,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _waits(method: Callable[Concatenate[Group, P], T]) -> Callable[Concatenate[Group, P], T]:
-    """A method that waits for other processes: if one has failed, its error is that."""
+Method = Callable[Concatenate["Group", P], T]
 
-    @wraps(method)
-    def waiting(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with group.waiting():
-            return method(group, *args, **kwargs)
 
-    return waiting
+def _waits_for(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
+    """A method that waits for other processes: if one has failed, its error is that.
+
+    Args:
+        what: What it waits for, in words.
+    """
+
+    def decorate(method: Method[P, T]) -> Method[P, T]:
+        @wraps(method)
+        def waiting(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with group.waiting_for(what):
+                return method(group, *args, **kwargs)
+
+        return waiting
+
+    return decorate
 
 
 class Watcher(Protocol):
@@ -87,8 +97,11 @@ class Group:
             end_waits(self._group)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting_for(self, what: str) -> Iterator[None]:
         """A ``with`` block in which an error of the network is that of the process that failed.
+
+        Args:
+            what: What it waits for, in words.
 
         Raises:
             RankFailed: Names that process.
@@ -100,7 +113,7 @@ class Group:
             patient = time.monotonic() - began >= self._timeout.total_seconds()
             failure = None if patient else self._failure()
             if failure is not None:
-                raise failure from error
+                raise RankFailed(f"{failure}, while {what} was awaited") from error
             raise
 
     def _failure(self) -> RankFailed | None:
@@ -112,9 +125,18 @@ class Group:
                     return failure
         return None
 
-    @_waits
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value that process ``source`` has; its tensors on the CPU in all others."""
+    def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
+        """The value that process ``source`` has; its tensors on the CPU in all others.
+
+        Args:
+            value: The value, in that process.
+            source: The process.
+            what: What it is, in words.
+        """
+        with self.waiting_for(what):
+            return self._broadcast(value, source)
+
+    def _broadcast(self, value: Any, source: int) -> Any:
         here = self.rank == source
         parcel = pack(value) if here else None
         text = self._broadcast_bytes(parcel.text if parcel is not None else None, source)
@@ -124,7 +146,7 @@ class Group:
                 dist.broadcast(as_bytes(tensor), group_src=source, group=self._group)
         return value if here else unpack(parcel)
 
-    @_waits
+    @_waits_for("a broadcast")
     def overwrite(self, tensor: Tensor, source: int = 0) -> None:
         """Give ``tensor`` the values that it has in process ``source``."""
         if not tensor.numel():
@@ -135,7 +157,7 @@ class Group:
             with torch.no_grad():
                 tensor.copy_(host)
 
-    @_waits
+    @_waits_for("one that takes a part of a checkpoint")
     def send(self, value: Any, to: int) -> None:
         """Send a value to process ``to``, which calls :meth:`receive`."""
         parcel = pack(value)
@@ -146,7 +168,7 @@ class Group:
             if tensor.numel():
                 dist.send(as_bytes(tensor), group_dst=to, group=self._group)
 
-    @_waits
+    @_waits_for("a part of a checkpoint")
     def receive(self, source: int) -> Any:
         """The value that process ``source`` sends, with its tensors on the CPU."""
         size = torch.tensor(0)
@@ -159,7 +181,7 @@ class Group:
                 dist.recv(as_bytes(tensor), group_src=source, group=self._group)
         return unpack(parcel)
 
-    @_waits
+    @_waits_for("a sum over all")
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all processes of a tensor on the CPU, which is changed."""
         dist.all_reduce(tensor, group=self._group)
@@ -170,7 +192,6 @@ class Group:
         votes = int(self.sum(torch.tensor(int(decision))))
         return votes == self.size if all else votes > 0
 
-    @_waits
     def meet(self, purpose: str) -> None:
         """Wait until all processes are here, for as long as the timeout.
 
@@ -180,13 +201,14 @@ class Group:
         Raises:
             RuntimeError: Names those that do not come.
         """
-        try:
-            dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"all processes must {purpose} together: rank {self.rank} of "
-                f"{self.size} waited for {self._timeout.total_seconds():g} s. {error}"
-            ) from error
+        with self.waiting_for(f"the last process to {purpose}"):
+            try:
+                dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"all processes must {purpose} together: rank {self.rank} of "
+                    f"{self.size} waited for {self._timeout.total_seconds():g} s. {error}"
+                ) from error
 
     def leave(self) -> None:
         """Close the connections; whoever waits for this process gets an error."""

@@ -87,6 +87,8 @@ def test_process_that_fails_between_two_steps_is_named(
 
     how = "failed: OwnError: burnt" if fault == "burn" else "is lost: "
     assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) {how}")
+    if (fault, place) == ("stop", "step"):
+        assert message.endswith("nothing was heard for 2 s, while the next batch was awaited")
 
 
 def fit_replicas(root: Path, rank: int) -> str:
