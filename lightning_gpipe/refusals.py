@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from lightning_gpipe.core.pipeline import FOUND, is_found
 from lightning_gpipe.core.plan import check_balance
 from lightning_gpipe.kept_balance import FROM_CHECKPOINT
+from lightning_gpipe.whole_files import WholeFiles
 
 try:
     from lightning.pytorch.callbacks import WeightAveraging
@@ -166,7 +167,7 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
         if isinstance(callback, WeightAveraging)
         and not isinstance(callback, StochasticWeightAveraging)
     ]
-    if type(io) is not TorchCheckpointIO:
+    if type(io) not in (TorchCheckpointIO, WholeFiles):
         found.append(type(io).__name__)
     if found:
         raise ValueError(

@@ -57,9 +57,10 @@ def make_room(path: Path) -> None:
 
 
 def remove_parts(path: Path) -> None:
-    """Remove a folder, in whose place a file will be."""
+    """Remove a folder, in whose place a file will be, and what an interrupted save has left."""
     if (path / REST).is_file():
         shutil.rmtree(path)
+    _remove(_beside(path, "part"))
 
 
 def save_parts(

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -66,6 +68,7 @@ from lightning_gpipe.refusals import (
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.sharded import load_model, load_optimizer
 from lightning_gpipe.watch import Watches
+from lightning_gpipe.whole_files import WholeFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -433,6 +436,20 @@ class GPipeStrategy(OverProcesses):
             raise
 
     # Checkpoints that do not depend on the pipeline.
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # such as an asynchronous one
+            self._checkpoint_io.checkpoint_io = WholeFiles()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def save_checkpoint(

@@ -28,7 +28,7 @@ strategy
 processes  piped
 averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  sharded  watch  skip
 flatten  pretrained
-kept_balance  sampled  device_options
+kept_balance  sampled  device_options  whole_files
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline
