@@ -272,7 +272,8 @@ class Office:
 
     def _miss(self, ranks: list[int]) -> None:
         seconds = self._lost_after.total_seconds()
-        self._lose(ranks, Verdict(tuple(ranks), f"is lost: nothing was heard for {seconds:g} s"))
+        are = "is" if len(ranks) == 1 else "are"
+        self._lose(ranks, Verdict(tuple(ranks), f"{are} lost: nothing was heard for {seconds:g} s"))
 
     def _lose(self, ranks: Sequence[int], verdict: Verdict) -> None:
         """Fail for good.
