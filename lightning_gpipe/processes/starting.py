@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_gpipe.core.transport import meet
+from lightning_gpipe.core.transport import meet, within
 
 
 def start_together(
@@ -32,10 +33,13 @@ def start_together(
     Raises:
         RuntimeError: If some do not start in time; it names them.
     """
-    store = store_of_all(environment, patience)
     rank = environment.global_rank()
+    unanswered = f"all processes must start: rank {rank} got no answer from rank 0"
+    # The first process may come last, and the others may have waited for it for as long before.
+    store = within(3 * patience, partial(store_of_all, environment, patience), unanswered)
+    join = partial(_init_dist_connection, environment, backend, store=store, timeout=patience)
     try:
-        _init_dist_connection(environment, backend, store=store, timeout=patience)
+        within(2 * patience, join, unanswered)
     except RuntimeError as error:
         raise RuntimeError(
             f"all processes must be connected within {patience.total_seconds():g} s: rank {rank} "

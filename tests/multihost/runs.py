@@ -1,7 +1,11 @@
 """A run of the training script on both machines, by torchrun."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,13 @@ class Run:
         left = awaited(lambda: len({*self._machines.processes()} - launchers), 0, LONGEST)
         assert (told, left) == (len(self._ranks), 0), self.printed()
 
+    def begin(self) -> None:
+        """Wait until each rank is about to start."""
+        begun = awaited(
+            lambda: len(list(self._folder.glob("process-*"))), len(self._ranks), LONGEST
+        )
+        assert begun == len(self._ranks), self.printed()
+
     def process(self, rank: int) -> int:
         """The id of the process that is a rank now."""
         return int((self._folder / f"process-{rank}").read_text(encoding="utf-8"))
@@ -87,9 +98,13 @@ class Run:
         return {k: f.read_text(encoding="utf-8") for k, f in found.items() if f.exists()}
 
     def printed(self) -> str:
-        """The end of what both machines have printed."""
+        """The end of what both machines have printed, with the stacks of what still runs."""
+        for rank in self._ranks:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(self.process(rank), signal.SIGUSR1)
+        time.sleep(1.0)
         logs = sorted(self._folder.glob("*.log"))
-        return "\n".join(f"{f.name}:\n{f.read_text(encoding='utf-8')[-6000:]}" for f in logs)
+        return "\n".join(f"{f.name}:\n{f.read_text(encoding='utf-8')[-12000:]}" for f in logs)
 
     def weights(self) -> dict[str, Any]:
         """Where it has ended."""

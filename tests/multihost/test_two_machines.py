@@ -85,9 +85,23 @@ def test_network_that_fails_for_good_and_a_restart(
     each = PROCESSES[mode]
     for rank, error in errors.items():
         others = range(each, 2 * each) if rank < each else range(each)
+        are = "is" if each == 1 else "are"
         names = " and ".join(rf"rank {k}( \(stages? [0-9, ]+\))?" for k in others)
-        assert re.match(f"RankFailed: {names} is lost: nothing was heard for 6 s", error)
+        assert re.match(f"RankFailed: {names} {are} lost: nothing was heard for 6 s", error)
     assert_equal(run.weights(), expected)
+
+
+def test_network_that_fails_while_they_start(machines: Machines, tmp_path: Path) -> None:
+    run = Run(machines, tmp_path, "per_stage", "--bound", "3")
+    run.start()
+    run.begin()
+    machines.unplug()
+    run.fail()
+    machines.plug()
+
+    assert all(run.end())
+    for error in run.errors().values():
+        assert error.startswith(("RuntimeError: all processes ", "RankFailed: rank "))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -4,8 +4,10 @@ torchrun ... tests/multihost/training.py FOLDER per_stage
 """
 
 import argparse
+import faulthandler
 import os
 import random
+import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=30.0)
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     rank = os.environ["RANK"]
     (options.folder / f"process-{rank}").write_text(str(os.getpid()), encoding="utf-8")

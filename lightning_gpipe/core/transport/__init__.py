@@ -25,6 +25,7 @@ from lightning_gpipe.core.transport.process_group import (
     meet,
     own_addresses,
     patience_of,
+    within,
 )
 
 __all__ = [
@@ -47,4 +48,5 @@ __all__ = [
     "meet",
     "own_addresses",
     "patience_of",
+    "within",
 ]

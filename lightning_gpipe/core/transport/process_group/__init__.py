@@ -8,6 +8,7 @@ from lightning_gpipe.core.transport.process_group.address import (
     addresses_of_interfaces,
     own_addresses,
 )
+from lightning_gpipe.core.transport.process_group.bounded import within
 from lightning_gpipe.core.transport.process_group.cutting import end_waits
 from lightning_gpipe.core.transport.process_group.groups import join_processes, patience_of
 from lightning_gpipe.core.transport.process_group.lifeline import Lifeline
@@ -25,4 +26,5 @@ __all__ = [
     "meet",
     "own_addresses",
     "patience_of",
+    "within",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import (
 
 from lightning_gpipe.core.transport.interface import RankFailed
 from lightning_gpipe.core.transport.process_group.address import device_for
+from lightning_gpipe.core.transport.process_group.bounded import within
 from lightning_gpipe.core.transport.process_group.meeting import meet
 from lightning_gpipe.core.transport.process_group.office import START, Office
 from lightning_gpipe.core.transport.process_group.sharing import Connection, Place, Shared
@@ -116,10 +118,13 @@ def _shared(place: Place, rank: int) -> Shared:
 
     purpose = "come to make the pipeline, each with the same owners"
     patience = patience_of(place.lost_after)
-    name = meet(store, place.ranks, rank, patience, purpose, offered, check)
+    unanswered = f"all processes of a pipeline must be connected: rank {rank} got no answer"
+    come = partial(meet, store, place.ranks, rank, patience, purpose, offered, check)
+    name = within(3 * patience, come, unanswered)  # the first may come last, and then wait itself
     if found is not None and name == offered:
         return found
-    group = _connected(PrefixStore(name, store), rank, len(place.ranks), place.lost_after)
+    members = PrefixStore(name, store), rank, len(place.ranks), place.lost_after
+    group = within(patience, partial(_connected, *members), unanswered)
     return Shared(Office(group, place.lost_after), place, name)
 
 
