@@ -6,10 +6,12 @@ needs matplotlib, which is an extra.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -25,8 +27,10 @@ INSTALL = "pip install 'lightning-gpipe[pictures]'"
 _COLORS = {Kind.FORWARD: "#3b75af", Kind.RECOMPUTE: "#a6c8e6", Kind.BACKWARD: "#e8853d"}
 _DARK = (Kind.FORWARD, Kind.BACKWARD)  # whose labels are white
 _INCHES, _DPI = 12.8, 150  # as wide as a slide: 1920 pixels
-_ROWS = 32  # with more, a row has no room for text
+_ROWS = 32  # with more, a lane has no room for text
 _NAMES = 24  # of workers, at most: more would overlap in a part of a figure
+_LINES = 34  # of names of 10 points, at most, in a whole figure
+_SMALLEST = 6  # points, of names of more lines
 _POINTS = 5.5  # the width of a digit in a box
 _MOST_FIT = 0.9  # of the labels of a kind: fewer look like a selection that means something
 _BOXES = 20_000  # with more, they are narrower than a pixel
@@ -56,6 +60,8 @@ def timeline_picture(
         cuda:0   ▇F0▇▇F1▇▇F2▇             ▇B2▇▇R1▇▇B1▇ ...
         cuda:1        ▇F0▇▇F1▇▇F2▇▇B2▇▇R1▇▇B1▇
 
+    Of a worker with several stages, each stage has a lane of its own, from top to bottom.
+
     Args:
         spans: The actions, with times in seconds from any beginning.
         workers: What each worker is called; may have several lines.
@@ -71,7 +77,8 @@ def timeline_picture(
     check_can_draw()
     from matplotlib.figure import Figure
 
-    height = min(7.2, 1.9 + 0.55 * len(workers))
+    row = max(0.55, 0.19 * _lines(workers))
+    height = min(7.2, 1.9 + row * len(workers))
     figure = Figure(figsize=(_INCHES, height), dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
     draw_timeline(axes, spans, workers)
@@ -102,7 +109,7 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     figure = axes.get_figure(root=True)
     assert figure is not None
     points = 72 * 0.85 * figure.get_figwidth() / length
-    several = len({span.action.j for span in spans}) > len({span.worker for span in spans})
+    lanes = _lanes(spans)
     for kind, color in _COLORS.items():
         chosen = [span for span in spans if span.action.kind is kind]
         if not chosen:
@@ -111,45 +118,69 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
         if len(spans) > _BOXES:
             _draw_pixels(axes, chosen, color, begin, length, len(workers))
             continue
-        _draw_boxes(axes, chosen, color, begin, points)
-        if len(workers) <= _ROWS:
-            _draw_labels(axes, chosen, begin, points, several)
+        _draw_boxes(axes, chosen, lanes, color, begin, points)
+        if len(lanes) <= _ROWS:
+            _draw_labels(axes, chosen, lanes, begin, points)
     _frame(axes, workers, 1e3 * length)
 
 
-def _draw_boxes(axes: Axes, spans: Sequence[Span], color: str, begin: float, points: float) -> None:
+class _Lane(NamedTuple):
+    """Where the actions of a stage are drawn: its upper edge and its height, in rows."""
+
+    top: float
+    height: float
+
+
+def _lanes(spans: Sequence[Span]) -> dict[tuple[int, int], _Lane]:
+    """The lane of each worker's stages."""
+    found = {}
+    for worker in {span.worker for span in spans}:
+        stages = sorted({span.action.j for span in spans if span.worker == worker})
+        height = 0.8 / len(stages)
+        for k, j in enumerate(stages):
+            found[worker, j] = _Lane(worker - 0.4 + k * height, height)
+    return found
+
+
+def _draw_boxes(
+    axes: Axes,
+    spans: Sequence[Span],
+    lanes: Mapping[tuple[int, int], _Lane],
+    color: str,
+    begin: float,
+    points: float,
+) -> None:
     """A box for each action of a kind, with a line around those that are wider than it."""
     narrow = median((span.end - span.start) * points for span in spans) < 3
-    for worker in sorted({span.worker for span in spans}):
-        boxes = [
-            (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
-            for each in spans
-            if each.worker == worker
-        ]
+    boxes = defaultdict(list)
+    for each in spans:
+        box = (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
+        boxes[lanes[each.worker, each.action.j]].append(box)
+    for lane, chosen in boxes.items():
         axes.broken_barh(
-            boxes,
-            (worker - 0.4, 0.8),
-            facecolor=color,
-            edgecolor="white",
-            linewidth=0.15 if narrow else 0.6,
+            chosen, lane, facecolor=color, edgecolor="white", linewidth=0.15 if narrow else 0.6
         )
 
 
 def _draw_labels(
-    axes: Axes, spans: Sequence[Span], begin: float, points: float, several: bool
+    axes: Axes,
+    spans: Sequence[Span],
+    lanes: Mapping[tuple[int, int], _Lane],
+    begin: float,
+    points: float,
 ) -> None:
     """The micro-batch of each action of a kind, if nearly all of them have room for it."""
-    labels = [f"{each.action.i}" + (f"/{each.action.j}" if several else "") for each in spans]
     fitting = [
-        (span, label)
-        for span, label in zip(spans, labels, strict=True)
-        if (span.end - span.start) * points > _POINTS * len(label)
+        span
+        for span in spans
+        if (span.end - span.start) * points > _POINTS * len(str(span.action.i))
     ]
-    for span, label in fitting if len(fitting) >= _MOST_FIT * len(spans) else ():
+    for span in fitting if len(fitting) >= _MOST_FIT * len(spans) else ():
+        lane = lanes[span.worker, span.action.j]
         axes.text(
             1e3 * ((span.start + span.end) / 2 - begin),
-            span.worker,
-            label,
+            lane.top + lane.height / 2,
+            str(span.action.i),
             ha="center",
             va="center",
             fontsize=8,
@@ -173,10 +204,17 @@ def _draw_pixels(
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
 
 
+def _lines(workers: Sequence[str]) -> int:
+    """The lines of the longest name."""
+    return max((1 + name.count("\n") for name in workers), default=1)
+
+
 def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
     """The axes around the boxes: the first worker on top, nothing that is not needed."""
-    every = -(-len(workers) // _NAMES)
-    axes.set_yticks(range(0, len(workers), every), workers[::every])
+    lines = _lines(workers) * len(workers)
+    size = min(10.0, max(_SMALLEST, 10 * _LINES / max(1, lines)))
+    every = max(1, ceil(len(workers) / _NAMES), ceil(lines * size / (10 * _LINES)))
+    axes.set_yticks(range(0, len(workers), every), workers[::every], fontsize=size)
     axes.set_ylim(len(workers) - 0.45, -0.55)
     axes.set_xlim(0, length)
     axes.set_facecolor("#f1f1f1")

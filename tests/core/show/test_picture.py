@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +32,24 @@ def test_picture_of_a_mini_batch(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_picture_of_virtual_stages_tells_them_apart() -> None:
+def test_virtual_stages_of_a_worker_have_a_lane_each() -> None:
     figure = timeline_picture(spans_of(1, (0, 1, 0, 1)), ["cpu 0", "cpu 1"])
 
-    assert {"0/0", "0/3"} <= {text.get_text() for text in figure.axes[0].texts}
+    # F0 of stages 0 to 3, one after the other: the upper lane of each worker, then the lower
+    texts = [text for text in figure.axes[0].texts if text.get_text() == "0"]
+    places = sorted(text.get_position() for text in texts)
+    heights = [y for _, y in places[:4]]
+    assert heights == pytest.approx([-0.2, 0.8, 0.2, 1.2])
+
+
+@pytest.mark.parametrize("workers, lines", [(2, 5), (4, 3), (16, 3), (24, 2), (64, 2)])
+def test_names_of_workers_do_not_overlap(workers: int, lines: int) -> None:
+    names = ["\n".join([f"cuda:{w}"] * lines) for w in range(workers)]
+    figure = timeline_picture(spans_of(1, tuple(range(workers))), names)
+
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert all(a.y0 >= b.y1 for a, b in pairwise(boxes))
 
 
 @pytest.mark.parametrize("spans", [[], [Span(0, Action(Kind.FORWARD, 0, 0), 1.0, 1.0)]])
