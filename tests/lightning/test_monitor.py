@@ -1,6 +1,6 @@
 """What the monitor logs and writes, and what it says at the end."""
 
-import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
 from tests.support.lightning_modules import fitted
+from tests.support.traces import events_of, named
 from tests.support.two_stacks import Translator
 
 NAMES = {
@@ -56,7 +57,7 @@ def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
 def test_trace_of_the_latest_steps(tmp_path: Path, every: int, steps: int) -> None:
     run(tmp_path, PipelineMonitor(every_n_steps=every, folder=tmp_path / "new"))
 
-    events = json.loads((tmp_path / "new/pipeline_trace.json").read_text("utf-8"))["traceEvents"]
+    events = events_of((tmp_path / "new/pipeline_trace.json").read_text("utf-8"))
     boxes = [each for each in events if each["ph"] == "X"]
     caller = [each["name"] for each in boxes if each["tid"] == 0]
     assert [caller.count(name) for name in ("training_step", "backward", "optimizer step")] == [
@@ -64,6 +65,30 @@ def test_trace_of_the_latest_steps(tmp_path: Path, every: int, steps: int) -> No
     ] * 3
     # Each of the two micro-batches has a forward and a backward, and one of them is recomputed.
     assert [sum(each["tid"] == w + 1 for each in boxes) for w in range(2)] == [5 * steps] * 2
+
+
+def test_trace_of_virtual_stages(tmp_path: Path) -> None:
+    strategy = GPipeStrategy([2, 1, 2, 1], chunks=2, module="layers")
+
+    run(tmp_path, PipelineMonitor(every_n_steps=1, folder=tmp_path), strategy=strategy)
+
+    events = events_of((tmp_path / "pipeline_trace.json").read_text("utf-8"))
+    names = ["caller", "worker 0 (cpu), stages 0, 2", "worker 1 (cpu), stages 1, 3"]
+    assert named(events, "process_name") == {0: "Classifier"}
+    assert named(events, "thread_name") == dict(enumerate(names))
+    boxes = [each for each in events if each["ph"] == "X"]
+    assert {each["name"] for each in boxes if each["tid"] == 0} == {
+        "training_step",
+        "backward",
+        "optimizer step",
+        "between steps",
+    }
+    done = {(each["name"], each["args"]["stage"]) for each in boxes if each["tid"]}
+    kinds = ["forward 0", "forward 1", "recompute 0", "backward 0", "backward 1"]
+    assert done == set(product(kinds, range(4)))
+    # Between each two stages, for each of two micro-batches, in the latest of five steps.
+    arrows = [each["name"] for each in events if each["ph"] == "s"]
+    assert {name: arrows.count(name) for name in arrows} == {"activations": 30, "gradients": 30}
 
 
 def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

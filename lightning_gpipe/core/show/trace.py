@@ -5,13 +5,17 @@ its micro-batch, stage and layers as arguments. What one stage hands to another 
 to "f"): an arrow from the end of the one action to the begin of the other. That a copy between
 devices took some of the time between them is not recorded.
 
-Times are in microseconds. Events of a thread must not overlap, which holds for what one worker, and
-one caller, does.
+Times are whole microseconds: readers drop an event that overlaps another of its thread in part,
+and fractions, which they round in different ways, would make neighbours overlap. What one worker,
+and one caller, does never overlaps. The numbers of flows are integers: Perfetto reads a string as a
+hexadecimal number, and drops what is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from math import floor
 from typing import Any, NamedTuple
 
 from lightning_gpipe.core.plan import Action, Kind, Layout
@@ -44,10 +48,11 @@ def trace_of(
     begin = min(starts, default=0.0)
     events = [_called("process_name", _CALLER, name), *_threads(runs)]
     for title, start, end in caller:
-        events.append(_complete(_CALLER, title, "caller", start - begin, end - start, {}))
-    for k, (layout, spans) in enumerate(runs):
+        events.append(_complete(_CALLER, title, "caller", start - begin, end - begin, {}))
+    numbers = count()
+    for layout, spans in runs:
         events += [_action(layout, span, begin) for span in spans]
-        events += _flows(layout, spans, begin, k)
+        events += _flows(layout, spans, begin, numbers)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -55,10 +60,16 @@ def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str
     """The names of the threads, in the order of the workers."""
     names = {_CALLER: "caller"}
     for layout, _ in runs:
-        names |= {w + 1: f"worker {w} ({device})" for w, device in enumerate(layout.devices)}
+        names |= {w + 1: _worker(layout, w) for w in range(len(layout.devices))}
     for thread, name in sorted(names.items()):
         yield _called("thread_name", thread, name)
         yield _meta("thread_sort_index", thread, {"sort_index": thread})
+
+
+def _worker(layout: Layout, w: int) -> str:
+    stages = layout.stages_of(w)
+    numbers = ", ".join(map(str, stages))
+    return f"worker {w} ({layout.devices[w]}), stage{'s' if len(stages) > 1 else ''} {numbers}"
 
 
 def _called(what: str, thread: int, name: str) -> dict[str, Any]:
@@ -70,7 +81,7 @@ def _meta(what: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _complete(
-    thread: int, name: str, category: str, start: float, length: float, args: dict[str, Any]
+    thread: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "ph": "X",
@@ -79,7 +90,7 @@ def _complete(
         "pid": _PID,
         "tid": thread,
         "ts": _micro(start),
-        "dur": _micro(length),
+        "dur": _micro(end) - _micro(start),
         "args": args,
     }
 
@@ -88,26 +99,25 @@ def _action(layout: Layout, span: Span, begin: float) -> dict[str, Any]:
     worker, (kind, i, j), start, end = span
     args = {"micro-batch": i, "stage": j, "runs": str(layout.partitions[j])}
     name = f"{kind.verb} {i}"
-    return _complete(worker + 1, name, kind.verb, start - begin, end - start, args)
+    return _complete(worker + 1, name, kind.verb, start - begin, end - begin, args)
 
 
 def _flows(
-    layout: Layout, spans: Sequence[Span], begin: float, run: int
+    layout: Layout, spans: Sequence[Span], begin: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """The arrows from each action to those on other workers that use its result."""
     found = {span.action: span for span in spans}
-    number = 0
     for span in spans:
         for user, what in _users(layout, span.action):
             target = found.get(user)
             if target is None or target.worker == span.worker:
                 continue
-            flow = {"name": what, "cat": "hand-over", "pid": _PID, "id": f"{run}.{number}"}
-            end = max(span.start, span.end - 1e-9)  # within the action that the arrow leaves
-            yield {"ph": "s", "tid": span.worker + 1, "ts": _micro(end - begin), **flow}
+            flow = {"name": what, "cat": "hand-over", "pid": _PID, "id": next(numbers)}
+            start, end = _micro(span.start - begin), _micro(span.end - begin)
+            # An arrow leaves the action within which it begins.
+            yield {"ph": "s", "tid": span.worker + 1, "ts": max(start, end - 1), **flow}
             entered = {"tid": target.worker + 1, "ts": _micro(target.start - begin), "bp": "e"}
             yield {"ph": "f", **entered, **flow}
-            number += 1
 
 
 def _users(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
@@ -122,6 +132,6 @@ def _users(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
         yield Action(kind, i, other), f"{what} of {route.name}"
 
 
-def _micro(seconds: float) -> float:
-    """Microseconds, to the nanosecond."""
-    return round(1e6 * seconds, 3)
+def _micro(seconds: float) -> int:
+    """Whole microseconds."""
+    return floor(1e6 * seconds)
