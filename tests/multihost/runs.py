@@ -90,7 +90,8 @@ class Run:
     def steps(self, rank: int) -> int:
         """The last step that a rank has made."""
         file = self._folder / f"steps-{rank}"
-        return int(file.read_text(encoding="utf-8").split()[-1]) if file.exists() else 0
+        steps = file.read_text(encoding="utf-8").split() if file.exists() else []
+        return int(steps[-1]) if steps else 0
 
     def errors(self) -> dict[int, str]:
         """What went wrong, by rank."""
