@@ -53,7 +53,9 @@ def plan_command(arguments: Sequence[str]) -> int:
             found = _planned(others, places, operations, options)
     except NoPlan as error:
         print(f"{error}", file=sys.stderr)
-        if not options.json:
+        if options.json:
+            print(json.dumps(error.as_dict()))
+        else:
             show_plan(Plan(error.nearest))
         return 1
     except Exception as error:  # whatever the user's model raises stands in the way

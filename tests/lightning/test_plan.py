@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gpipe.core.plan import Place
 from lightning_gpipe.core.show import can_draw
@@ -33,6 +33,28 @@ class OfAFewWords(Classifier):
     def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
         print("a line of the user's")
         super().__init__(optimizer, scheduled)
+
+
+class Alone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("no neighbours")
+
+
+class CannotRunAlone(Classifier):
+    def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
+        layers = nn.Sequential(nn.Linear(FEATURES, FEATURES), Alone(), nn.Tanh())
+        super().__init__(optimizer, scheduled, layers)
+
+
+class RejectsItsInput(Classifier):
+    def __init__(self, optimizer: str = "adam", scheduled: bool = False) -> None:
+        layers = nn.Sequential(nn.Linear(FEATURES, 5), nn.Linear(4, FEATURES), nn.Tanh())
+        super().__init__(optimizer, scheduled, layers)
+
+
+class OfNoOptimizer(Classifier):
+    def configure_optimizers(self) -> Any:
+        return "adam"
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +136,60 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "stages" in printed.out
 
 
+@pytest.mark.parametrize(
+    "devices, fits", [("--stages 1 --devices 8", True), ("--devices 2", False)]
+)
+def test_nothing_fits_as_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], devices: str, fits: bool
+) -> None:
+    config = configured(tmp_path, f"{HERE}.OfAFewWords")
+    memory = "7KiB" if fits else "100B"
+    arguments = f"--config {config} {devices} --device-memory {memory} --json"
+    assert plan_command(arguments.split()) == 1
+
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["error"] in printed.err
+    nearest = found["nearest"]["stages"]
+    assert found["missing"] == [
+        {"device": stage["device"], "stage": j, "bytes": stage["memory"]["total"] - stage["limit"]}
+        for j, stage in enumerate(nearest)
+    ]
+    assert found["needed"] == max(stage["memory"]["total"] for stage in nearest)
+    assert (found["fitting"] is not None) == fits
+    for stage in found["fitting"]["stages"] if fits else ():
+        assert stage["memory"]["total"] <= stage["limit"]
+
+
 def test_configuration_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("trainer: {max_epochs: 1}\n", encoding="utf-8")
 
     assert plan_command(["--config", str(path), "--devices", "2"]) == 1
     assert "needs a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model, said",
+    [
+        ("CannotRunAlone", ["no neighbours", "raised in layer 1 (Alone), which ran by itself on"]),
+        (
+            "RejectsItsInput",
+            ["cannot be multiplied", "raised in layer 1 (Linear)", "Pass an input"],
+        ),
+        ("OfNoOptimizer", ["Unknown configuration for model optimizers"]),
+    ],
+)
+def test_models_that_cannot_be_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, said: list[str]
+) -> None:
+    config = configured(tmp_path, f"{HERE}.{model}")
+    assert plan_command(["--config", config, "--devices", "2", "--json"]) == 1
+
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for part in said:
+        assert part in printed.err
 
 
 def test_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lightning_gpipe.core.plan.balance.costs import Place
 from lightning_gpipe.core.plan.candidates import Asked, Candidate
@@ -31,6 +32,21 @@ class NoPlan(ValueError):
             f"{nearest.settings}, lacks {_lacking(nearest)}; it fits devices of "
             f"{self.needed / _GIB:.3g} GiB. {_cure(fitting)}"
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts, as for JSON."""
+        missing = [
+            {"device": stage.device, "stage": j, "bytes": stage.missing}
+            for j, stage in enumerate(self.nearest.stages)
+            if stage.missing
+        ]
+        return {
+            "error": str(self),
+            "missing": missing,
+            "needed": self.needed,
+            "nearest": self.nearest.as_dict(),
+            "fitting": None if self.fitting is None else self.fitting.as_dict(),
+        }
 
 
 def that_fits(asked: Asked) -> Prediction | None:
