@@ -91,11 +91,13 @@ def _come(
     ticket = told.partition(" ")[0]
     name, deadline = "", time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
-        if store.check([place]) and (found := store.get(place).decode()) != name:
-            name = found
-            store.set(f"{name}/{rank}", told)
+        found = store.get(place).decode() if store.check([place]) else name
+        # The first process answers before it goes on to its next meeting, under another name.
         if name and store.check([f"{name}/{ticket}"]):
             return store.get(f"{name}/{ticket}").decode()
+        if found != name:
+            name = found
+            store.set(f"{name}/{rank}", told)
         check()
         time.sleep(_POLL)
     return _MISSING + "0"

@@ -51,6 +51,22 @@ def test_all_agree_on_a_name_and_on_another_one_the_next_time() -> None:
     assert len(set.union(*names)) == 3
 
 
+def test_first_one_that_goes_on_to_the_next_meeting_at_once() -> None:
+    store = HashStore()
+    found: dict[int, list[str]] = {k: [] for k in RANKS}
+
+    def come_often(rank: int) -> None:
+        for _ in range(4):
+            come(found[rank], store, rank)
+
+    threads = [start(partial(come_often, k)) for k in RANKS]
+    for thread in threads:
+        thread.join()
+
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 4
+
+
 def test_one_that_is_missing_is_named_by_the_first() -> None:
     store = HashStore()
     other = start(partial(fails, store, 2, LONG))
