@@ -50,6 +50,7 @@ from lightning_gpipe.processes import (
     Mode,
     OverProcesses,
     StartMethod,
+    Terms,
     check_processes,
 )
 from lightning_gpipe.refusals import (
@@ -171,16 +172,8 @@ class GPipeStrategy(OverProcesses):
         save_distributed_checkpoint: bool = False,
     ) -> None:
         check_processes(processes, start_method, lost_after, replicas)
-        super().__init__(
-            processes,
-            replicas,
-            timeout,
-            lost_after,
-            process_group_backend,
-            start_method,
-            ddp,
-            save_distributed_checkpoint,
-        )
+        terms = Terms(processes, replicas, timeout, lost_after, process_group_backend, start_method)
+        super().__init__(terms, save_distributed_checkpoint, ddp)
         if verify and processes != "single":
             refuse_verification(processes)
         check_module(module)

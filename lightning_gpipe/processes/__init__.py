@@ -7,7 +7,7 @@ have batches of their own, and average their gradients.
 """
 
 from lightning_gpipe.processes.arrangement import Mode
-from lightning_gpipe.processes.launching import StartMethod, check_processes
+from lightning_gpipe.processes.launching import StartMethod, Terms, check_processes
 from lightning_gpipe.processes.strategy import OverProcesses
 
-__all__ = ["Mode", "OverProcesses", "StartMethod", "check_processes"]
+__all__ = ["Mode", "OverProcesses", "StartMethod", "Terms", "check_processes"]

@@ -8,7 +8,7 @@ and also where a launcher's variables are set. One in several is started by Ligh
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -64,10 +64,10 @@ def check_processes(
         raise ValueError(f"start_method must be one of {words}: got {start_method!r}.")
 
 
-class Launched(ParallelStrategy):
-    """A strategy of one Trainer, in one process or several.
+class Terms(NamedTuple):
+    """Which processes there are, and how they are started.
 
-    Args:
+    Attributes:
         processes: Which processes a pipeline has.
         replicas: How many pipelines there are.
         timeout: How long they wait for one another.
@@ -76,22 +76,29 @@ class Launched(ParallelStrategy):
         start_method: How they are started, if no launcher of the user's has.
     """
 
-    def __init__(
-        self,
-        processes: Mode,
-        replicas: int,
-        timeout: timedelta,
-        lost_after: timedelta | None,
-        process_group_backend: str | None,
-        start_method: StartMethod,
-    ) -> None:
+    processes: Mode
+    replicas: int
+    timeout: timedelta
+    lost_after: timedelta | None
+    process_group_backend: str | None
+    start_method: StartMethod
+
+
+class Launched(ParallelStrategy):
+    """A strategy of one Trainer, in one process or several.
+
+    Args:
+        terms: Which processes there are, and how they are started.
+    """
+
+    def __init__(self, terms: Terms) -> None:
         super().__init__()
-        self._mode: Mode = processes
-        self._replicas = replicas
-        self._timeout = timeout
-        self._lost_after = lost_after
-        self._backend = process_group_backend
-        self._start_method: StartMethod = start_method
+        self._mode: Mode = terms.processes
+        self._replicas = terms.replicas
+        self._timeout = terms.timeout
+        self._lost_after = terms.lost_after
+        self._backend = terms.process_group_backend
+        self._start_method: StartMethod = terms.start_method
         self._nodes = 1
         self._circles: Circles | None = None  # of several processes, once they are connected
         self._elsewhere: set[str] = set()  # the paths of modules in stages of other processes

@@ -5,7 +5,6 @@ It is one file that the first process writes, or a folder to which each writes i
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gpipe.checkpoint_io import on_cpu
-from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.gathering import (
     own_optimizer_keys,
     own_state,
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpipe.processes.launching import Launched, StartMethod
+from lightning_gpipe.processes.launching import Launched, Terms
 from lightning_gpipe.sharded import (
     REST,
     folder_of,
@@ -36,24 +34,12 @@ class Saving(Launched):
     """A strategy of one Trainer, in one process or several.
 
     Args:
-        processes, replicas, timeout, lost_after, process_group_backend, start_method: See
-            :class:`~lightning_gpipe.processes.launching.Launched`.
+        terms: Which processes there are, and how they are started.
         save_distributed_checkpoint: Whether each process saves its part of a checkpoint itself.
     """
 
-    def __init__(
-        self,
-        processes: Mode,
-        replicas: int,
-        timeout: timedelta,
-        lost_after: timedelta | None,
-        process_group_backend: str | None,
-        start_method: StartMethod,
-        save_distributed_checkpoint: bool,
-    ) -> None:
-        super().__init__(
-            processes, replicas, timeout, lost_after, process_group_backend, start_method
-        )
+    def __init__(self, terms: Terms, save_distributed_checkpoint: bool) -> None:
+        super().__init__(terms)
         self._in_parts = save_distributed_checkpoint
         self._folder: Path | None = None  # from which this process loads its part
 

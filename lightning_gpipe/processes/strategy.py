@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -32,10 +31,9 @@ from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.run import Engine
 from lightning_gpipe.core.transport import RankFailed
 from lightning_gpipe.processes.agreement import check_same, shapes
-from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.batches import shared
 from lightning_gpipe.processes.gradients import Together
-from lightning_gpipe.processes.launching import StartMethod
+from lightning_gpipe.processes.launching import Terms
 from lightning_gpipe.processes.replicated import (
     check_options,
     check_static_graph,
@@ -49,32 +47,19 @@ class OverProcesses(Saving):
     """A strategy of one Trainer, in one process or several.
 
     Args:
-        processes, replicas, timeout, lost_after, process_group_backend, start_method,
-            save_distributed_checkpoint: See :class:`~lightning_gpipe.processes.saving.Saving`.
+        terms: Which processes there are, and how they are started.
+        save_distributed_checkpoint: Whether each process saves its part of a checkpoint itself.
         ddp: Options of the wrapper that averages gradients over replicas.
     """
 
     def __init__(
         self,
-        processes: Mode,
-        replicas: int,
-        timeout: timedelta,
-        lost_after: timedelta | None,
-        process_group_backend: str | None,
-        start_method: StartMethod,
-        ddp: Mapping[str, Any] | None,
+        terms: Terms,
         save_distributed_checkpoint: bool,
+        ddp: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(
-            processes,
-            replicas,
-            timeout,
-            lost_after,
-            process_group_backend,
-            start_method,
-            save_distributed_checkpoint,
-        )
-        check_options(ddp, replicas)
+        super().__init__(terms, save_distributed_checkpoint)
+        check_options(ddp, terms.replicas)
         self._ddp = dict(ddp or {})
         self._together: Together | None = None
         self._accumulates = False  # whether another backward comes before the optimizer's step
