@@ -118,7 +118,8 @@ def test_generation(four_ranks: Pool) -> None:
 def test_cache_that_blocks_of_several_processes_fill_is_refused(four_ranks: Pool) -> None:
     found = four_ranks.run(partial(generated, use_cache=True), (0, 1), among=2)
 
-    assert all("an object that blocks fill must be in one process" in each for each in found)
+    for each in found:
+        assert "an object that blocks fill must be in one process" in each
 
 
 class Uneven(nn.Module):

@@ -12,6 +12,7 @@ those before the failure, whose values are on their way to it, and fails in that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ class Ledger:
         self.lost_ranks: set[int] = set()
         # By how many runs had failed before: in which exchange, and how.
         self._failures: dict[int, tuple[int, Verdict]] = {}
-        self._closed_by: dict[int, int] = {}  # how often others have closed
+        self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
 
     @property
     def serial(self) -> int:
@@ -112,13 +113,13 @@ class Ledger:
 
     def close(self) -> bool:
         """Record that this process closes; returns whether another one did so before."""
-        follows = bool(self._closers)
+        follows = bool(self._closers())
         self.closed += 1
         return follows
 
-    def hear_end(self, rank: int, times: int) -> None:
-        """Record that another process has closed for the ``times``-th time."""
-        self._closed_by[rank] = times
+    def hear_end(self, rank: int, times: int, serial: int) -> None:
+        """Record that another process has closed for the ``times``-th time, after an exchange."""
+        self._closed_by[rank] = times, serial
 
     def lose(self, ranks: Sequence[int], verdict: Verdict) -> bool:
         """Record that processes are lost; returns whether none was before.
@@ -135,23 +136,27 @@ class Ledger:
     @property
     def failure(self) -> Verdict | None:
         """Why the present exchange cannot go on, if it cannot."""
-        if closers := self._closers:
+        failed = self._failure_by(self.serial)  # a process that has failed may close at once
+        if failed is None and (closers := self._closers(before=self.serial)):
             return Verdict(tuple(closers), "closed the pipeline")
-        return self.failure_in_it
+        return self.lost or failed
 
     @property
     def failure_next(self) -> Verdict | None:
         """Why the next exchange cannot run, if it cannot."""
-        serial, verdict = self._failures.get(self.failed, (0, None))
-        return self.lost or (verdict if serial <= self.serial + 1 else None)
+        return self.lost or self._failure_by(self.serial + 1)
 
     @property
     def failure_in_it(self) -> Verdict | None:
         """Which failure ends the present exchange, though all may have had their part, if any."""
-        serial, verdict = self._failures.get(self.failed, (0, None))
-        return self.lost or (verdict if serial <= self.serial else None)
+        return self.lost or self._failure_by(self.serial)
 
-    @property
-    def _closers(self) -> list[int]:
-        """Those that have closed while this process has not."""
-        return [rank for rank, times in self._closed_by.items() if times > self.closed]
+    def _failure_by(self, serial: int) -> Verdict | None:
+        """Which failure ends an exchange or one before it, of those since this process's last."""
+        found, verdict = self._failures.get(self.failed, (0, None))
+        return verdict if found <= serial else None
+
+    def _closers(self, before: float = math.inf) -> list[int]:
+        """Those that have closed while this process has not, without a part in an exchange."""
+        closed = self._closed_by.items()
+        return [rank for rank, (times, at) in closed if times > self.closed and at < before]

@@ -260,10 +260,8 @@ class Office:
         if header.bits:  # it was not the first, and who was is heard too
             return
         with self._lock:
-            self._ledger.hear_end(rank, header.slot)
-            # Of an exchange in which all are, it has had its part.
-            recipient = self._recipient if header.serial < self._ledger.serial else None
-            failed = self._ledger.failure
+            self._ledger.hear_end(rank, header.slot, header.serial)
+            recipient, failed = self._recipient, self._ledger.failure
         if recipient is not None and failed is not None:
             recipient.fail(failed)
 

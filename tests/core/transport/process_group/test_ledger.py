@@ -63,13 +63,33 @@ def test_first_of_several_failures_counts() -> None:
 
 
 def test_closed_by_another_until_it_closes_too() -> None:
-    ledger = begun(1)
-    ledger.hear_end(1, 1)
+    ledger = begun(2)
+    ledger.hear_end(1, 1, begun(1).serial)
 
     assert ledger.failure == Verdict((1,), "closed the pipeline")
     assert ledger.failure_in_it is None
     assert ledger.close()
     assert ledger.failure is None
+
+
+def test_closed_after_its_part_in_an_exchange_that_another_begins_later() -> None:
+    ledger = Ledger()
+    ledger.hear_end(1, 1, begun(1).serial)
+
+    ledger.begun += 1
+    assert ledger.failure is None
+    ledger.begun += 1
+    assert ledger.failure == Verdict((1,), "closed the pipeline")
+
+
+def test_one_that_fails_and_closes_has_failed() -> None:
+    ledger = Ledger()
+    ledger.hear((0 << 32) + 1, BURNT)
+    ledger.hear_end(1, 1, ledger.serial)
+
+    ledger.begun += 1
+
+    assert ledger.failure == BURNT
 
 
 def test_who_is_lost_first_stays() -> None:
