@@ -52,6 +52,5 @@ def test_one_rehearsal_for_each_kind_of_block(name: str, expected: list[int], pa
         pipeline = GPipe(model, [[2, 2]] * len(paths), module=paths, devices=["cpu"] * 2, chunks=3)
         for _ in range(2):
             pipeline(**batch)
-        pipeline.close()  # not every output without a backward frees its pipeline
 
     assert [tried[path] for path in paths] == expected

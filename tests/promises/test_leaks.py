@@ -4,11 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe import collect_loss_terms
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.faults import Fuse, OwnError, throw
@@ -279,6 +281,21 @@ def train_between_forwards(pipeline: GPipe) -> None:
     pipeline(rows(6))
 
 
+FOUND: ContextVar[dict[str, list[Tensor]]] = ContextVar("FOUND")
+
+
+def look_into_a_variable(pipeline: GPipe) -> None:
+    """Python's collector does not see autograd's graph, through which results lead to a pipeline.
+
+    Once mini-batches kept the variables of their caller, and so their own results in them.
+    """
+    token = FOUND.set({"outputs": []})
+    FOUND.get()["outputs"].append(pipeline(rows(7)))
+    FOUND.reset(token)
+    with collect_loss_terms() as terms:
+        terms["of the caller"] = pipeline(rows(7)).sum()
+
+
 def fail(pipeline: GPipe, kind: str) -> None:
     through = pipeline[5]
     assert isinstance(through, Through) and isinstance(through.layer, Fuse)
@@ -293,6 +310,7 @@ USES: dict[str, Callable[[GPipe], None]] = {
     "steps": train,
     "forwards without gradients": train_and_look,
     "forwards without a backward": train_between_forwards,
+    "results in a variable of the context": look_into_a_variable,
     "errors in forward": lambda pipeline: fail(pipeline, "forward"),
     "errors in backward": lambda pipeline: fail(pipeline, "backward"),
 }

@@ -22,6 +22,7 @@ from lightning_gpipe.core.data.microbatch.interface import (
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
+from lightning_gpipe.core.data.pending import Pending
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
@@ -38,6 +39,7 @@ from lightning_gpipe.core.data.terms import (
     Term,
     collect_loss_terms,
     loss_term,
+    receive_nothing,
     receiving,
     reduced,
     term_receiver,
@@ -50,6 +52,7 @@ __all__ = [
     "FlatTree",
     "MicroBatching",
     "PaddedSequences",
+    "Pending",
     "Rows",
     "Term",
     "bytes_of",
@@ -73,6 +76,7 @@ __all__ = [
     "named_leaves",
     "overlap",
     "parted",
+    "receive_nothing",
     "receiving",
     "record_stream",
     "reduced",

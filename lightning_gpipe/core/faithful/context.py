@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 from lightning_gpipe.core.faithful.managers import NOTHING, Lazily, Manager
 from lightning_gpipe.core.faithful.modes import TorchModes
 from lightning_gpipe.core.faithful.switches import Switches
+from lightning_gpipe.core.faithful.variables import for_recomputation
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -126,6 +127,10 @@ class Context:
     def entered(self) -> Manager:
         """Give the calling thread this state for the duration of a ``with`` block."""
         return Lazily(lambda: (make() for make in self.missing()))
+
+    def for_recomputation(self) -> Context:
+        """This state without the caller's own containers; see :mod:`.variables`."""
+        return replace(self, variables=for_recomputation(self.variables))
 
     def default_dtype_set(self) -> Manager:
         """Set the default type, of all threads, for the duration of a ``with`` block."""

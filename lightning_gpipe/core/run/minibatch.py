@@ -126,6 +126,7 @@ class MiniBatch:
             microbatches: The micro-batches.
             division: Tells how many rows each has, if that is known.
         """
+        context, self._context = self._context, self._context.for_recomputation()
         self._input_devices = [
             FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
         ]
@@ -149,7 +150,7 @@ class MiniBatch:
             try:
                 outputs = self._draws.run(
                     self._flags,
-                    partial(self._forward, microbatches, watches),
+                    partial(self._forward, context, microbatches, watches),
                     generators=generators,
                     snapshots=self._snapshots if self._context.grad else None,
                     modes=bool(self._context.modes),
@@ -200,14 +201,15 @@ class MiniBatch:
 
     def _forward(
         self,
+        context: Context,
         microbatches: Sequence[FlatTree],
         watches: Sequence[RowWatch | None],
         shared: SharedGenerators | None,
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
-        exchange = self._open(_FORWARD, self._context)
+        exchange = self._open(_FORWARD, context)
         self._begin(watches, shared, self._ties.values(exchange))
-        self._run(exchange, self.caller.inputs(microbatches), self._context)
+        self._run(exchange, self.caller.inputs(microbatches), context)
         outputs = self.caller.outputs(exchange, len(microbatches))
         self._end(exchange)
         return outputs

@@ -1,4 +1,5 @@
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from lightning_gpipe.core.data import Pending
 from lightning_gpipe.core.faithful.context import Autocast, Context
 
 CPU = torch.device("cpu")
@@ -107,6 +109,25 @@ def test_context_variables_follow() -> None:
 
     assert found == "of the caller"
     assert request.get() == "none"
+
+
+def test_containers_in_variables_are_others_when_a_forward_is_recomputed() -> None:
+    found: ContextVar[Any] = ContextVar("found")
+    key, waiting = object(), torch.ones(1).as_subclass(Pending)
+    circle: list[Any] = []
+    circle.append(circle)
+    value: dict[str, Any] = {"list": [key, waiting], "others": (deque([1]), {2}), "circle": circle}
+    token = found.set(value)
+    context = Context.capture([CPU]).for_recomputation()
+    found.reset(token)
+
+    value["list"].clear()
+    again = context.variables[found]
+
+    assert again["list"] == [key, None]
+    assert again["others"] == (deque([1]), {2})
+    assert again["others"][0] is not value["others"][0]
+    assert again["circle"][0] is again["circle"] is not circle
 
 
 def test_saved_tensors_hooks_follow() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_gpipe.core.data import Pending
 from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
 
@@ -33,7 +34,7 @@ class Recorder(Protocol):
         """The error for an operator that needs the value of a placeholder."""
 
 
-class Placeholder(Tensor):
+class Placeholder(Pending):
     """Stands for a value of a recording.
 
     Attributes:

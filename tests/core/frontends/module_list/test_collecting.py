@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from tests.support.loops import WIDTH, Around, states
 from tests.support.models import assert_same_step
 from tests.support.pipes import every_mode, with_and_without_threads
+from tests.support.waiting import awaited
 
 collector: ContextVar[Any] = ContextVar("collector", default=None)
 
@@ -85,6 +88,19 @@ def test_what_hooks_collect_arrives_with_its_gradients(mode: Any, threads: bool)
     for _ in range(2):
         assert_same_step(pipeline, plain, states())
     pipeline.close()
+
+
+def test_without_a_backward_the_pipeline_is_freed():
+    """Once its mini-batch kept what was collected, whose graph leads to the mini-batch."""
+    pipeline = GPipe(Model(), [2, 2], module="blocks", devices=["cpu"] * 2, chunks=2)
+    for _ in range(2):
+        pipeline(states())
+    assert pipeline.engine is not None
+    engine = weakref.ref(pipeline.engine)
+
+    del pipeline
+
+    assert awaited(lambda: (gc.collect(), engine())[1] is None, True)
 
 
 def test_nothing_is_collected_where_nothing_is_asked_for():
