@@ -161,6 +161,7 @@ class Piped:
         self._root = root
         self._installed: Installed | None = None
         self._verified: EachVerifiedOnce | None = None
+        self._said: set[tuple[str, bool]] = set()  # which way is the faster one, of each module
         options |= {
             "devices": devices,
             "chunks": choice.chunks if chunks else _CHUNKS_PER_STAGE * max(map(len, sizes)),
@@ -241,6 +242,13 @@ class Piped:
         if self._installed is not None:  # in any other case GPipe has done so
             inner = {taken.module for taken in self.found}
             place_around(self._root, inner, self.pipeline.layout.outside)
+
+    def say_ways(self) -> None:
+        """Say whether threads or one thread run a pipeline, once it is found; each once."""
+        for taken, way in zip(self.found, self.pipeline.ways, strict=True):
+            if way is not None and (taken.name, way.faster) not in self._said:
+                self._said.add((taken.name, way.faster))
+                rank_zero_info(f"GPipe runs {taken.name} on {way}.")
 
     def remove(self) -> None:
         """Let the LightningModule run as without a pipeline, and end the worker threads."""

@@ -39,7 +39,7 @@ from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_auto
 from lightning_gpipe.core.plan import check_around, count_recomputed
-from lightning_gpipe.core.run import explain_second_backward
+from lightning_gpipe.core.run import check_threads, explain_second_backward
 from lightning_gpipe.core.show import show
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
@@ -109,7 +109,8 @@ class GPipeStrategy(OverProcesses):
         microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
             :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
         threads: Whether each device has a thread of its own. False runs everything on the main
-            thread in the schedule's order, for a debugger.
+            thread in the schedule's order, for a debugger. ``"auto"`` tries both in the first
+            batches, and says which is faster; the results are the same.
         around: Which stage's device has what is around the pipeline, and the batch, the loss and
             the metrics: ``"last"`` or ``"first"``, see :class:`~lightning_gpipe.GPipe`.
         verify: Whether to compare the pipeline with a plain run on the first training batch; this
@@ -159,7 +160,7 @@ class GPipeStrategy(OverProcesses):
         | int = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
-        threads: bool = True,
+        threads: bool | Literal["auto"] = "auto",
         verify: bool = False,
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
@@ -182,6 +183,7 @@ class GPipeStrategy(OverProcesses):
         check_auto(1 if chunks is None else chunks, activation_checkpointing)
         check_microbatching(microbatching)
         check_around(around)
+        check_threads(threads)
         self._balance = balance
         self._chunks = chunks
         self._module = module
@@ -398,7 +400,10 @@ class GPipeStrategy(OverProcesses):
         assert self._piped is not None
         self._piped.pipeline.step = self.lightning_module.global_step
         step = partial(super().training_step, *args, **kwargs)
-        return self._watch.training(step, automatic=self.lightning_module.automatic_optimization)
+        automatic = self.lightning_module.automatic_optimization
+        result = self._watch.training(step, automatic=automatic)
+        self._piped.say_ways()
+        return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ if "SIMULATED_GPUS" in os.environ:
 # Cases are not made smaller in the suite: that takes longer than a test may.
 settings.register_profile(
     "suite",
-    max_examples=120,
+    max_examples=60,
     derandomize=True,
     deadline=None,
     phases=[Phase.generate],

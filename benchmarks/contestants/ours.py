@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from typing_extensions import override
@@ -26,14 +27,16 @@ def ours(
     devices: Sequence[str],
     name: str = "lightning-gpipe",
     threads: int | None = None,
+    on_threads: bool | Literal["auto"] = True,
 ) -> Iterator[Contestant]:
-    """A pipeline for the duration of a ``with`` block."""
+    """A pipeline for the duration of a ``with`` block, each worker ``on_threads`` of its own."""
     model = GPipe(
         task.copy_of_module(),
         balance,
         devices=devices,
         chunks=chunks,
         activation_checkpointing=mode,
+        threads=on_threads,
     )
     try:
         yield task.contestant(name, model, list(model.parameters()), threads=threads)

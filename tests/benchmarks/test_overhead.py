@@ -14,6 +14,6 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         "ours, 2 threads, always",
         "ours, one device, never",
         "ScheduleGPipe, 2 processes, 2 stages",
-        "ours, 2 threads, 2 stages / ScheduleGPipe",
+        "ours, 2 devices, auto / ScheduleGPipe",
     ):
         assert row in report

@@ -46,7 +46,7 @@ def simulated(case: Case) -> bool:
     return not {*case.model.words, str(case.model.start)} & NOT_SIMULATED
 
 
-# Operators take their time there: 30 cases in the suite, 500 new ones in `make soak`.
+# Operators take their time there: 15 cases in the suite, 500 new ones in `make soak`.
 fewer = settings(max_examples=settings().max_examples // 4)
 
 

@@ -197,7 +197,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "module": None,
         "deferred_batch_norm": True,
         "microbatching": None,
-        "threads": True,
+        "threads": "auto",
         "verify": False,
         "around": "last",
         "processes": "single",

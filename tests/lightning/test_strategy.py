@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from torch import nn
 
 import lightning_gpipe
 from lightning_gpipe import GPipe, GPipeStrategy
@@ -59,7 +63,7 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, verify=False, around='last', "
+            "microbatching=None, threads='auto', verify=False, around='last', "
             "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
             "save_distributed_checkpoint=False)",
@@ -68,7 +72,7 @@ def test_public_names() -> None:
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads=True, around='last', sample=None, optimizer=None, "
+            "microbatching=None, threads='auto', around='last', sample=None, optimizer=None, "
             "owners=None, group=None, lost_after=None)",
         ),
     ],
@@ -184,6 +188,22 @@ def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> No
     )
 
     assert names == {f"gpipe-worker-{w} (cpu)" for w in range(expected)}
+
+
+@pytest.mark.parametrize("threads", ["auto", True])
+def test_faster_way_is_said(tmp_path: Path, threads: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        fitted(tmp_path, GPipeStrategy([3, 3], threads=threads), devices=2, max_epochs=6)
+
+    said = re.findall(r"GPipe runs \S+ on (?:one thread for all|a thread for each)", caplog.text)
+    assert len(said) in ((1, 2) if threads == "auto" else (0,))
+    assert len(set(said)) == len(said)
+
+
+@pytest.mark.parametrize("make", [GPipeStrategy, partial(GPipe, nn.Sequential(nn.Tanh()))])
+def test_threads_that_are_neither(make: Any) -> None:
+    with pytest.raises(ValueError, match="threads must be True, False or 'auto': got 'some'"):
+        make([1], threads="some")
 
 
 def test_last_hooks_see_the_plain_module(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Promise: Ctrl-C at any line of the calling thread leaves the layers as they were.
 
-An interrupt can come at any line of the calling thread. Here it comes at each line in turn of the
+An interrupt can come at any line of the calling thread. Here it comes at every third line of the
 modules that change something in the layers, when that runs for the first time or when it runs for
 the last, and a step after a few of them must be equal to one without an interrupt before. A soak
-has both times, and a step after each.
+has all lines, both times, and a step after each.
 """
 
 import copy
@@ -31,6 +31,7 @@ VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/pre
 
 SOAK = settings.default is settings.get_profile("soak")
 STRIKES = 1 if SOAK else 8  # before a step that looks for what they left
+EVERY = 1 if SOAK else 3  # of the lines
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 
@@ -98,11 +99,11 @@ def backward(pipeline: GPipe, y: Tensor) -> None:
 
 
 def strike(pipeline: GPipe, files: set[str], run: Callable[[], Callable[[], object]]) -> int:
-    """Interrupt ``run()`` at each line, one after another; how often that was."""
+    """Interrupt ``run()`` at its lines, one after another; how often that was."""
     run()()  # some lines run only once
     expected, look = step(pipeline), Look(pipeline)
     struck = 0
-    moments = first_and_last(run(), files, both=SOAK)
+    moments = first_and_last(run(), files, both=SOAK)[::EVERY]
     for k in range(0, len(moments), STRIKES):
         for line, time in moments[k : k + STRIKES]:
             struck += interrupted_at(run(), line, time)
@@ -121,7 +122,7 @@ def test_interrupt_of_forward(pipe: Pipe) -> None:
     """Struck as a batch norm was patched, its statistics never moved again."""
     pipeline = piped(pipe)
 
-    assert strike(pipeline, ENGINE, lambda: lambda: pipeline(X)) > 100
+    assert strike(pipeline, ENGINE, lambda: lambda: pipeline(X)) > 30
 
 
 @with_and_without_threads
@@ -133,11 +134,11 @@ def test_interrupt_of_backward(pipe: Pipe) -> None:
         y = pipeline(X)
         return lambda: backward(pipeline, y)
 
-    assert strike(pipeline, ENGINE, run) > 50
+    assert strike(pipeline, ENGINE, run) > 15
 
 
 def test_interrupt_of_verification(pipe: Pipe) -> None:
     """Struck as dropouts were switched off, they stayed so."""
     pipeline = piped(pipe, devices=1)
 
-    assert strike(pipeline, VERIFICATION, lambda: lambda: verify(pipeline, X)) > 50
+    assert strike(pipeline, VERIFICATION, lambda: lambda: verify(pipeline, X)) > 15

@@ -324,7 +324,7 @@ def test_nothing_is_left(use: Callable[[GPipe], None], pipe: Pipe) -> None:
     watch(meter, pipeline)
     before = census()
 
-    for _ in range(50):
+    for _ in range(20):
         with saving(meter, pipeline):
             use(pipeline)
 

@@ -183,7 +183,7 @@ def arguments(draw: st.DrawFn, layers: int) -> dict[str, Any]:
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(data=st.data(), batch_size=st.integers(1, 7), seed=st.integers(0, 99))
 def test_drawn_models(data: st.DataObject, batch_size: int, seed: int) -> None:

@@ -10,7 +10,8 @@ if its ``threads`` says so. Both are fixtures with the engine's defaults. :data:
         plain = perceptron()
         assert_same_step(pipe(plain), plain, rows(7))
 
-A file in which all tests do so says ``pytestmark = every_mode``.
+A file in which all tests do so says ``pytestmark = every_mode``. Of both together, two modes run
+without threads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,19 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=str)
 with_and_without_threads = pytest.mark.parametrize(
     "threads", [True, False], ids=["threads", "no threads"]
 )
+
+ALONE = ("except_last", "never")  # the modes that tests of all of them run without threads
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out the other modes without threads."""
+    items[:] = [each for each in items if not _left_out(getattr(each, "callspec", None))]
+
+
+def _left_out(case: Any) -> bool:
+    params = {} if case is None else case.params
+    modes = params.get("mode") in MODES and params.get("mode") not in ALONE
+    return modes and params.get("threads") is False
 
 
 class Pipe:

@@ -81,26 +81,32 @@ class _Pushed:
 
 @dataclass(frozen=True)
 class ThreadState:
-    """How many modes a thread has entered, and its grad mode; to restore after an interrupt.
+    """What a run on the thread changes; to restore after an interrupt.
 
     Attributes:
         function: The number of function modes.
         dispatch: The number of dispatch modes.
         grad: Whether gradients are recorded.
+        intra_op: How many threads operators use.
     """
 
     function: int
     dispatch: int
     grad: bool
+    intra_op: int
 
     @classmethod
     def capture(cls) -> ThreadState:
         """The state of the calling thread."""
-        function = torch._C._len_torch_function_stack()
-        return cls(function, torch._C._len_torch_dispatch_stack(), torch.is_grad_enabled())
+        return cls(
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+        )
 
     def restore(self) -> None:
-        """Exit the modes that were entered since, and set grad mode.
+        """Exit the modes that were entered since, and set the others.
 
         There are none but after an interrupt just before a ``with`` block exits.
         """
@@ -114,6 +120,8 @@ class ThreadState:
             overrides._pop_mode()
         if torch.is_grad_enabled() != self.grad:
             torch._C._set_grad_enabled(self.grad)
+        if torch.get_num_threads() != self.intra_op:
+            torch.set_num_threads(self.intra_op)
 
 
 def refuse_function_transforms() -> None:

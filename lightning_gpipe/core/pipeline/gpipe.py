@@ -49,7 +49,7 @@ from lightning_gpipe.core.plan import (
     check_balance,
 )
 from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.run import Engine, Stage, Timeline
+from lightning_gpipe.core.run import Engine, Found, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
 from lightning_gpipe.core.transport import Workers, join_processes
@@ -118,6 +118,8 @@ class GPipe(StandIn):
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger, as is always done on one device.
+            ``"auto"`` runs some of the first mini-batches either way, and then all by the faster
+            one: with small operators one thread is. The results are the same.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
             what is ``"auto"``: a tuple of arguments, a dict of named ones, or one argument. An
             nn.Sequential has one argument, which may be a tuple.
@@ -160,7 +162,7 @@ class GPipe(StandIn):
         activation_checkpointing: ActivationCheckpointing | Literal["auto"] = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
-        threads: bool = True,
+        threads: Threads = "auto",
         around: Around = "last",
         sample: Any = None,
         optimizer: Optimizers = None,
@@ -170,6 +172,7 @@ class GPipe(StandIn):
     ) -> None:
         check_auto(chunks, activation_checkpointing)
         check_settings(1, "never", microbatching, around)
+        check_threads(threads)
         balances = balance_of_each(module, balance)
         spread = undispatch(model) if isinstance(model, nn.Module) else None
         found = take_all(model, module, balances)
@@ -343,6 +346,14 @@ class GPipe(StandIn):
     def taken(self) -> Sequence[Taken]:
         """What runs as a pipeline, of the model."""
         return self._pipelines.found
+
+    @property
+    def ways(self) -> list[Found | None]:
+        """How long a mini-batch takes with threads and without, for each module.
+
+        None until ``threads="auto"`` has tried both with mini-batches such as the latest one.
+        """
+        return [pipeline.engine.found_way for pipeline in self._pipelines]
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""

@@ -46,7 +46,7 @@ from lightning_gpipe.core.plan import (
     count_recomputed,
     fill_drain,
 )
-from lightning_gpipe.core.run import Engine, Stage
+from lightning_gpipe.core.run import Engine, Stage, Threads, Ways
 from lightning_gpipe.core.transport import (
     Connection,
     InlineTransport,
@@ -66,7 +66,7 @@ class Pipeline:
         activation_checkpointing: Which micro-batches are recomputed.
         microbatching: How a mini-batch is split into micro-batches.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        threads: Whether workers run on threads of their own.
+        threads: Whether workers run on threads of their own; ``"auto"`` tries both.
         workers: The threads, if pipelines of other modules over the same devices use them too.
         connection: To the owners of the layout, if there are several.
         number: Which of the pipelines that were connected together it is.
@@ -85,7 +85,7 @@ class Pipeline:
         activation_checkpointing: ActivationCheckpointing,
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
-        threads: bool,
+        threads: Threads,
         workers: Workers | None = None,
         connection: Connection | None = None,
         number: int = 0,
@@ -97,8 +97,14 @@ class Pipeline:
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
         }
-        transport = _connect(layout, workers, connection, number, threads=threads)
-        self.engine = Engine(layout, transport, deferred_batch_norm=deferred_batch_norm)
+        transport = _connect(layout, workers, connection, number, threads=bool(threads))
+        choose = threads == "auto" and isinstance(transport, LocalTransport)
+        self.engine = Engine(
+            layout,
+            transport,
+            deferred_batch_norm=deferred_batch_norm,
+            ways=Ways(layout.devices_here) if choose else None,
+        )
         self.patches = Journal()
 
     @property

@@ -11,14 +11,19 @@ from lightning_gpipe.core.run.observation import Observation, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 from lightning_gpipe.core.run.timeline import Span, Timeline
+from lightning_gpipe.core.run.ways import Found, Threads, Ways, check_threads
 
 __all__ = [
     "Engine",
+    "Found",
     "Observation",
     "Span",
     "Stage",
     "StagePass",
+    "Threads",
     "Timeline",
+    "Ways",
+    "check_threads",
     "explain_second_backward",
     "in_layers",
     "pass_alone",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
@@ -26,7 +28,10 @@ from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage, modules_in
 from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.ways import Found, Way, Ways
 from lightning_gpipe.core.transport import Label, RankFailed, Transport
+
+_AS_THE_TRANSPORT = Way()
 
 Observer = Callable[[Timeline], None]
 
@@ -40,21 +45,30 @@ class Engine:
         layout: What runs where; the layers are on their devices already.
         transport: What connects the workers.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
+        ways: Chooses for each mini-batch whether a thread runs each worker; None leaves it to the
+            transport.
 
     Attributes:
         stages: The stages of this process, in order.
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: What ran when in the latest mini-batch, or None before the first.
+        ways: As given.
     """
 
     def __init__(
-        self, layout: Layout, transport: Transport, *, deferred_batch_norm: bool = True
+        self,
+        layout: Layout,
+        transport: Transport,
+        *,
+        deferred_batch_norm: bool = True,
+        ways: Ways | None = None,
     ) -> None:
         self.stages = tuple(
             Stage(layout, j, deferred_batch_norm=deferred_batch_norm) for j in layout.stages_here
         )
         self.step = 0
         self.timeline: Timeline | None = None
+        self.ways = ways
         self._unfinished = Unfinished()
         here = {stage.partition.index: stage for stage in self.stages}
         self._modules = [
@@ -115,6 +129,7 @@ class Engine:
             unfinished=self._unfinished,
             training_flags=self._training_flags,
             label=Label(self._transport.begun, step=self.step),
+            way=self._way(microbatches, schedule, program),
         )
         shared = self._side_channels.begin()
         outputs = minibatch.forward(microbatches, division)
@@ -124,6 +139,22 @@ class Engine:
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return minibatch.caller.split(outputs)
+
+    @property
+    def found_way(self) -> Found | None:
+        """What was found of both ways for the kind of the latest mini-batch, if it is known."""
+        return None if self.ways is None else self.ways.found
+
+    def _way(
+        self, microbatches: Sequence[FlatTree], schedule: Schedule, program: Program | None
+    ) -> Way:
+        """How a mini-batch runs."""
+        if self.ways is None:
+            return _AS_THE_TRANSPORT
+        grad, size = torch.is_grad_enabled(), _elements_of(microbatches[0])
+        of = 0 if program is None else program.fingerprint
+        # Equal for mini-batches whose sizes differ by a factor of four at most.
+        return self.ways.next((grad, schedule.m, size.bit_length() // 2, of), 1 + grad)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.
@@ -208,3 +239,7 @@ class Engine:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "timeline": None, "_observers": OrderedDict()}
+
+
+def _elements_of(flat: FlatTree) -> int:
+    return sum(leaf.numel() for leaf in flat.leaves if isinstance(leaf, Tensor))

@@ -44,6 +44,7 @@ from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.telling import Telling
 from lightning_gpipe.core.run.ties import Ties
 from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.ways import Way
 from lightning_gpipe.core.run.work import work_of
 from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Label, Transport
@@ -66,6 +67,7 @@ class MiniBatch:
         unfinished: Mini-batches whose backward has not run; this one is added.
         training_flags: Which modules of the stages of all processes are in training mode.
         label: Which mini-batch it is.
+        way: Whether it runs on the caller's thread, though the transport has threads.
 
     Attributes:
         timeline: What ran when.
@@ -87,6 +89,7 @@ class MiniBatch:
         unfinished: Unfinished,
         training_flags: Callable[[], TrainingFlags],
         label: Label,
+        way: Way,
         terms: bool = False,
     ) -> None:
         self._passes = Passes()
@@ -102,6 +105,7 @@ class MiniBatch:
         self._library: LibraryWatch | None = None  # in forward
         self._training_flags = training_flags
         self._label = label
+        self._way = way
         self._ties = Ties(layout)
         self._context = Context.capture(layout.devices_here)
         self._streams = Streams.capture(layout.devices_here)
@@ -130,7 +134,7 @@ class MiniBatch:
         self._input_devices = [
             FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
         ]
-        with self._transport.exclusive(), Telling(self._transport):
+        with self._transport.exclusive(), Telling(self._transport), self._way.timed:
             for stage in self._stages:
                 stage.refresh()
             self._flags = self._training_flags()
@@ -179,7 +183,7 @@ class MiniBatch:
         try:
             # On forward's streams, for which those of backward then wait.
             with self._streams.entered():
-                with self._transport.exclusive(), Telling(self._transport):
+                with self._transport.exclusive(), Telling(self._transport), self._way.timed:
                     input_gradients, taken = self._backward(output_gradients)
                 gradients = sum_gradients(taken, self.leaves)
             self._streams.lend(chain(*input_gradients, gradients))
@@ -239,7 +243,8 @@ class MiniBatch:
             for w in layout.workers_here
         ]
         clocks = [worker.clock for worker in self._workers]
-        self.timeline = Timeline(self._schedule, clocks, layout.workers_here, layout)
+        inline = self._transport_in(self._context) is self._transport.inline()
+        self.timeline = Timeline(self._schedule, clocks, layout.workers_here, layout, inline=inline)
 
     def _randomness(self, shared: SharedGenerators | None, stage: Stage) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared
@@ -337,9 +342,10 @@ class MiniBatch:
             context.clear_autocast_cache()
 
     def _transport_in(self, context: Context) -> Transport:
-        """The transport, inline if other threads could not have the caller's state."""
+        """The transport; inline if that is the way, or threads lack the caller's state."""
         # Recomputation enters the modes of forward.
-        inline = self._context.modes or context.modes or on_engine_thread()
+        modes = self._context.modes or context.modes
+        inline = self._way.inline or modes or on_engine_thread()
         return self._transport.inline() if inline else self._transport
 
     @property

@@ -30,9 +30,10 @@ class Timeline:
         clocks: The clock of each worker of this process.
         workers: The indices of these workers; None for all that the schedule has.
         layout: What runs where.
+        inline: Whether one thread runs all workers.
 
     Attributes:
-        schedule, layout: As given.
+        schedule, layout, inline: As given.
     """
 
     def __init__(
@@ -41,8 +42,11 @@ class Timeline:
         clocks: Sequence[Clock],
         workers: Sequence[int] | None = None,
         layout: Layout | None = None,
+        *,
+        inline: bool = False,
     ) -> None:
         self.schedule = schedule
+        self.inline = inline
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
         self._clocks = dict(zip(indices, clocks, strict=True))

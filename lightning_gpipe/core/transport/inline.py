@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
 
+import torch
 from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
@@ -57,10 +58,15 @@ class InlineTransport(Transport):
     Args:
         layout: What runs where.
         exclusion: Keeps two threads from running mini-batches at once; None makes a new one.
+        shares: Among how many workers the cores are shared. Operators use as many threads as on the
+            thread of a worker, so that results are the same to the bit.
     """
 
-    def __init__(self, layout: Layout, exclusion: Exclusion | None = None) -> None:
+    def __init__(
+        self, layout: Layout, exclusion: Exclusion | None = None, *, shares: int = 1
+    ) -> None:
         self._layout = layout
+        self._shares = shares
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
 
@@ -111,6 +117,7 @@ class InlineTransport(Transport):
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         task_of = dict(zip(self._layout.workers_here, tasks, strict=True))
         with ExitStack() as sessions:
+            sessions.enter_context(_Sharing(self._shares))
             for task in tasks:
                 sessions.enter_context(task.session())
             for worker, row in exchange.phase.turns:
@@ -127,3 +134,29 @@ class InlineTransport(Transport):
 
     def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
         return InlineTransport, (self._layout,)
+
+
+def share_of(threads: int, workers: int) -> int:
+    """How many of the caller's intra-op threads each of so many workers on the CPU has."""
+    return max(1, threads // max(1, workers))
+
+
+class _Sharing:
+    """Lets operators use a worker's share of the intra-op threads in a ``with`` block."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._mine = 0
+
+    def __enter__(self) -> None:
+        mine = torch.get_num_threads()
+        share = share_of(mine, self._workers)
+        if share != mine:
+            self._mine = mine
+            torch.set_num_threads(share)
+
+    def __exit__(self, *error: object) -> None:
+        if self._mine:
+            torch.set_num_threads(self._mine)

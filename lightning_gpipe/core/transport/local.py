@@ -21,7 +21,7 @@ from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
-from lightning_gpipe.core.transport.inline import NESTED, InlineTransport
+from lightning_gpipe.core.transport.inline import NESTED, InlineTransport, share_of
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
 from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
 
@@ -114,7 +114,8 @@ class LocalTransport(Transport):
         self._devices = layout.devices_here
         self._workers = workers or Workers(layout)
         self._pool = self._workers.pool
-        self._inline = InlineTransport(layout, self._workers.exclusion)
+        cpus = sum(device.type == "cpu" for device in self._devices)
+        self._inline = InlineTransport(layout, self._workers.exclusion, shares=cpus)
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -265,7 +266,7 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
     its own number again.
     """
     mine = torch.get_num_threads()
-    share = max(1, mine // max(1, len(threads)))
+    share = share_of(mine, len(threads))
     others = [thread for thread in threads if thread.intra_op != share]
     if not others:
         return

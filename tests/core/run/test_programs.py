@@ -206,7 +206,7 @@ def programs(draw: st.DrawFn) -> tuple[int, list[tuple[str, int, list[int]]], in
 
 
 @pytest.mark.parametrize("threads", [True, False])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(drawn=programs(), mode=st.sampled_from(MODES), fixed=st.booleans())
 def test_drawn_programs(drawn: Any, mode: Any, fixed: bool, threads: bool) -> None:
     n, steps, given_rows, outputs = drawn

@@ -1,0 +1,168 @@
+"""Whether each worker has a thread of its own, or one thread runs all of them.
+
+Threads let devices compute at the same time. They also wait for one another, under the lock of one
+interpreter, and wake one another for each value: where operators are small that costs more than it
+brings. Which is faster depends on the model, the batches and the machine. So both run some of the
+first mini-batches in turns, and the faster one runs the others. What is computed is the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from statistics import median
+from time import perf_counter
+from typing import Literal, NamedTuple
+
+import torch
+
+from lightning_gpipe.core.faithful import NOTHING, Manager
+
+THREADS, INLINE = False, True
+_ROUNDS = 3  # mini-batches of each way that count, after one that does not
+_CLEAR = 2.0  # if one way is so many times as fast, one mini-batch of each shows it
+_AGAIN = 1000  # mini-batches after which both are tried again
+_KINDS = 16  # of mini-batches that are told apart, at most
+
+
+Threads = bool | Literal["auto"]
+
+
+def check_threads(threads: object) -> None:
+    """Check whether workers run on threads of their own.
+
+    Raises:
+        ValueError: If it is neither True, False nor "auto".
+    """
+    if threads not in (True, False, "auto"):
+        raise ValueError(f"threads must be True, False or 'auto': got {threads!r}.")
+
+
+class Found(NamedTuple):
+    """How long a mini-batch of some kind takes in both ways.
+
+    Attributes:
+        threads: Seconds with a thread for each worker.
+        inline: Seconds with one thread for all of them.
+    """
+
+    threads: float
+    inline: float
+
+    @property
+    def faster(self) -> bool:
+        """Which way is the faster one."""
+        return INLINE if self.inline < self.threads else THREADS
+
+    def __str__(self) -> str:
+        one, many = (f"{1e3 * seconds:.1f} ms" for seconds in (self.inline, self.threads))
+        if self.faster is INLINE:
+            return (
+                f"one thread for all devices: {one} per mini-batch, {many} with a thread for each"
+            )
+        return f"a thread for each device: {many} per mini-batch, {one} with one thread for all"
+
+
+class Way(NamedTuple):
+    """How a mini-batch runs.
+
+    Attributes:
+        inline: Whether one thread runs all workers.
+        timed: Entered around each phase.
+    """
+
+    inline: bool = THREADS
+    timed: Manager = NOTHING
+
+
+class Ways:
+    """Chooses the way of each mini-batch.
+
+    Args:
+        devices: Those of the workers.
+
+    Attributes:
+        found: What came of it for the kind of the latest mini-batch, once that is known.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.found: Found | None = None
+        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._contests: OrderedDict[Hashable, Contest] = OrderedDict()
+
+    def next(self, kind: Hashable, phases: int) -> Way:
+        """The way of the next mini-batch.
+
+        Args:
+            kind: Equal for mini-batches that take about as long.
+            phases: How many phases it has.
+        """
+        contest = self._contests.pop(kind, None) or Contest()
+        self._contests[kind] = contest
+        if len(self._contests) > _KINDS:
+            self._contests.popitem(last=False)
+        self.found = contest.found
+        way = contest.next()
+        if way is None:
+            assert contest.found is not None, "it goes on until something is found"
+            return Way(contest.found.faster)
+        return Way(way, _Timed(contest, way, phases, self._gpus))
+
+
+class Contest:
+    """Both ways in turns, for mini-batches of one kind.
+
+    Attributes:
+        found: What came of it, if it has ended once.
+    """
+
+    def __init__(self) -> None:
+        self.found: Found | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seconds: dict[bool, list[float]] = {THREADS: [], INLINE: []}
+        self._since = 0
+
+    def next(self) -> bool | None:
+        """The way to try with the next mini-batch; None if the contest has ended."""
+        if self.found is not None and self._since < _AGAIN:
+            self._since += 1
+            return None
+        threads, inline = self._seconds[THREADS], self._seconds[INLINE]
+        return INLINE if len(inline) < len(threads) else THREADS
+
+    def add(self, way: bool, seconds: float) -> None:
+        """Add how long a mini-batch took."""
+        self._seconds[way].append(seconds)
+        # The first one of each way chooses kernels and allocates memory.
+        threads, inline = self._seconds[THREADS][1:], self._seconds[INLINE][1:]
+        if not threads or len(threads) != len(inline):
+            return
+        found = Found(median(threads), median(inline))
+        if len(threads) >= _ROUNDS or max(found) > _CLEAR * min(found):
+            self.found = found
+            self._begin()
+
+
+class _Timed:
+    """Measures how long the phases of one mini-batch take."""
+
+    def __init__(
+        self, contest: Contest, way: bool, phases: int, gpus: Iterable[torch.device]
+    ) -> None:
+        self._contest, self._way, self._left, self._gpus = contest, way, phases, gpus
+        self._seconds = self._begun = 0.0
+
+    def __enter__(self) -> None:
+        self._begun = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            return
+        for device in self._gpus:  # which may not have computed yet what they were given
+            torch.cuda.synchronize(device)
+        self._seconds += perf_counter() - self._begun
+        self._left -= 1
+        if not self._left:
+            self._contest.add(self._way, self._seconds)
