@@ -19,7 +19,15 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import (
+    CheckpointIO,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    Precision,
+    TorchCheckpointIO,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
@@ -35,6 +43,14 @@ try:
     from lightning.pytorch.callbacks import WeightAveraging
 except ImportError:  # new in Lightning 2.6
     WeightAveraging = StochasticWeightAveraging  # type: ignore[assignment,misc]
+
+# Precision plugins that a pipeline cannot honour, and whom they are for.
+_FOREIGN_PRECISION: dict[type[Precision], str] = {
+    DeepSpeedPrecision: "DeepSpeedStrategy, whose engine scales and clips gradients",
+    FSDPPrecision: "FSDPStrategy, whose wrapped modules cast their parameters",
+    TransformerEnginePrecision: "one device: it enters FP8 on the thread of the training step only",
+    XLAPrecision: "TPUs",
+}
 
 # For messages.
 AUTO_DEVICES = (
@@ -70,6 +86,16 @@ def refuse_devices(devices: Sequence[torch.device]) -> None:
             "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
             f"CUDA devices: got {kinds}."
         )
+
+
+def refuse_precision(plugin: Precision) -> None:
+    """Refuse precision plugins that would have no effect in the stages, or another one."""
+    for kind, owner in _FOREIGN_PRECISION.items():
+        if isinstance(plugin, kind):
+            raise ValueError(
+                f"{kind.__name__} is for {owner}: got Trainer(plugins=[{type(plugin).__name__}]). "
+                "Write Trainer(precision='bf16-mixed'), or another precision without a plugin."
+            )
 
 
 def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:

@@ -64,6 +64,7 @@ from lightning_gpipe.refusals import (
     refuse_metrics_on_meta,
     refuse_metrics_with_lists,
     refuse_over_processes,
+    refuse_precision,
     refuse_verification,
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
@@ -268,6 +269,7 @@ class GPipeStrategy(OverProcesses):
         assert self.lightning_module is not None
         refuse_devices(self._devices)
         refuse_layer_sync(self._layer_sync)
+        refuse_precision(self.precision_plugin)
         super().setup_environment()
         self._averages.hold_back(self.lightning_module)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from tests.support.checkpoints import leaves, load, numbers, structure
 from tests.support.lightning_modules import (
     WIDTH,
     Classifier,
@@ -64,44 +64,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory, build: Any) -> dict[str, Pat
 @pytest.fixture(scope="module")
 def pipelined(tmp_path_factory: pytest.TempPathFactory, build: Any) -> dict[str, Path]:
     return saved(tmp_path_factory.mktemp("pipelined"), build, PIPED)
-
-
-def load(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=False)  # without map_location: where the tensors were
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of a nested value with what is there; containers give their type."""
-    if isinstance(value, dict):
-        yield path, type(value)
-        for key, item in value.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        yield path, type(value)
-        for k, item in enumerate(value):
-            yield from leaves(item, f"{path}[{k}]")
-    else:
-        yield path, value
-
-
-def structure(checkpoint: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Keys in order, with the types of what is there, and types and shapes of tensors."""
-    return [
-        (path, leaf.dtype, leaf.shape, leaf.requires_grad, type(leaf))
-        if isinstance(leaf, Tensor)
-        else (path, leaf if isinstance(leaf, type) else type(leaf))
-        for path, leaf in leaves(checkpoint)
-    ]
-
-
-def numbers(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The tensors and numbers of what is trained and what trains it, by path."""
-    return {
-        path: leaf
-        for key in ("state_dict", "optimizer_states", "lr_schedulers")
-        for path, leaf in leaves(checkpoint[key], key)
-        if isinstance(leaf, Tensor | int | float)
-    }
 
 
 @pytest.mark.parametrize("when", ["half", "end"])

@@ -1,0 +1,48 @@
+"""Plugins and accelerators that are for other strategies or devices are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    Precision,
+    TorchSyncBatchNorm,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.refusals import refuse_devices, refuse_precision
+from tests.support.lightning_modules import fitted
+
+
+@pytest.mark.parametrize("kind", ["xla", "mps"])
+def test_accelerator_of_other_devices(kind: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"accelerator='cpu'.*accelerator='gpu'.*got \['{kind}'\]"
+    ):
+        refuse_devices([torch.device(kind, 0)])
+
+
+def test_layer_sync(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="synchronises batch norms between processes"):
+        fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, plugins=[TorchSyncBatchNorm()])
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedPrecision, FSDPPrecision])
+def test_precision_of_another_strategy(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(ValueError, match=f"{kind.__name__} is for .*Write Trainer.precision="):
+        fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, plugins=[kind("bf16-mixed")])
+
+
+@pytest.mark.parametrize("kind", [TransformerEnginePrecision, XLAPrecision])
+def test_precision_that_needs_other_packages(kind: type[Precision]) -> None:
+    plugin = kind.__new__(kind)  # as if its package were installed
+
+    with pytest.raises(ValueError, match=f"{kind.__name__} is for .*Write Trainer.precision="):
+        refuse_precision(plugin)
