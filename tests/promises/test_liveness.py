@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_gpipe import GPipe
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
 from tests.support.processes import layers, said, step
-from tests.support.ranks import Pool, Ranks, group_of, new_ranks
+from tests.support.ranks import Pool, Ranks, group_of
 
 BOUND = timedelta(seconds=2)
 
@@ -32,12 +31,6 @@ def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
         group=group_of(3),
         **{"lost_after": BOUND, **options},
     )
-
-
-@pytest.fixture
-def three_ranks() -> Iterator[Ranks]:
-    with new_ranks(3) as found:
-        yield found
 
 
 def stop_in(where: str, rank: int) -> str:

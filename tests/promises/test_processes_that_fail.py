@@ -3,7 +3,7 @@
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_gpipe import GPipe, OutOfStep, RankFailed
 from tests.support.faults import Fuse, OwnError, nothing, throw
 from tests.support.models import rows
 from tests.support.processes import layers, step
-from tests.support.ranks import Failed, Pool, Ranks, group_of, new_ranks
+from tests.support.ranks import Failed, Pool, Ranks, group_of
 
 
 def pipeline_of(module: nn.Sequential, **options: Any) -> GPipe:
@@ -127,12 +127,6 @@ def test_processes_that_do_not_do_the_same_are_told_apart(four_ranks: Pool, what
     assert all("all processes of a pipeline must run the same mini-batches" in m for m in found)
     assert all("rank 1 (stage 1)" in message for message in found)
     assert all(one in message and others in message for message in found), found
-
-
-@pytest.fixture
-def three_ranks() -> Iterator[Ranks]:
-    with new_ranks(3) as found:
-        yield found
 
 
 def die(rank: int, how: int) -> str:

@@ -2,13 +2,15 @@
 
 import logging
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import perceptron, rows
+from tests.support.faults import OwnError
+from tests.support.models import Call, perceptron, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = [every_mode, with_and_without_threads]
@@ -58,8 +60,20 @@ def test_object_that_layers_of_two_stages_share(pipe: Pipe, kind: type) -> None:
     pipeline = pipe(layers, [2, 3])
 
     message = rf"a {kind.__name__} that is layer 1\.memory and layer 4\.0\.memory\. Stages work on"
-    with pytest.warns(UserWarning, match=message):
-        pipeline(rows(7))
+    with pytest.warns(UserWarning, match=message), suppress(RuntimeError):
+        pipeline(rows(7))  # it fails if a change comes while the other layer runs
+
+
+def test_shared_object_is_told_of_if_the_forward_fails(pipe: Pipe) -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise OwnError
+
+    memory: dict[str, Any] = {}
+    layers = nn.Sequential(Writes(memory), Call(fail), Reads(memory))
+
+    told = pytest.warns(UserWarning, match=r"layer 0\.memory and layer 2\.memory")
+    with told, pytest.raises(OwnError):
+        pipe(layers, [2, 1])(rows(7))
 
 
 @pytest.mark.parametrize("kind", [dict, list, Memory])

@@ -179,6 +179,13 @@ def new_ranks(size: int) -> Iterator[Ranks]:
         found.close()
 
 
+@pytest.fixture
+def three_ranks() -> Iterator[Ranks]:
+    """Three new processes, for a test that kills some or lets them fail."""
+    with new_ranks(3) as found:
+        yield found
+
+
 def _failed(result: Any) -> bool:
     return isinstance(result, Failed)
 

@@ -223,5 +223,6 @@ def _lost(slot: Slot) -> str:
         f"{type(module).__name__} must change what its attribute {name!r} contains in every "
         "forward or in none: it did for the first time after an earlier run that did not, and the "
         "contents before are needed for recomputation. Assign a new object to the attribute "
-        "instead of changing it, or write activation_checkpointing='never'."
+        "instead of changing it, or write activation_checkpointing='never'. If it is a layer of "
+        "another stage that changes the object, at the same time, give each layer its own."
     )

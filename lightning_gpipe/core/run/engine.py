@@ -132,8 +132,10 @@ class Engine:
             way=self._way(microbatches, schedule, program),
         )
         shared = self._side_channels.begin()
-        outputs = minibatch.forward(microbatches, division)
-        self._side_channels.end(shared)
+        try:
+            outputs = minibatch.forward(microbatches, division)
+        finally:  # what is shared may be why it fails
+            self._side_channels.end(shared)
         self.timeline = minibatch.timeline
         for observer in list(self._observers.values()):
             observer(minibatch.timeline)
