@@ -21,7 +21,7 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-multihost models soak mutate bench bench-gpu check format clean
+.PHONY: help demo test test-multihost models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
@@ -35,6 +35,8 @@ help:
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
+	@echo "make docs    the site of docs/, in build/site; a link that leads nowhere ends it"
+	@echo "make dist    wheel and sdist in dist/, checked; the wheel trains in an empty environment"
 	@echo "make check   format, lint, types, rooms; changes nothing"
 	@echo "make format  format, and repair what the linter can"
 	@echo "make clean   remove the environments, and the caches and builds of the tools"
@@ -72,6 +74,18 @@ bench: $(BENCH_READY)
 bench-gpu: $(BENCH_READY)
 	$(BENCH) -m benchmarks gpu $(ARGS)
 
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
+dist: .venv-dist/.ready
+	rm -rf dist build/installed
+	.venv-dist/bin/python -m build --outdir dist
+	.venv-dist/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt dist/*.whl
+	cd build && installed/bin/python -I ../tests/installed.py
+
 check: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -83,7 +97,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-bench .venv-models .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .venv-models .venv-docs .venv-dist .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -98,6 +112,15 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear .venv-models
 	@.venv-models/bin/python -m pip install -qq --disable-pip-version-check \
 	    --constraint constraints.txt --editable '.[models]'
+	@touch $@
+
+# The pages need the sources of the package only, which are read and not imported.
+.venv-docs/.ready .venv-dist/.ready: .venv-%/.ready: pyproject.toml constraints.txt
+	@echo "Installing what makes the $* into .venv-$* (once)"
+	@$(PYTHON) -m venv --clear .venv-$*
+	@$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'], sep='\n')" > .venv-$*/needs.txt
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt --requirement .venv-$*/needs.txt
 	@touch $@
 
 .venv-bench/.ready: pyproject.toml constraints.txt

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import lightning_gpipe
+
 ROOT = Path(__file__).parents[1]
 README, DOCS = ROOT / "README.md", ROOT / "docs"
 GUIDE = sorted(DOCS.glob("guide/*.md"))
@@ -158,6 +160,18 @@ def test_index_lists_every_page_of_the_guide() -> None:
     linked = {link.partition("#")[0] for link in relative_links(DOCS / "index.md")}
 
     assert {f"guide/{page.name}" for page in GUIDE} <= linked
+
+
+def test_site_has_every_page() -> None:
+    order = (ROOT / "mkdocs.yml").read_text("utf-8")
+
+    assert [page for page in SITE if page.relative_to(DOCS).as_posix() not in order] == []
+
+
+def test_api_lists_every_public_name() -> None:
+    page = (DOCS / "api.md").read_text("utf-8").splitlines()
+
+    assert {f"::: lightning_gpipe.{name}" for name in lightning_gpipe.__all__} <= {*page}
 
 
 def test_contributing_lists_every_promise() -> None:

@@ -1,0 +1,61 @@
+"""Draws the pictures of "How it works" from real timelines: ``python docs/site/pictures.py``.
+
+On two quiet cores; each picture is the median of some mini-batches by its length.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each stage
+
+import torch
+from torch import nn
+
+from lightning_gpipe import GPipe
+from lightning_gpipe.core.show import timeline_picture
+
+FOLDER = Path(__file__).parents[1] / "pictures"
+WIDTH, ROWS, ROUNDS = 640, 1024, 25
+
+PICTURES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
+    "one_chunk": ("chunks=1", [4, 4], {"chunks": 1, "activation_checkpointing": "never"}),
+    "chunks": ("chunks=8", [4, 4], {"chunks": 8, "activation_checkpointing": "never"}),
+    "recomputed": ("activation_checkpointing='except_last'", [4, 4], {"chunks": 8}),
+    "unequal": ("balance=[6, 2]", [6, 2], {"chunks": 8, "activation_checkpointing": "never"}),
+}
+
+
+def layers(count: int = 8) -> nn.Sequential:
+    """Layers that all take equally long."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count)))
+
+
+def draw(name: str, title: str, balance: list[int], options: dict[str, Any]) -> None:
+    """Run some mini-batches, and draw the one of median length."""
+    model = GPipe(layers(), balance, devices=["cpu"] * 2, threads=True, **options)
+    runs = []
+    for _ in range(ROUNDS):
+        x = torch.randn(ROWS, WIDTH)
+        model(x).square().mean().backward()
+        assert model.timeline is not None
+        spans = list(model.timeline.spans)
+        length = max(span.end for span in spans) - min(span.start for span in spans)
+        runs.append((length, model.timeline.bubble, spans))
+    model.close()
+    length, bubble, spans = sorted(runs[3:], key=lambda run: run[0])[len(runs[3:]) // 2]
+    note = f"{1000 * length:.0f} ms, {bubble:.0%} of the time idle"
+    workers = [f"stage {j}" for j in range(len(balance))]
+    timeline_picture(spans, workers, title=title, note=note).savefig(
+        FOLDER / f"{name}.png", dpi=100
+    )
+    print(f"{name}: {note}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    FOLDER.mkdir(exist_ok=True)
+    for key, (title, balance, options) in PICTURES.items():
+        draw(key, title, balance, options)
