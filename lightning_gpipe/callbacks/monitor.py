@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from lightning_gpipe.callbacks.best_balance import best_balance
 from lightning_gpipe.callbacks.memory import peak_memory
+from lightning_gpipe.callbacks.one_clock import OneClock
 from lightning_gpipe.callbacks.required import (
     check_positive,
     milliseconds,
@@ -54,7 +56,8 @@ class PipelineMonitor(Callback):
     To the Trainer's loggers go, every few steps: the bubble as it was measured and as the schedule
     has it, the share of time in which each stage is busy, and the milliseconds in which it waits,
     the imbalance (by how much the busiest stage is above the mean), micro-batches per second, and
-    the peak of the memory of each device since the process began. At the end of a fit,
+    the peak of the memory of each device since the process began. Over several processes these are
+    of all of them, put together in the steps that are recorded. At the end of a fit,
     ``pipeline_trace.json``, which Perfetto and Chrome open, and ``pipeline_timeline.png`` are
     written, and a line says which other settings would be faster.
 
@@ -78,6 +81,7 @@ class PipelineMonitor(Callback):
 
     def _begin(self) -> None:
         self._handle: Any = None
+        self._clock = OneClock(None)
         self._timelines: list[Timeline] = []  # of the step that runs
         self._marks: list[tuple[str, float]] = []  # what began when
         self._steps: deque[_Step] = deque(maxlen=_KEPT)
@@ -91,12 +95,8 @@ class PipelineMonitor(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipeline = pipeline_of(trainer, self)
-        if pipeline.layout.spread:
-            raise RuntimeError(
-                "PipelineMonitor sees the workers of one process: got a pipeline over several. "
-                "Leave it out, or use the profiler of PyTorch in each process."
-            )
         self._begin()
+        self._clock = OneClock(strategy_of(trainer, self).pipeline_group)
         self._handle = pipeline.observe(self._see)
 
     @override
@@ -150,18 +150,19 @@ class PipelineMonitor(Callback):
     def _record(self, trainer: Trainer) -> None:
         """Read what the latest step has left, and log it."""
         pipeline = pipeline_of(trainer, self)
+        read = [(each, self._clock.spans(each.spans)) for each in self._timelines]
         found = {
-            _name(pipeline, timeline): (timeline, each)
-            for timeline in self._timelines
-            if (each := Observation.of(timeline)) is not None
+            _name(pipeline, timeline): each
+            for timeline, spans in read
+            if (each := Observation.of(timeline, spans)) is not None
         }
         if not found:
             return
-        runs = [(layout, each.spans) for each in self._timelines if (layout := each.layout)]
+        runs = [(layout, spans) for each, spans in read if (layout := each.layout)]
         pairs = zip(self._marks, self._marks[1:], strict=False)
         caller = [Slice(name, start, end) for (name, start), (_, end) in pairs]
         self._steps.append(_Step(self._seen, runs, caller))
-        self._latest = {name: observation for name, (_, observation) in found.items()}
+        self._latest = found
         self.metrics = {}
         for name, observation in self._latest.items():
             prefix = f"pipeline/{name}/" if name else "pipeline/"
@@ -170,15 +171,25 @@ class PipelineMonitor(Callback):
         if length:
             count = sum(timeline.schedule.m for timeline in self._timelines)
             self.metrics["pipeline/micro_batches_per_second"] = count / length
-        for device in dict.fromkeys(pipeline.devices):
-            if (peak := peak_memory(device)) is not None:
-                self.metrics[f"pipeline/peak_memory_GiB/{device}"] = peak / 2**30
+        for device, peak in self._peaks(pipeline):
+            self.metrics[f"pipeline/peak_memory_GiB/{device}"] = peak / 2**30
         for logger in trainer.loggers:
             logger.log_metrics(self.metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _peaks(self, pipeline: GPipe) -> Iterator[tuple[str, float]]:
+        """The name of each device, and its peak in bytes; of several processes, with the rank."""
+        devices = dict.fromkeys(pipeline.layout.devices_here)
+        everyone = self._clock.all([(str(each), peak_memory(each)) for each in devices])
+        for rank, own in enumerate(everyone):
+            for device, peak in own:
+                if peak is not None:
+                    yield f"rank_{rank}/{device}" if len(everyone) > 1 else device, peak
 
     def _finish(self, trainer: Trainer, model: LightningModule) -> None:
         """Write the files, and say what to change."""
         pipeline = pipeline_of(trainer, self)
+        if not trainer.is_global_zero:
+            return
         for name, observation in self._latest.items():
             rank_zero_info(_said(name, pipeline, observation))
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)

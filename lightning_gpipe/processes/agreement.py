@@ -46,7 +46,7 @@ def check_same(group: Group, facts: Mapping[str, Any]) -> None:
         RuntimeError: In all of them. It says what, and who has which.
     """
     told = {name: repr(value) for name, value in facts.items()}
-    everyone = [group.broadcast(told, rank) for rank in range(group.size)]
+    everyone = group.all(told)
     found = list(_differences(everyone))
     if found:
         more = f", and {len(found) - _MOST} more" * (len(found) > _MOST)

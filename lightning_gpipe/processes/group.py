@@ -136,6 +136,10 @@ class Group:
         with self.waiting_for(what):
             return self._broadcast(value, source)
 
+    def all(self, own: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        return [self.broadcast(own, rank) for rank in range(self.size)]
+
     def _broadcast(self, value: Any, source: int) -> Any:
         here = self.rank == source
         parcel = pack(value) if here else None

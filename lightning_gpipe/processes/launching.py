@@ -220,6 +220,11 @@ class Launched(ParallelStrategy):
         """The processes of this pipeline, once they are connected, if it has several."""
         return None if self._circles is None else self._circles.pipeline
 
+    @property
+    def pipeline_group(self) -> Group | None:
+        """The processes of this pipeline, for callbacks."""
+        return self._group
+
     # Starting and connecting them.
 
     @override

@@ -1,17 +1,27 @@
 """What the monitor logs and writes, and what it says at the end."""
 
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
-from tests.support.lightning_modules import fitted
+from lightning_gpipe.callbacks.monitor import TRACE
+from lightning_gpipe.callbacks.one_clock import OneClock
+from lightning_gpipe.core.plan import Action, Kind
+from lightning_gpipe.core.run import Span
+from lightning_gpipe.processes.group import Group
+from tests.support.lightning_modules import Classifier, Data, fitted
+from tests.support.ranks import Pool
 from tests.support.traces import events_of, named
+from tests.support.trainers import trainer_over
 from tests.support.two_stacks import Translator
 
 NAMES = {
@@ -134,3 +144,50 @@ def test_without_a_pipeline(tmp_path: Path) -> None:
 def test_bad_arguments(every: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="every_n_steps must be"):
         PipelineMonitor(every_n_steps=every)
+
+
+# Over processes.
+
+
+def over_processes(root: Path) -> tuple[dict[str, float], list[str]]:
+    """What a process has logged, and which files it has written."""
+    folder = root / f"of_rank_{torch.distributed.get_rank()}"
+    callback = PipelineMonitor(every_n_steps=2, folder=folder)
+    module.can_draw = lambda: False  # type: ignore[attr-defined]  # in a process of the tests
+    made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1, callbacks=[callback])
+    made.fit(Classifier(), datamodule=Data())
+    return callback.metrics, sorted(each.name for each in folder.glob("*"))
+
+
+def test_first_process_shows_all_stages(two_ranks: Pool, tmp_path: Path) -> None:
+    first, other = two_ranks.run(over_processes, tmp_path)
+
+    each = {f"pipeline/peak_memory_GiB/rank_{rank}/cpu" for rank in range(2)}
+    assert first[0].keys() == NAMES - {"pipeline/peak_memory_GiB/cpu"} | each
+    assert first[0].keys() == other[0].keys()
+    assert all(first[0][f"pipeline/stage_{j}/busy"] > 0 for j in range(2))
+    assert (first[1], other[1]) == ([TRACE], [])
+    events = events_of((tmp_path / "of_rank_0" / TRACE).read_text("utf-8"))
+    assert {each["tid"] for each in events if each["ph"] == "X"} >= {0, 1}
+
+
+def seen_at(machine: bool) -> list[Span]:
+    """What all have recorded, each at 5 by a clock that is a day behind that of the one before."""
+    group, rank = Group(timedelta(seconds=30)), torch.distributed.get_rank()
+    clock = OneClock(
+        group, f"machine {rank if machine else 0}", lambda: perf_counter() - rank * DAY
+    )
+    return clock.spans([Span(rank, Action(Kind.FORWARD, 0, rank), 5.0 - rank * DAY, 6.0)])
+
+
+@pytest.mark.parametrize("machines", [True, False])
+def test_times_are_by_the_clock_of_the_first_process(two_ranks: Pool, machines: bool) -> None:
+    first, other = two_ranks.run(seen_at, machines)
+
+    assert first == other
+    apart = {each.worker: each.start for each in first}
+    assert apart[0] == 5.0
+    assert apart[1] == pytest.approx(5.0 if machines else 5.0 - DAY, abs=DAY / 2)
+
+
+DAY = 86400.0

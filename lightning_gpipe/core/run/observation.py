@@ -35,9 +35,14 @@ class Observation:
     times: Mapping[tuple[Kind, int], float]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Observation | None:
-        """What a mini-batch took; None if it has had no backward, as in an evaluation."""
-        schedule, spans = timeline.schedule, timeline.spans
+    def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
+        """What a mini-batch took; None if it has had no backward, as in an evaluation.
+
+        Args:
+            timeline: What ran when in this process.
+            spans: The actions of all processes, if there are several.
+        """
+        schedule, spans = timeline.schedule, timeline.spans if spans is None else spans
         if not any(span.action.kind is Kind.BACKWARD for span in spans):
             return None
         taken: dict[tuple[Kind, int], list[float]] = {}
