@@ -11,6 +11,7 @@
 
 PYTHON ?= python3
 JOBS ?= auto
+TOOLS := tests/benchmarks tests/mutation
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
@@ -21,11 +22,13 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-multihost models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-tools test-multihost models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
-	@echo "make test    make check, then all tests, those for GPUs on simulated ones (under 10 minutes)"
+	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
+	@echo "             (under 10 minutes)"
+	@echo "make test-tools  the tests of the benchmarks, and of what make mutate runs (some minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
@@ -45,8 +48,11 @@ demo: $(READY)
 	$(BIN)/python -m examples.char_lm
 
 test: check
-	$(BIN)/pytest $(PARALLEL)
+	$(BIN)/pytest $(PARALLEL) $(TOOLS:%=--ignore=%)
 	SIMULATED_GPUS=4 $(BIN)/pytest $(PARALLEL) tests/gpu tests/simcuda
+
+test-tools: $(READY)
+	$(BIN)/pytest $(PARALLEL) $(TOOLS)
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)
