@@ -57,5 +57,7 @@ __all__ = [
     "whole",
 ]
 
-if "gpipe" not in StrategyRegistry:  # importlib.reload comes here twice
-    StrategyRegistry.register("gpipe", GPipeStrategy, description=GPipeStrategy.__doc__)
+# The second is the path of the class, as a configuration may have it; a Trainer takes no capitals.
+for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
+    if _name not in StrategyRegistry:  # importlib.reload comes here twice
+        StrategyRegistry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)

@@ -41,6 +41,7 @@ from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_a
 from lightning_gpipe.core.plan import check_around, count_recomputed
 from lightning_gpipe.core.run import check_threads, explain_second_backward
 from lightning_gpipe.core.show import show
+from lightning_gpipe.device_monitors import DeviceMonitors
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
@@ -53,6 +54,7 @@ from lightning_gpipe.processes import (
     Terms,
     check_processes,
 )
+from lightning_gpipe.profiling import Profiling
 from lightning_gpipe.refusals import (
     check_any_balance,
     check_module,
@@ -69,11 +71,13 @@ from lightning_gpipe.refusals import (
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.sharded import load_model, load_optimizer
+from lightning_gpipe.typed import typed
 from lightning_gpipe.watch import Watches
 from lightning_gpipe.whole_files import WholeFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.profilers import Profiler
 
 
 class GPipeStrategy(OverProcesses):
@@ -173,6 +177,7 @@ class GPipeStrategy(OverProcesses):
         ddp: dict[str, Any] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
+        self._typed = typed(GPipeStrategy, locals())
         check_processes(processes, start_method, lost_after, replicas)
         terms = Terms(processes, replicas, timeout, lost_after, process_group_backend, start_method)
         super().__init__(terms, save_distributed_checkpoint, ddp)
@@ -197,11 +202,16 @@ class GPipeStrategy(OverProcesses):
         self._piped: Piped | None = None
         self._averages = Averages()
         self._finetuning = Finetuning()
+        self._monitors = DeviceMonitors()
+        self._profiling = Profiling()
         self._watch: Watches | None = None
         self._logs = GuardedLogs()
         self._kept = KeptBalance()
         self._measured = False
         self._strict = True  # as a checkpoint is loaded
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._typed})"
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -265,6 +275,11 @@ class GPipeStrategy(OverProcesses):
         return self._own_devices[-1 if self._around == "last" else 0]
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._profiling.record_threads(_profiler_of(model))
+
+    @override
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         refuse_devices(self._devices)
@@ -309,6 +324,9 @@ class GPipeStrategy(OverProcesses):
             follow_parameters(optimizer)
         refuse_global_pruning(callbacks)
         self._finetuning.adapt(callbacks)
+        devices = self._own_devices, self.root_device
+        self._monitors.adapt(callbacks, *devices, len(self._workers), self._replicas)
+        self._profiling.follow(_profiler_of(self.lightning_module), self._piped.pipeline)
         self._averages.follow(self.lightning_module)
 
     @override
@@ -326,6 +344,7 @@ class GPipeStrategy(OverProcesses):
     def on_exception(self, exception: BaseException) -> None:
         if self._piped is not None:
             self._piped.pipeline.tell(exception)  # others would wait for this process
+        self._profiling.abort()
         super().on_exception(exception)
 
     @override
@@ -336,6 +355,8 @@ class GPipeStrategy(OverProcesses):
         self._logs.release()
         self._averages.release()
         self._finetuning.release()
+        self._monitors.release()
+        self._profiling.release()
         self._piped = self._watch = self._folder = None
         module = self._lightning_module
         if module is not None and must_stay(module):
@@ -483,3 +504,9 @@ class GPipeStrategy(OverProcesses):
             else:
                 optimizer.load_state_dict(state)  # puts each state on its parameter's device
                 drop_foreign_states(optimizer)
+
+
+def _profiler_of(model: LightningModule) -> Profiler:
+    """The profiler of the model's Trainer."""
+    profiler: Profiler = model.trainer.profiler  # type: ignore[attr-defined]  # set at its making
+    return profiler

@@ -26,9 +26,9 @@ planning
 callbacks  check  cli
 strategy
 processes  piped
-averages  checkpoint_io  finetuning  guarded_log  optimizer_state  refusals  sharded  watch  skip
-flatten  pretrained
-kept_balance  sampled  device_options  whole_files
+averages  checkpoint_io  device_monitors  finetuning  guarded_log  optimizer_state  profiling
+refusals  sharded  watch  skip  flatten  pretrained
+device_options  foreign_trainers  kept_balance  sampled  typed  whole_files
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

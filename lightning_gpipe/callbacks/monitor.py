@@ -31,6 +31,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import Layout, changes
 from lightning_gpipe.core.run import Observation, Span, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
+from lightning_gpipe.profiling import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
 _KEPT = 5  # so many of the latest recorded steps are in the trace
@@ -152,7 +153,7 @@ class PipelineMonitor(Callback):
         pipeline = pipeline_of(trainer, self)
         read = [(each, self._clock.spans(each.spans)) for each in self._timelines]
         found = {
-            _name(pipeline, timeline): each
+            path_of(pipeline, timeline): each
             for timeline, spans in read
             if (each := Observation.of(timeline, spans)) is not None
         }
@@ -220,14 +221,6 @@ class PipelineMonitor(Callback):
         spans = [span for _, each in step.runs for span in each]
         picture = timeline_picture(spans, workers, title=f"{title}, step {step.number}", note=note)
         picture.savefig(path)
-
-
-def _name(pipeline: GPipe, timeline: Timeline) -> str:
-    """The path of the module that ran, if there are several pipelines."""
-    if len(pipeline.layouts) == 1:
-        return ""
-    pairs = zip(pipeline.taken, pipeline.layouts, strict=True)
-    return next((taken.path for taken, layout in pairs if layout is timeline.layout), "")
 
 
 def _metrics(observation: Observation) -> dict[str, float]:

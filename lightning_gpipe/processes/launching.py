@@ -8,7 +8,7 @@ and also where a launcher's variables are set. One in several is started by Ligh
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_gpipe.core.transport import patience_of
+from lightning_gpipe.foreign_trainers import accept, refuse_a_twin, refuse_fabric
 from lightning_gpipe.processes.agreement import check_same, versions
 from lightning_gpipe.processes.arrangement import Arrangement, Mode
 from lightning_gpipe.processes.batches import Generators
@@ -93,6 +94,7 @@ class Launched(ParallelStrategy):
 
     def __init__(self, terms: Terms) -> None:
         super().__init__()
+        accept(Launched)
         self._mode: Mode = terms.processes
         self._replicas = terms.replicas
         self._timeout = terms.timeout
@@ -114,6 +116,12 @@ class Launched(ParallelStrategy):
     def _accelerator(self, accelerator: Accelerator | None) -> None:
         self._accelerator_of_trainer = accelerator
 
+    # Fabric reads this.
+
+    @property
+    def _precision(self) -> NoReturn:
+        refuse_fabric()
+
     @property
     @override
     def accelerator(self) -> Accelerator | None:
@@ -122,6 +130,7 @@ class Launched(ParallelStrategy):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator) -> None:
+        refuse_a_twin(accelerator)
         self._accelerator_of_trainer = accelerator
 
     # Which processes there are.

@@ -167,6 +167,38 @@ def test_strategy_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> N
     assert seen["balance"] == [1, 5]
 
 
+@pytest.mark.parametrize("nested", ["--trainer.strategy.chunks=5", "--trainer.strategy.chunks 5"])
+@pytest.mark.parametrize("name", ["gpipe", "lightning_gpipe.GPipeStrategy"])
+def test_argument_after_a_name(
+    tmp_path: Path, seen: dict[str, Any], name: str, nested: str
+) -> None:
+    path = config(tmp_path, name, fast_dev_run=True)
+
+    main(["fit", "--config", path, *nested.split()])
+
+    assert (len(seen["balance"]), seen["chunks"]) == (2, 5)
+
+
+def test_argument_after_a_name_on_the_command_line(
+    tmp_path: Path, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path, "auto", fast_dev_run=True)
+    line = f"gpipe fit --config={path} --trainer.strategy=gpipe --trainer.strategy.chunks=5"
+    monkeypatch.setattr(sys, "argv", line.split())
+
+    main()
+
+    assert seen["chunks"] == 5
+
+
+def test_argument_of_another_strategy(tmp_path: Path) -> None:
+    path = config(tmp_path, {"class_path": "SingleDeviceStrategy"}, fast_dev_run=True, devices=1)
+
+    cli = main(["fit", "--config", path, "--trainer.strategy.device=cpu"])
+
+    assert type(cli.trainer.strategy).__name__ == "SingleDeviceStrategy"
+
+
 @pytest.mark.parametrize(
     "argument, value",
     [("chunk", 3), ("balance", "halves"), ("chunks", "many"), ("activation_checkpointing", 1.5)],

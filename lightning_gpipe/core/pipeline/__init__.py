@@ -14,7 +14,7 @@ from lightning_gpipe.core.pipeline.balancing import (
 from lightning_gpipe.core.pipeline.by_measure import balance_by_memory, balance_by_time
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.measuring import Measuring, profile
-from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
 from lightning_gpipe.core.pipeline.planning import (
     Choice,
     check_auto,
@@ -38,6 +38,7 @@ __all__ = [
     "Choice",
     "Entry",
     "GPipe",
+    "Handles",
     "Layers",
     "Measuring",
     "Pipeline",

@@ -18,6 +18,7 @@ from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, t
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
 from lightning_gpipe.core.run.caller import term_route
 from lightning_gpipe.core.run.clocks import clock_of
+from lightning_gpipe.core.run.names import named, profiled
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.skip import using_table
@@ -84,6 +85,7 @@ class WorkerTask(Task):
         self._exchange = exchange
         self._context = context
         self._timeline = timeline
+        self._profiled = profiled()
 
     @property
     @override
@@ -150,6 +152,8 @@ class WorkerTask(Task):
         value = exchange.receive(action)
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
+        if self._profiled:
+            run = named(action, run)
         start = self._clock.now()
         result = run(action.i, value)
         self._timeline.add(self._worker.index, action, start, self._clock.now())
@@ -164,8 +168,11 @@ class WorkerTask(Task):
         self._exchange.send(by._replace(j=self._n), terms, term_route(by.j, self._n))
 
     def _recompute(self, action: Action) -> None:
+        run = self._passes[action.j].recompute
+        if self._profiled:
+            run = named(action, run)
         start = self._clock.now()
-        self._passes[action.j].recompute(action.i)
+        run(action.i)
         self._timeline.add(self._worker.index, action, start, self._clock.now())
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:

@@ -14,11 +14,16 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
+import torch
+
 Job = Callable[[], None]
 
 
 class WorkerThread:
     """A named thread with a queue of jobs; its creator must end it with :meth:`join`.
+
+    The operating system knows it by the first word of its name, 15 letters at most: profilers and
+    debuggers show that.
 
     A job must not raise; :meth:`Outcomes.of` makes a job of any function, and records its error.
 
@@ -29,7 +34,9 @@ class WorkerThread:
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         # A daemon, so that a pipeline that was not closed does not keep the interpreter running.
-        self._thread = _Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+        self._thread = _Thread(
+            target=_serve, args=(self._jobs, name.split()[0]), name=name, daemon=True
+        )
         self._thread.start()
         self.intra_op = 0
 
@@ -139,7 +146,8 @@ class Outcomes:
                 self._wake.put(None)
 
 
-def _serve(jobs: SimpleQueue[Job | None]) -> None:
+def _serve(jobs: SimpleQueue[Job | None], name: str) -> None:
+    torch.multiprocessing._set_thread_name(name)
     while (job := jobs.get()) is not None:
         job()
         del job  # frees what it refers to while the thread waits for the next

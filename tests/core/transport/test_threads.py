@@ -1,7 +1,9 @@
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread, lineage
 from tests.support.waiting import PATIENCE
@@ -32,6 +34,20 @@ def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
 
     assert seen == [("worker under test", True)]
     assert not thread.current
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of other systems nobody asks")
+@pytest.mark.parametrize(
+    "name, first", [("gpipe-worker-3 (cuda:1)", "gpipe-worker-3"), ("worker", "worker")]
+)
+def test_system_knows_the_thread_by_the_first_word_of_its_name(name: str, first: str) -> None:
+    names: list[str] = []
+    thread = WorkerThread(name)
+
+    thread.put(lambda: names.append(torch.multiprocessing._get_thread_name()))
+    thread.join(PATIENCE)
+
+    assert names == [first]
 
 
 def test_thread_knows_for_whom_it_works_as_long_as_it_does(thread: WorkerThread) -> None:
