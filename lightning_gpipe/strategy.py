@@ -35,6 +35,7 @@ from lightning_gpipe.checkpoint_io import (
     load_values,
     to_cpu,
 )
+from lightning_gpipe.compilation import Compilation, check_compile
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_auto
@@ -113,6 +114,9 @@ class GPipeStrategy(OverProcesses):
             on one device, instead of once per micro-batch.
         microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
             :class:`~lightning_gpipe.core.data.microbatch.padded.PaddedSequences`.
+        compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
+            micro-batches of any size; or a dict of torch.compile's options, such as
+            ``{"fullgraph": True}``. The first training batch takes as long as that takes.
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger. ``"auto"`` tries both in the first
             batches, and says which is faster; the results are the same.
@@ -165,6 +169,7 @@ class GPipeStrategy(OverProcesses):
         | int = "except_last",
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
+        compile: bool | dict[str, Any] = False,
         threads: bool | Literal["auto"] = "auto",
         verify: bool = False,
         around: Literal["last", "first"] = "last",
@@ -190,6 +195,7 @@ class GPipeStrategy(OverProcesses):
         check_microbatching(microbatching)
         check_around(around)
         check_threads(threads)
+        check_compile(compile)
         self._balance = balance
         self._chunks = chunks
         self._module = module
@@ -202,6 +208,7 @@ class GPipeStrategy(OverProcesses):
         self._piped: Piped | None = None
         self._averages = Averages()
         self._finetuning = Finetuning()
+        self._compilation = Compilation(compile)
         self._monitors = DeviceMonitors()
         self._profiling = Profiling()
         self._watch: Watches | None = None
@@ -332,6 +339,7 @@ class GPipeStrategy(OverProcesses):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
+        self._compilation.begin_batch()
         self.replicate_again()
         self._averages.follow_in_epoch(self.lightning_module)
 
@@ -351,6 +359,7 @@ class GPipeStrategy(OverProcesses):
     def teardown(self) -> None:
         if self._piped is not None:
             self._piped.remove()
+        self._compilation.release()
         self.train_apart()
         self._logs.release()
         self._averages.release()
@@ -379,6 +388,7 @@ class GPipeStrategy(OverProcesses):
             deferred_batch_norm=self._deferred_batch_norm,
             around=self._around,
         )
+        self._compilation.begin(partial(self.taken, module))
         self._piped = piped = Piped(
             module,
             self._module,

@@ -26,8 +26,8 @@ planning
 callbacks  check  cli
 strategy
 processes  piped
-averages  checkpoint_io  device_monitors  finetuning  guarded_log  optimizer_state  profiling
-refusals  sharded  watch  skip  flatten  pretrained
+averages  checkpoint_io  compilation  device_monitors  finetuning  guarded_log  optimizer_state
+profiling  refusals  sharded  watch  skip  flatten  pretrained
 device_options  foreign_trainers  kept_balance  sampled  typed  whole_files
 ════════ above may import Lightning, below may not ════════
 core.verify

@@ -229,6 +229,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "module": None,
         "deferred_batch_norm": True,
         "microbatching": None,
+        "compile": False,
         "threads": "auto",
         "verify": False,
         "around": "last",

@@ -63,7 +63,7 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads='auto', verify=False, around='last', "
+            "microbatching=None, compile=False, threads='auto', verify=False, around='last', "
             "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
             "save_distributed_checkpoint=False)",

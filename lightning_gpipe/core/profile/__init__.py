@@ -4,6 +4,7 @@ The costs are a value, :class:`~lightning_gpipe.core.plan.ModelProfile`: measure
 time on the device that is to run it, or counted on the meta device.
 """
 
+from lightning_gpipe.core.profile.alike import kind_of
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.meters import intra_op_threads
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "change_tensors",
     "following",
     "intra_op_threads",
+    "kind_of",
     "optimizer_bytes",
     "profile_layers",
     "walk",

@@ -92,6 +92,14 @@ def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -
     return modules, steps, taken, tuple(_first(leaf, leaves) for leaf in leaves)
 
 
+def kind_of(module: nn.Module) -> Hashable:
+    """Equal for modules that are alike; of one that cannot be compared, equal to no other's."""
+    try:
+        return _of_module(module)
+    except _Unlike:
+        return id(module)
+
+
 def _of_module(module: nn.Module) -> Hashable:
     """The kinds, settings and tensors of a module and those in it."""
     return tuple(
