@@ -42,6 +42,7 @@ from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_a
 from lightning_gpipe.core.plan import check_around, count_recomputed
 from lightning_gpipe.core.run import check_threads, explain_second_backward
 from lightning_gpipe.core.show import show
+from lightning_gpipe.core.transport import Twins
 from lightning_gpipe.device_monitors import DeviceMonitors
 from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
@@ -209,6 +210,7 @@ class GPipeStrategy(OverProcesses):
         self._averages = Averages()
         self._finetuning = Finetuning()
         self._compilation = Compilation(compile)
+        self._twins: Twins | None = None
         self._monitors = DeviceMonitors()
         self._profiling = Profiling()
         self._watch: Watches | None = None
@@ -337,6 +339,13 @@ class GPipeStrategy(OverProcesses):
         self._averages.follow(self.lightning_module)
 
     @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        with nullcontext() if self._twins is None else self._twins.moving():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         self._compilation.begin_batch()
@@ -366,7 +375,7 @@ class GPipeStrategy(OverProcesses):
         self._finetuning.release()
         self._monitors.release()
         self._profiling.release()
-        self._piped = self._watch = self._folder = None
+        self._piped = self._watch = self._folder = self._twins = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
@@ -410,6 +419,7 @@ class GPipeStrategy(OverProcesses):
             lost_after=None if self._arrangement.owners is None else self._lost_after,
             agree=self.broadcast,
         )
+        self._twins = piped.pipeline.copy_batches(self.root_device)
         self.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles:

@@ -52,7 +52,7 @@ from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Found, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import Workers, join_processes
+from lightning_gpipe.core.transport import Twins, Workers, join_processes
 
 
 class GPipe(StandIn):
@@ -373,6 +373,14 @@ class GPipe(StandIn):
             A handle whose ``remove()`` ends the calls.
         """
         return self._pipelines.observe(observer)
+
+    def copy_batches(self, root: torch.device) -> Twins | None:
+        """Let the first stage take tensors of batches from where they were before ``root``.
+
+        Returns:
+            What copies them there when batches are moved; None if there is nothing to gain.
+        """
+        return self._pipelines.copy_batches(root)
 
     def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Cut the layers by another balance, and move those that come to another device.

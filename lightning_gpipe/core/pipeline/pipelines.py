@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
@@ -14,7 +15,7 @@ from lightning_gpipe.core.pipeline.taken import Programs, Taken
 from lightning_gpipe.core.pipeline.taking import laid_out
 from lightning_gpipe.core.plan import Layout, Partition
 from lightning_gpipe.core.run import Timeline
-from lightning_gpipe.core.transport import Workers
+from lightning_gpipe.core.transport import Twins, Workers
 
 
 class Pipelines:
@@ -60,6 +61,20 @@ class Pipelines:
         """Call ``observer`` with the timeline of each mini-batch of any of them."""
         handles = [pipeline.engine.observe(observer) for pipeline in self._pipelines]
         return handles[0] if len(handles) == 1 else Handles(handles)
+
+    def copy_batches(self, root: torch.device) -> Twins | None:
+        """Let stages take what is copied to them of a batch that is moved to ``root``.
+
+        Returns:
+            What copies it; None if there is nothing to gain.
+        """
+        first = self[0].layout.device_of(0)
+        if self[0].layout.spread or first == root or first.type != "cuda":
+            return None
+        twins = Twins(first, root)
+        for pipeline in self:
+            pipeline.engine.twins = twins
+        return twins
 
     def release(self) -> None:
         """Let the model run as without a pipeline."""

@@ -32,7 +32,7 @@ from lightning_gpipe.core.plan import (
 )
 from lightning_gpipe.core.run.borders import handed
 from lightning_gpipe.core.run.gradients import Gradients
-from lightning_gpipe.core.transport import Exchange
+from lightning_gpipe.core.transport import Exchange, Twins
 
 Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
 
@@ -51,10 +51,19 @@ class Caller:
         n: The number of stages.
         program: What they run, if that is not their layers.
         terms: Whether to collect loss terms.
+        twins: Knows tensors of the batch that are on the first stage's device already.
     """
 
-    def __init__(self, n: int, program: Program | None = None, *, terms: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        program: Program | None = None,
+        *,
+        terms: bool = False,
+        twins: Twins | None = None,
+    ) -> None:
         self._n = n
+        self._twins = twins
         # Programs whose inputs are not what the first stage takes, or outputs not what the last
         # one gives.
         self._spread = self._gathered = program
@@ -76,16 +85,24 @@ class Caller:
         for i, x in enumerate(microbatches):
             to = Action(Kind.FORWARD, i, 0)
             if self._spread is None:
-                yield to, x.aliased(), None
+                yield to, self._near(x).aliased(), None
                 continue
             value_of = dict(zip(self._spread.inputs, parted(x), strict=True))
             routes = self._spread.given
             ways = [self._spread.first, *[route.numbers for route in routes]]
             trees = [join([value_of[number] for number in numbers]) for numbers in ways]
             main, *others = handed(trees, [0, *[route.target for route in routes]])
-            yield to, main, None
+            yield to, self._near(main), None
             for route, tree in zip(routes, others, strict=True):
                 yield Action(Kind.FORWARD, i, route.target), tree, route
+
+    def _near(self, x: FlatTree) -> FlatTree:
+        """What goes to the first stage, with tensors that are there already."""
+        if self._twins is None:
+            return x
+        of = self._twins.of
+        near = {id(leaf): of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in x.leaves}
+        return FlatTree([near[id(leaf)] for leaf in x.leaves], x.spec)
 
     def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
         """What it gets of a forward: for each micro-batch one tree, joined if there are routes."""

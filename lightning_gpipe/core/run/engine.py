@@ -29,7 +29,7 @@ from lightning_gpipe.core.run.stage import Stage, modules_in
 from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.ways import Found, Way, Ways
-from lightning_gpipe.core.transport import Label, RankFailed, Transport
+from lightning_gpipe.core.transport import Label, RankFailed, Transport, Twins
 
 _AS_THE_TRANSPORT = Way()
 
@@ -53,7 +53,10 @@ class Engine:
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: What ran when in the latest mini-batch, or None before the first.
         ways: As given.
+        twins: Knows tensors of the batch that are on the first stage's device already, or None.
     """
+
+    twins: Twins | None = None
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class Engine:
             transport=self._transport,
             draws=self._draws,
             terms=terms,
+            twins=self.twins,
             library_draws=self._library_draws,
             unfinished=self._unfinished,
             training_flags=self._training_flags,
@@ -200,8 +204,8 @@ class Engine:
         return not self._unfinished.awaited
 
     def succeed(self, other: Engine) -> None:
-        """Take the place of another engine: its step, and its observers, whose handles hold."""
-        self.step = other.step
+        """Take the place of another engine: its step, twins, and observers, whose handles hold."""
+        self.step, self.twins = other.step, other.twins
         self._observers = other._observers
 
     @contextmanager
@@ -240,7 +244,7 @@ class Engine:
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "timeline": None, "_observers": OrderedDict()}
+        return {**self.__dict__, "timeline": None, "twins": None, "_observers": OrderedDict()}
 
 
 def _elements_of(flat: FlatTree) -> int:

@@ -47,7 +47,7 @@ from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.ways import Way
 from lightning_gpipe.core.run.work import work_of
 from lightning_gpipe.core.run.worker import Worker
-from lightning_gpipe.core.transport import Exchange, Label, Transport
+from lightning_gpipe.core.transport import Exchange, Label, Transport, Twins
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 
@@ -67,6 +67,7 @@ class MiniBatch:
         unfinished: Mini-batches whose backward has not run; this one is added.
         training_flags: Which modules of the stages of all processes are in training mode.
         label: Which mini-batch it is.
+        twins: Knows tensors of the batch that are on the first stage's device already.
         way: Whether it runs on the caller's thread, though the transport has threads.
 
     Attributes:
@@ -91,6 +92,7 @@ class MiniBatch:
         label: Label,
         way: Way,
         terms: bool = False,
+        twins: Twins | None = None,
     ) -> None:
         self._passes = Passes()
         self._stages = stages
@@ -115,7 +117,7 @@ class MiniBatch:
         self._workers: list[Worker] = []
         self._input_devices: list[FlatTree] = []
         self.timeline = Timeline(schedule, [])
-        self.caller = Caller(layout.n, program, terms=terms)
+        self.caller = Caller(layout.n, program, terms=terms, twins=twins)
         self._terms = terms
         self.leaves: list[Tensor] = []
 

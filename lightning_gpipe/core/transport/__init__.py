@@ -27,6 +27,7 @@ from lightning_gpipe.core.transport.process_group import (
     patience_of,
     within,
 )
+from lightning_gpipe.core.transport.twins import Twins
 
 __all__ = [
     "Cancelled",
@@ -41,6 +42,7 @@ __all__ = [
     "RankFailed",
     "Task",
     "Transport",
+    "Twins",
     "Workers",
     "addresses_of_interfaces",
     "end_waits",
