@@ -56,11 +56,26 @@ def make_room(path: Path) -> None:
     _beside(path, "part").mkdir(parents=True)
 
 
-def remove_parts(path: Path) -> None:
-    """Remove a folder, in whose place a file will be, and what an interrupted save has left."""
-    if (path / REST).is_file():
-        shutil.rmtree(path)
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """A ``with`` block that writes a file, in the place of a folder if there is one.
+
+    The folder is removed at the end of the block, and put back if it fails. What an interrupted
+    save has left is removed.
+    """
     _remove(_beside(path, "part"))
+    old = _beside(path, "old")
+    if (path / REST).is_file():
+        _remove(old)
+        os.rename(path, old)
+    try:
+        yield
+    except BaseException:
+        if (old / REST).is_file() and not path.exists():
+            os.rename(old, path)
+        raise
+    if (old / REST).is_file():
+        _remove(old)
 
 
 def save_parts(

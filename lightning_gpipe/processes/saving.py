@@ -25,8 +25,8 @@ from lightning_gpipe.sharded import (
     load_rest,
     make_room,
     optimizer_part,
-    remove_parts,
     save_parts,
+    set_aside,
 )
 
 
@@ -74,8 +74,8 @@ class Saving(Launched):
     ) -> None:
         if not self._in_parts:
             if self.is_global_zero:
-                remove_parts(Path(filepath))
-                super().save_checkpoint(on_cpu(checkpoint), filepath, storage_options)
+                with set_aside(Path(filepath)):
+                    super().save_checkpoint(on_cpu(checkpoint), filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,27 +145,6 @@ def test_evaluation_of_a_checkpoint(tmp_path: Path, build: Any, plain: dict[str,
     ]
 
     torch.testing.assert_close(results[1], results[0])
-
-
-def test_process_that_is_killed_while_it_saves_leaves_the_last_checkpoint_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once a checkpoint that replaced another was copied into its place from another disk."""
-    made = fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_epochs=1)
-    path = tmp_path / "last.ckpt"
-    made.save_checkpoint(path)
-    before = path.read_bytes()
-
-    def half(source: str, target: str) -> None:
-        content = Path(source).read_bytes()
-        Path(target).write_bytes(content[: len(content) // 2])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "move", half)
-    with pytest.raises(KeyboardInterrupt):
-        made.save_checkpoint(path)
-
-    assert path.read_bytes() == before
 
 
 def test_best_and_last(tmp_path: Path) -> None:
