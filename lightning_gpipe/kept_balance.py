@@ -12,10 +12,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_gpipe.core.pipeline import Taken
+from lightning_gpipe.own_entry import own_of, with_own
 
 MEASURED = ("time", "memory")
 FROM_CHECKPOINT = "checkpoint"
-_KEY = "lightning_gpipe"  # in the checkpoint
 
 
 class KeptBalance:
@@ -26,11 +26,11 @@ class KeptBalance:
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what a checkpoint has."""
-        self._kept = dict(checkpoint.get(_KEY, {}).get("balance", {}))
+        self._kept = dict(own_of(checkpoint, "balance") or {})
 
     def save(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint, with the balance if there is one."""
-        return {**checkpoint, _KEY: {"balance": dict(self._kept)}} if self._kept else checkpoint
+        return with_own(checkpoint, balance=dict(self._kept)) if self._kept else checkpoint
 
     def keep(
         self, found: Sequence[Taken], balances: Sequence[Any], sizes: Sequence[Sequence[int]]

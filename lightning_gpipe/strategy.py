@@ -503,6 +503,8 @@ class GPipeStrategy(OverProcesses):
         assert self.lightning_module is not None
         self._kept.load(checkpoint)
         self._strict = strict
+        if self._piped is None:  # else a callback restores what it has tried
+            self.take_generators(checkpoint)
         if self._folder is None:
             load = load_state if self._piped is None else load_values
             load(self.lightning_module, checkpoint["state_dict"], strict=strict)

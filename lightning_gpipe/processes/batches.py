@@ -79,13 +79,25 @@ class SharedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        return self._load() if self._group.rank == 0 else self._receive()
+        if self._group.rank:
+            return self._receive()
+        loading = self._load()
+        next(loading)
+        return loading
 
     def _load(self) -> Iterator[Any]:
-        generators, batches, drawn = Generators(), None, None
+        """First None, as soon as there is an iterator, which may draw; then the batches."""
+        generators, failure = Generators(), None
+        batches: Iterator[Any] = iter(())
+        try:
+            batches = iter(self.loader)
+        except BaseException as error:
+            failure = error
+        yield None
         while True:
             try:
-                batches = iter(self.loader) if batches is None else batches
+                if failure is not None:
+                    raise failure
                 found = [next(batches)]
             except StopIteration:
                 found = []

@@ -40,10 +40,10 @@ from lightning_gpipe.processes.replicated import (
     equalise,
     replicated,
 )
-from lightning_gpipe.processes.saving import Saving
+from lightning_gpipe.processes.resuming import Resuming
 
 
-class OverProcesses(Saving):
+class OverProcesses(Resuming):
     """A strategy of one Trainer, in one process or several.
 
     Args:
@@ -198,6 +198,7 @@ class OverProcesses(Saving):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
         return dataloader if self._group is None else shared(dataloader, self._group)
 
     # What is the same in the processes of a pipeline, and differs between replicas.
