@@ -59,6 +59,7 @@ def names(run: Run) -> list[str]:
     return sorted(path.name for path in run.root.rglob("*") if path.is_file())
 
 
+NEW = ("enable_autolog_hparams", "model_registry")  # in Lightning 2.6
 ALL = ("fit", "validate", "test", "predict")
 
 CASES: dict[str, Case] = {

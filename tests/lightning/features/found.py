@@ -24,6 +24,7 @@ PLUGINS = "Plugins"
 ENVIRONMENTS = "Cluster environments"
 ACCELERATORS = "Accelerators"
 
+_MOVED = {"HPUAccelerator", "TPUAccelerator"}  # are there only to say so
 _CONSTANTS = "CHECKPOINT_HYPER_PARAMS_"  # names of keys, of no use to a user's code
 
 
@@ -44,7 +45,7 @@ def features() -> dict[str, set[str]]:
         PROFILERS: {*profilers.__all__},
         PLUGINS: {*plugins.__all__},
         ENVIRONMENTS: _classes(environments),
-        ACCELERATORS: {name for name in accelerators.__all__ if name[0].isupper()},
+        ACCELERATORS: _classes(accelerators) - _MOVED,
     }
 
 
@@ -54,4 +55,6 @@ def _public(*classes: type) -> set[str]:
 
 
 def _classes(module: ModuleType) -> set[str]:
-    return {name for name, value in vars(module).items() if inspect.isclass(value)}
+    return {
+        name for name, value in vars(module).items() if inspect.isclass(value) and name[0] != "_"
+    }

@@ -90,7 +90,7 @@ def run_all(root: Path, module: Any, data: Any, callback: Any, *, piped: bool) -
     first.fit(model, datamodule=data())
     for method in ("validate", "test", "predict"):
         getattr(made(), method)(model, datamodule=data())
-    made().fit(module(), datamodule=data(), ckpt_path=root / "epoch=0.ckpt", weights_only=False)
+    made().fit(module(), datamodule=data(), ckpt_path=root / "epoch=0.ckpt")
     with pytest.raises(ArithmeticError):
         made(Fails()).fit(module(), datamodule=data())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as library
 
-from tests.lightning.features import arguments, callbacks, loggers, plugins
+from tests.lightning.features import arguments, callbacks, found, loggers, plugins
 from tests.lightning.features.run import Case, Run, assert_same_run, close, run
 
 CASES = arguments.CASES | callbacks.CASES | loggers.CASES | plugins.CASES
@@ -35,6 +35,8 @@ def both(case: Case, root: Path) -> Iterator[Run]:
 @pytest.mark.parametrize("name", CASES)
 def test_run(tmp_path: Path, name: str) -> None:
     case = CASES[name]
+    if name in arguments.NEW and name not in found.features()[found.ARGUMENTS]:
+        pytest.skip("new in Lightning 2.6")
     if name == "DeviceStatsMonitor":
         pytest.importorskip("psutil")
 

@@ -7,11 +7,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from lightning_utilities.core.imports import RequirementCache
 
 from tests.lightning.features import found
 from tests.lightning.features.table import FOLDER, TESTS, page, rows
 
 ROWS = list(rows())
+
+pytestmark = pytest.mark.skipif(
+    not RequirementCache("lightning>=2.6"), reason="the table is of Lightning 2.6"
+)
 
 
 @pytest.mark.parametrize("kind", found.features())
