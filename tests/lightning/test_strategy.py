@@ -192,7 +192,7 @@ def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> No
 
 @pytest.mark.parametrize("threads", ["auto", True])
 def test_faster_way_is_said(tmp_path: Path, threads: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+    with caplog.at_level(logging.INFO):
         fitted(tmp_path, GPipeStrategy([3, 3], threads=threads), devices=2, max_epochs=6)
 
     said = re.findall(r"GPipe runs \S+ on (?:one thread for all|a thread for each)", caplog.text)
