@@ -225,14 +225,9 @@ class Launched(ParallelStrategy):
         return list(self._arrangement.of_replica(self._devices, self.replica))
 
     @property
-    def _group(self) -> Group | None:
+    def pipeline_group(self) -> Group | None:
         """The processes of this pipeline, once they are connected, if it has several."""
         return None if self._circles is None else self._circles.pipeline
-
-    @property
-    def pipeline_group(self) -> Group | None:
-        """The processes of this pipeline, for callbacks."""
-        return self._group
 
     # Starting and connecting them.
 
@@ -285,8 +280,8 @@ class Launched(ParallelStrategy):
         check_same(self._circles.everyone, versions())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._circles.mesh
-        if self._group is not None:
-            Generators().set(self._group.broadcast(Generators().state()))
+        if self.pipeline_group is not None:
+            Generators().set(self.pipeline_group.broadcast(Generators().state()))
 
     @override
     def teardown(self) -> None:
@@ -299,8 +294,8 @@ class Launched(ParallelStrategy):
         if self._circles is None:
             return
         self._circles.everyone.meet("gather the model")
-        if self._group is not None and not self.replica:
-            fetch(module, self._group, self._elsewhere)
+        if self.pipeline_group is not None and not self.replica:
+            fetch(module, self.pipeline_group, self._elsewhere)
 
 
 def backend_for(device: torch.device) -> str:

@@ -43,7 +43,7 @@ class Resuming(Saving):
     def take_generators(self, checkpoint: Mapping[str, Any]) -> None:
         """Train with the states that a checkpoint has, if a fit goes on from it."""
         if self._trainer.state.fn == TrainerFn.FITTING:
-            place = 0 if self._group is None else self._group.rank
+            place = 0 if self.pipeline_group is None else self.pipeline_group.rank
             processes = self._arrangement.in_each_pipeline
             self._generators.take(checkpoint, self.replica, place, processes)
 

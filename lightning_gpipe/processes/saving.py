@@ -48,17 +48,17 @@ class Saving(Launched):
         assert self.lightning_module is not None
         if self._must_not_save():
             return {}
-        if self._group is None:
+        if self.pipeline_group is None:
             return super().lightning_module_state_dict()
         state_of = own_state if self._in_parts else whole_state
-        return state_of(self.lightning_module, self._group, self._elsewhere)
+        return state_of(self.lightning_module, self.pipeline_group, self._elsewhere)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._must_not_save():
             return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        group = self._group
+        group = self.pipeline_group
         if not self._in_parts:
             return state if group is None else whole_optimizer_state(optimizer, state, group)
         if group is None:
@@ -89,7 +89,7 @@ class Saving(Launched):
         if not self.replica:
             names = ("state_dict", "optimizer_states")
             parts = {name: checkpoint.pop(name) for name in names if name in checkpoint}
-            group = None if self._group is None else self._group.process_group
+            group = None if self.pipeline_group is None else self.pipeline_group.process_group
             save_parts(path, {**on_cpu(checkpoint), **parts}, group, first=self.is_global_zero)
 
     @override

@@ -87,8 +87,8 @@ class OverProcesses(Resuming):
         """
         assert self.lightning_module is not None
         self._elsewhere = elsewhere
-        if self._group is not None:
-            self._together = Together(self._group, around, self.precision_plugin)
+        if self.pipeline_group is not None:
+            self._together = Together(self.pipeline_group, around, self.precision_plugin)
         if self._circles is None:
             return
         if not self.is_distributed:  # what is logged is the same in all processes
@@ -198,8 +198,8 @@ class OverProcesses(Resuming):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        return dataloader if self._group is None else shared(dataloader, self._group)
+        dataloader, group = super().process_dataloader(dataloader), self.pipeline_group
+        return dataloader if group is None else shared(dataloader, group)
 
     # What is the same in the processes of a pipeline, and differs between replicas.
 
