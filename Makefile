@@ -6,11 +6,12 @@
 # `make models` has .venv-models, for torchvision's wheel is built for CUDA: beside the CPU build of
 # torch, `import lightning` works there only after tests/models/torchvision_operators.py.
 #
-# Tests run beside one another, in a process for each core. JOBS=0 runs them in one, as pytest does.
+# Tests run beside one another, in processes. JOBS=0 runs them in one, as pytest does.
 # Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
 PYTHON ?= python3
-JOBS ?= auto
+# One more than there are cores: some tests wait for processes most of the time.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 TOOLS := tests/benchmarks tests/mutation
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
@@ -71,7 +72,7 @@ soak: $(READY)
 	    --timeout=0 -o faulthandler_timeout=0
 
 mutate: $(READY)
-	$(BIN)/python -m tests.mutation $(if $(filter-out auto,$(JOBS)),--jobs $(JOBS)) \
+	$(BIN)/python -m tests.mutation $(if $(filter file,$(origin JOBS)),,--jobs $(JOBS)) \
 	    $(or $(ARGS),--results tests/mutation/RESULTS.md)
 
 bench: $(BENCH_READY)

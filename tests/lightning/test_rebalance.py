@@ -151,7 +151,7 @@ def test_balance_that_is_kept_in_checkpoints_is_the_latest(
     made.save_checkpoint(tmp_path / "last.ckpt")
 
     saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    assert saved["lightning_gpipe"] == {"balance": {"layers": [5, 1]}}
+    assert saved["lightning_gpipe"]["balance"] == {"layers": [5, 1]}
 
 
 def test_graph_that_is_alive_keeps_the_balance(

@@ -96,7 +96,7 @@ def killed(root: Path, victim: int, moment: Moment, every: int = 1) -> bool:
     assert str(outcome) == f"rank {victim} died"
     for each in found:
         assert isinstance(each, Failed)
-        assert f"RankFailed: rank {victim} " in str(each)
+        assert f"RankFailed: rank {victim} " in str(each), str(each)
     return True
 
 
