@@ -12,7 +12,7 @@
 PYTHON ?= python3
 # One more than there are cores: some tests wait for processes most of the time.
 JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
-TOOLS := tests/benchmarks tests/mutation
+TOOLS := tests/benchmarks tests/mutation tests/examples/test_quickstart.py
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
@@ -29,7 +29,7 @@ help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
 	@echo "             (under 10 minutes)"
-	@echo "make test-tools  the tests of the benchmarks, and of what make mutate runs (some minutes)"
+	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"

@@ -129,6 +129,31 @@ def test_processes_that_do_not_do_the_same_are_told_apart(four_ranks: Pool, what
     assert all(one in message and others in message for message in found), found
 
 
+class Ended:
+    """A process group whose connections have ended."""
+
+    def send(self, *_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+def send_to_one_that_is_lost() -> str:
+    """What a step says in which rank 0 finds that as it sends."""
+    pipeline = pipeline_of(layers())
+    step(pipeline)
+    if torch.distributed.get_rank() == 0:
+        transport: Any = pipeline.engine._transport
+        transport._connection.office._links[1]._group = Ended()
+    return told(lambda: step(pipeline))
+
+
+def test_process_that_is_lost_as_another_one_sends_is_named(three_ranks: Ranks) -> None:
+    """Once the network's own error was raised, which names nobody."""
+    three_ranks.start(send_to_one_that_is_lost)
+
+    message = three_ranks.result(0)
+    assert message.startswith("RankFailed | rank 1 (stage 1) is lost: Connection closed by peer")
+
+
 def die(rank: int, how: int) -> str:
     """What a step says in which a layer of ``rank`` ends its process."""
     module = layers()

@@ -56,6 +56,10 @@ class Mail(NamedTuple):
     on_device: list[bool]
 
 
+class Broken(RuntimeError):
+    """Raised where a connection to another process has ended."""
+
+
 class Link:
     """Sends to one other process, and receives from it.
 
@@ -106,6 +110,7 @@ class Link:
 
         Raises:
             TypeError: If something in it cannot be sent.
+            Broken: If the connection is.
         """
         body, tensors = pack(to, way, value)
         content = encoded(body)
@@ -143,7 +148,10 @@ class Link:
             self._thread.join(timeout)
 
     def _send(self, tensor: Tensor) -> Posted:
-        return self._group.send([tensor], self.rank, _TAG), tensor
+        try:
+            return self._group.send([tensor], self.rank, _TAG), tensor
+        except RuntimeError as error:
+            raise Broken(str(error)) from error
 
     def _send_all(self, content: Tensor) -> list[Posted]:
         return [self._send(piece) for piece in _pieces(content)]

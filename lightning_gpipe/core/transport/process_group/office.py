@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action
 from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
-from lightning_gpipe.core.transport.process_group.link import Link, Mail, Posted
+from lightning_gpipe.core.transport.process_group.link import Broken, Link, Mail, Posted
 from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
 from lightning_gpipe.core.transport.process_group.outbox import Outbox
 from lightning_gpipe.core.transport.process_group.told import note, noted, text_of
@@ -123,8 +123,13 @@ class Office:
             return self._ledger.failure_in_it
 
     def post(self, rank: int, header: Header, to: Action, way: Way, value: FlatTree) -> None:
-        """Send a value to another process."""
-        self._outbox.add(self._links[rank].post(header, to, way, value))
+        """Send a value to another process; if it is lost, the exchange fails at its next wait."""
+        try:
+            posted = self._links[rank].post(header, to, way, value)
+        except Broken as error:  # before the thread that receives has noticed
+            self._disconnect(rank, error)
+        else:
+            self._outbox.add(posted)
 
     def broadcast(self, header: Header, to: Action, way: Way, value: FlatTree) -> None:
         """Send a value to all other processes."""
