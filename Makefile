@@ -28,7 +28,7 @@ endif
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
-	@echo "             (under 10 minutes)"
+	@echo "             (about 12 minutes)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
