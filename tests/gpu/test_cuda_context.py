@@ -100,7 +100,8 @@ def test_timeline(pipe: Pipe, devices: list[str]) -> None:
     assert timeline is not None
     assert 0 <= timeline.bubble < 1
     kinds = [span.action.kind for span in timeline.spans]
-    assert {kind: kinds.count(kind) for kind in Kind} == dict.fromkeys(Kind, 4 * n)
+    expected = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == dict.fromkeys(expected, 4 * n)
     for w in range(len(devices)):
         spans = [span for span in timeline.spans if span.worker == w]
         assert all(span.start <= span.end for span in spans)

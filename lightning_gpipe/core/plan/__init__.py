@@ -16,6 +16,11 @@ from lightning_gpipe.core.plan.balance.by_profile import (
 from lightning_gpipe.core.plan.balance.costs import LayerCosts, Place, parameter_costs
 from lightning_gpipe.core.plan.balance.shift import Shift, shift_for
 from lightning_gpipe.core.plan.balance.solver import solve, solve_on
+from lightning_gpipe.core.plan.by_micro_batch import (
+    ByMicroBatch,
+    by_micro_batch,
+    check_by_micro_batch,
+)
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.held import (
     CONTAINERS,
@@ -74,7 +79,7 @@ from lightning_gpipe.core.plan.route import (
     Values,
     sender,
 )
-from lightning_gpipe.core.plan.schedule import Loss, Schedule
+from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.sharing import (
     Slot,
     check_copies,
@@ -93,6 +98,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Alternative",
     "Around",
+    "ByMicroBatch",
     "Carried",
     "Change",
     "Holder",
@@ -100,7 +106,6 @@ __all__ = [
     "LayerCosts",
     "LayerProfile",
     "Layout",
-    "Loss",
     "Memory",
     "Method",
     "ModelProfile",
@@ -127,10 +132,12 @@ __all__ = [
     "Value",
     "Values",
     "balance_by_parameters",
+    "by_micro_batch",
     "changes",
     "check_activation_checkpointing",
     "check_around",
     "check_balance",
+    "check_by_micro_batch",
     "check_copies",
     "check_enough_layers",
     "check_even",

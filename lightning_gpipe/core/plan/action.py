@@ -1,13 +1,15 @@
-"""One unit of a worker's work, and the kinds of it.
+"""One unit of work of a worker or of the caller, and the kinds of it.
 
-The name of a kind, the stage that needs its result and the kinds that come before it are data of
-the kind: the schedule, the simulator, the drawing, the worker and the transport all read them here.
+The name of a kind, the stage that needs its result and what it needs itself are data of the kind:
+the schedule, the simulator, the drawing, the worker and the transport all read them here.
 
-Throughout, i is one of m micro-batches and j one of n stages.
+Throughout, i is one of m micro-batches and j one of n stages. The caller's own code takes the
+places before the first stage and after the last: -1 and n.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,26 +18,38 @@ from typing import NamedTuple
 class Kind(Enum):
     """What an action does with its micro-batch.
 
+    A whole backward computes the gradients of a stage's inputs and those of its parameters. Where
+    it is split, B computes the former, which another stage waits for, and W the latter, for which
+    nobody waits.
+
     Attributes:
         letter: Its abbreviation in a table.
         verb: Its name in an error message.
         direction: The stage that needs its result, relative to its own: 1 is the next, -1 the
             previous, 0 the same.
-        after: The letters of the kinds that come before it, for the same micro-batch on the same
-            stage.
+        after: What it needs of the same micro-batch: the letters of kinds, each with the place of
+            their stage relative to its own. Not every schedule has all of them.
     """
 
-    FORWARD = "F", "forward", 1, ""
-    RECOMPUTE = "R", "recompute", 0, "F"
-    BACKWARD = "B", "backward", -1, "FR"
+    FORWARD = "F", "forward", 1, (("F", -1), ("P", -1))
+    RECOMPUTE = "R", "recompute", 0, (("F", 0),)
+    BACKWARD = "B", "backward", -1, (("P", 0), ("F", 0), ("R", 0), ("B", 1), ("L", 1))
+    WEIGHTS = "W", "weights", 0, (("B", 0),)
+    PREPARE = "P", "prepare", 1, ()  # the caller's code up to its call of the pipeline
+    LOSS = "L", "loss", -1, (("F", -1),)  # from the output to the loss, and the loss's backward
 
-    def __init__(self, letter: str, verb: str, direction: int, after: str) -> None:
+    def __init__(
+        self, letter: str, verb: str, direction: int, after: tuple[tuple[str, int], ...]
+    ) -> None:
         self.letter = letter
         self.verb = verb
         self.direction = direction
         self.after = after
 
     __hash__ = object.__hash__  # the fastest: actions are dictionary keys on the hot path
+
+
+_KIND_OF = {kind.letter: kind for kind in Kind}
 
 
 class Action(NamedTuple):
@@ -59,3 +73,10 @@ def successor(action: Action) -> Action:
     A stage before the first or after the last stands for the caller.
     """
     return Action(action.kind, action.i, action.j + action.kind.direction)
+
+
+def predecessors(action: Action) -> Iterator[Action]:
+    """The actions that must have ended before ``action``, as its kind has it; not all may exist."""
+    kind, i, j = action
+    for letter, offset in kind.after:
+        yield Action(_KIND_OF[letter], i, j + offset)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lightning_gpipe.core.plan.action import Action
+from lightning_gpipe.core.plan.action import Action, Row
 
 
-def table(start: Mapping[Action, float], makespan: float, placement: Sequence[int]) -> str:
+def table(
+    start: Mapping[Action, float], makespan: float, placement: Sequence[int], caller: Row = ()
+) -> str:
     """Draw when each action starts::
 
         stage 0 (worker 0) | F0 F1 .  .  .
@@ -18,6 +20,8 @@ def table(start: Mapping[Action, float], makespan: float, placement: Sequence[in
         start: The clock cycle in which each action starts.
         makespan: The number of clock cycles.
         placement: The worker of each stage; shown if a worker has several stages.
+        caller: The caller's actions, which have no columns: they take no clock cycle. They are
+            listed below the stages, in order.
     """
     width = max((len(str(action)) for action in start), default=1)
     several = len(set(placement)) < len(placement)
@@ -30,4 +34,7 @@ def table(start: Mapping[Action, float], makespan: float, placement: Sequence[in
         owner = f" (worker {worker})" if several else ""
         row = " ".join(cell.ljust(width) for cell in cells)
         lines.append(f"stage {j}{owner} | {row}".rstrip())
+    if caller:
+        title = "caller".ljust(lines[-1].index(" |"))
+        lines.append(f"{title} | {' '.join(map(str, caller))}")
     return "\n".join(lines) + "\n"

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from lightning_gpipe.core.plan.action import Action, Kind
+from lightning_gpipe.core.plan.rows import Backwards
 from lightning_gpipe.core.plan.schedule import Schedule
 
 
 @lru_cache(maxsize=256)
-def fill_drain(m: int, placement: tuple[int, ...], *, recomputed: int = 0) -> Schedule:
+def fill_drain(
+    m: int, placement: tuple[int, ...], *, recomputed: int = 0, split: bool = False
+) -> Schedule:
     """Fill the pipeline with all micro-batches, and drain it in reverse.
 
     Micro-batch i meets stage j at clock k = i + j while the pipeline fills. With fewer workers than
@@ -28,6 +31,8 @@ def fill_drain(m: int, placement: tuple[int, ...], *, recomputed: int = 0) -> Sc
         recomputed: An integer k: the first k micro-batches drop their activations; each of their
             backwards is preceded by a recompute, which needs no gradient and so fills the wait for
             one.
+        split: Whether the gradients of the weights are an action of their own, right after the
+            backward: the stage before waits for less.
 
     Source: Huang et al., "GPipe" (2019), for fill-drain; Lamy-Poirier, "Breadth-First Pipeline
     Parallelism" (2022), for the looped form.
@@ -41,10 +46,9 @@ def fill_drain(m: int, placement: tuple[int, ...], *, recomputed: int = 0) -> Sc
     def backward(stages: Sequence[int]) -> Iterator[Action]:
         for j in reversed(stages):
             for i in reversed(range(m)):
-                if i < recomputed:
-                    yield Action(Kind.RECOMPUTE, i, j)
-                yield Action(Kind.BACKWARD, i, j)
+                yield from parts.of(i, j)
 
+    parts = Backwards(recomputed, split)
     own = [
         [j for j, worker in enumerate(placement) if worker == w] for w in range(max(placement) + 1)
     ]

@@ -5,9 +5,9 @@ be neither printed nor proved free of deadlock. Here the order is a value: a :cl
 one row of actions for each worker, it prints as a table, and the object that is printed, simulated
 and tested is the one that runs.
 
-An action is forward (F), recompute (R) or backward (B) of micro-batch i on stage j. Transfers are
-not actions: what an action needs follows from the action alone, so a table stays short enough to
-check by eye::
+An action is forward (F), recompute (R) or backward (B) of micro-batch i on stage j, or that part of
+a backward for which nobody waits, the gradients of the weights (W). Transfers are not actions: what
+an action needs follows from the action alone, so a table stays short enough to check by eye::
 
     stage 0 | F0 F1 F2 .  .  B2 B1 B0
     stage 1 | .  F0 F1 F2 B2 B1 B0 .
@@ -15,26 +15,24 @@ check by eye::
 A schedule has phases, between which the caller's code runs. GPipe's has two: the user's code
 computes the loss on the whole mini-batch, so no backward starts before the last forward has ended.
 Where each micro-batch has a loss of its own, forwards and backwards may alternate in one phase.
+Then the caller has a row too: its code up to the call of the pipeline (P), from there to the loss
+and through the loss's backward (L), and backward through what came before the call (B)::
+
+    stage 0 | F0 F1 .  B0 F2 B1 .  B2
+    stage 1 | .  F0 B0 F1 B1 F2 B2 .
+    caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from itertools import chain, groupby
 
-from lightning_gpipe.core.plan.action import Action, Kind, Row
+from lightning_gpipe.core.plan.action import Action, Kind, Row, predecessors
 from lightning_gpipe.core.plan.draw import table
 from lightning_gpipe.core.plan.simulate import Simulation, one, simulate
-
-
-class Loss(Enum):
-    """What the loss is computed on, and so what the backwards of the last stage wait for."""
-
-    OF_MINI_BATCH = "mini-batch"
-    OF_MICRO_BATCH = "micro-batch"
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,14 @@ class Schedule:
         placement: The worker of each stage.
         phases: For each phase, one row of actions per worker. A phase starts when the caller has
             all results of the previous phase.
-        loss: What the loss is computed on.
+        caller: What the caller does while the only phase runs, in order; empty if its code runs
+            before, between and after the phases.
     """
 
     m: int
     placement: tuple[int, ...]
     phases: tuple[tuple[Row, ...], ...]
-    loss: Loss = Loss.OF_MINI_BATCH
+    caller: Row = ()
 
     @property
     def n(self) -> int:
@@ -79,50 +78,49 @@ class Schedule:
     def needs(self, action: Action) -> Iterator[Action]:
         """Yield the actions that must have ended before ``action`` starts.
 
-        They are the earlier kinds on its own stage; its own kind on the neighbouring stage or, for
-        the first backward, the forwards that the loss needs; and the results of the previous phase.
-        Some may be in no row.
+        They are those that its kind names, and the results of the previous phase. Some may be in
+        no row.
         """
-        kind, i, j = action
-        for other in Kind:
-            if other.letter in kind.after:
-                yield Action(other, i, j)
-        if kind.direction and 0 <= j - kind.direction < self.n:
-            yield Action(kind, i, j - kind.direction)
-        elif kind is Kind.BACKWARD:
-            whole = self.loss is Loss.OF_MINI_BATCH
-            for other_i in range(self.m) if whole else [i]:
-                yield Action(Kind.FORWARD, other_i, self.n - 1)
+        yield from predecessors(action)
         yield from self._results_before.get(action, ())
 
     def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
         """Simulate the schedule; see :func:`~lightning_gpipe.core.plan.simulate.simulate`."""
-        return simulate(self.rows, self.needs, cost)
+        return simulate(self.rows, self.needs, cost, self.caller)
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulation with actions of equal cost."""
+        """The simulation in which actions on stages cost the same, and the caller's nothing."""
         return self.simulate()
 
     @property
     def bubble(self) -> float:
-        """The share of time in which a worker is idle, if all actions take equally long."""
+        """The share of time in which a worker is idle, if actions on stages take equally long."""
         return self.simulation.bubble
 
     @cached_property
     def interleaved(self) -> Row:
         """All actions in one sequence that a single thread can run, clock cycle by clock cycle."""
-        start = self.simulation.start
-        return tuple(sorted(start, key=lambda action: (start[action], self.placement[action.j])))
+        start, end = self.simulation.start, self.simulation.end
+        # What takes no time comes first: the actions that start when it does may need it.
+        return tuple(sorted(start, key=lambda a: (start[a], end[a], self.worker_of(a))))
 
     @cached_property
     def turns(self) -> tuple[tuple[int, Row], ...]:
-        """The same sequence, grouped by worker: for each turn, the worker and its actions."""
-        groups = groupby(self.interleaved, lambda action: self.placement[action.j])
+        """The same sequence, grouped by worker: for each turn, the worker and its actions.
+
+        The number of workers stands for the caller.
+        """
+        groups = groupby(self.interleaved, self.worker_of)
         return tuple((worker, tuple(row)) for worker, row in groups)
 
+    def worker_of(self, action: Action) -> int:
+        """The worker that runs an action; the number of workers stands for the caller."""
+        return self.placement[action.j] if 0 <= action.j < self.n else len(self.phases[0])
+
     def __str__(self) -> str:
-        return table(self.simulation.start, self.simulation.makespan, self.placement)
+        simulation = self.simulation
+        return table(simulation.start, simulation.makespan, self.placement, self.caller)
 
     @cached_property
     def _phases(self) -> tuple[Schedule, ...]:
@@ -135,7 +133,7 @@ class Schedule:
 
     @cached_property
     def _phase_of(self) -> dict[Action, int]:
-        phases = enumerate(self.phases)
+        phases = enumerate((*rows, self.caller) for rows in self.phases)
         return {action: k for k, rows in phases for row in rows for action in row}
 
     @cached_property

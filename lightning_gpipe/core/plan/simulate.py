@@ -7,33 +7,40 @@ from dataclasses import dataclass
 
 from lightning_gpipe.core.plan.action import Action, Kind, Row
 
+_MAKES = (Kind.FORWARD, Kind.RECOMPUTE)  # which make activations
+_FREES = (Kind.BACKWARD, Kind.WEIGHTS)  # which free them; the second, where there are both
+
 
 @dataclass(frozen=True)
 class Simulation:
     """The result of simulating a schedule.
 
     Attributes:
-        start: When each action starts, in units of cost.
+        start: When each action starts, in units of cost; those of one worker in their order.
+        end: When each ends.
         makespan: When the last one ends.
         bubble: The share of the workers' time in which they are idle.
         peak_live: For each worker, the most micro-batches whose activations it holds at once.
     """
 
     start: dict[Action, float]
+    end: dict[Action, float]
     makespan: float
     bubble: float
     peak_live: tuple[int, ...]
 
 
 def one(action: Action) -> float:
-    """The cost of an action where all cost the same."""
-    return 1.0
+    """The cost of an action where all on stages cost the same, and the caller's nothing."""
+    outside = action.j < 0 or action.kind is Kind.LOSS
+    return 0.0 if outside else 1.0
 
 
 def simulate(
     rows: Sequence[Row],
     needs: Callable[[Action], Iterable[Action]],
     cost: Callable[[Action], float] = one,
+    caller: Row = (),
 ) -> Simulation:
     """Simulate the rows: each worker runs its actions in order, each after those that it needs.
 
@@ -42,15 +49,17 @@ def simulate(
         needs: The actions that must have ended before an action starts; those in no row are
             ignored.
         cost: How long an action takes, in any unit.
+        caller: The caller's actions, in order; it is no worker that could be idle.
 
     Raises:
         RuntimeError: If the workers deadlock; names the actions that they wait at.
     """
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
-    clock = [0.0] * len(rows)
-    waiting = [list(reversed(row)) for row in rows]
-    present = {action for row in rows for action in row}
+    everyone = [*rows, caller]
+    clock = [0.0] * len(everyone)
+    waiting = [list(reversed(row)) for row in everyone]
+    present = {action for row in everyone for action in row}
 
     progress = True
     while progress:
@@ -65,30 +74,33 @@ def simulate(
                 clock[worker] = end[action] = start[action] + cost(action)
                 progress = True
     if any(waiting):
-        stuck = [
-            f"worker {w} at {queue[-1]} on stage {queue[-1].j}"
-            for w, queue in enumerate(waiting)
-            if queue
-        ]
+        stuck = [_stuck(w, queue[-1], len(rows)) for w, queue in enumerate(waiting) if queue]
         raise RuntimeError(f"the schedule must end, but its workers deadlock: {', '.join(stuck)}")
 
     makespan = max(clock, default=0.0)
-    busy = sum(end[action] - start[action] for action in end)
-    bubble = 1.0 - busy / (makespan * len(clock)) if makespan else 0.0
-    return Simulation(start, makespan, bubble, tuple(map(_peak_live, rows)))
+    busy = sum(end[action] - start[action] for row in rows for action in row)
+    bubble = 1.0 - busy / (makespan * len(rows)) if makespan else 0.0
+    return Simulation(start, end, makespan, bubble, tuple(map(_peak_live, rows)))
+
+
+def _stuck(worker: int, action: Action, workers: int) -> str:
+    if worker == workers:
+        return f"the caller at {action}"
+    return f"worker {worker} at {action} on stage {action.j}"
 
 
 def _peak_live(row: Row) -> int:
     """The most micro-batches of one worker whose activations are alive at once.
 
-    A forward makes them, unless it drops them and a recomputation makes them again.
+    A forward makes them, unless it drops them and a recomputation makes them again. They are alive
+    until the last action that needs them: the backward or, where that is split, its second part.
     """
-    recomputed = {(a.i, a.j) for a in row if a.kind is Kind.RECOMPUTE}
+    makes = {(action.i, action.j): action for action in row if action.kind in _MAKES}
+    frees = {(action.i, action.j): action for action in row if action.kind in _FREES}
     live = peak = 0
     for action in row:
-        if action.kind is Kind.BACKWARD:
-            live -= 1
-        elif action.kind is Kind.RECOMPUTE or (action.i, action.j) not in recomputed:
-            live += 1
-            peak = max(peak, live)
+        key = action.i, action.j
+        live += makes.get(key) is action
+        peak = max(peak, live)
+        live -= frees.get(key) is action
     return peak

@@ -5,8 +5,8 @@ import pytest
 from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.layout import one_each
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.plan.schedule import Schedule
-from tests.support.schedules import one_forward_one_backward
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 
@@ -48,26 +48,31 @@ def schedule() -> Schedule:
 LOSS = {Action(F, 0, 1), Action(F, 1, 1)}
 
 
+def needed(schedule: Schedule, action: Action) -> set[Action]:
+    """What an action needs of what is in the rows."""
+    return set(schedule.needs(action)) & set(schedule.interleaved)
+
+
 def test_what_a_forward_needs(schedule: Schedule) -> None:
-    assert set(schedule.needs(Action(F, 1, 0))) == set()
-    assert set(schedule.needs(Action(F, 1, 1))) == {Action(F, 1, 0)}
+    assert needed(schedule, Action(F, 1, 0)) == set()
+    assert needed(schedule, Action(F, 1, 1)) == {Action(F, 1, 0)}
 
 
 def test_what_a_backward_needs(schedule: Schedule) -> None:
     own = {Action(F, 0, 0), Action(R, 0, 0)}
 
-    assert set(schedule.needs(Action(B, 0, 1))) == LOSS | {Action(R, 0, 1)}
-    assert set(schedule.needs(Action(B, 0, 0))) == LOSS | own | {Action(B, 0, 1)}
+    assert needed(schedule, Action(B, 0, 1)) == LOSS | {Action(R, 0, 1)}
+    assert needed(schedule, Action(B, 0, 0)) == LOSS | own | {Action(B, 0, 1)}
 
 
 def test_recompute_needs_no_gradient(schedule: Schedule) -> None:
-    assert set(schedule.needs(Action(R, 0, 0))) == LOSS | {Action(F, 0, 0)}
+    assert needed(schedule, Action(R, 0, 0)) == LOSS | {Action(F, 0, 0)}
 
 
 def test_micro_batch_with_a_loss_of_its_own_waits_for_no_other() -> None:
     schedule = one_forward_one_backward(3, 2)
 
-    assert set(schedule.needs(Action(B, 1, 1))) & set(schedule.interleaved) == {Action(F, 1, 1)}
+    assert needed(schedule, Action(B, 1, 1)) == {Action(F, 1, 1), Action(Kind.LOSS, 1, 2)}
 
 
 def test_what_is_recomputed_is_read_off_the_rows() -> None:
@@ -79,3 +84,21 @@ def test_what_is_recomputed_is_read_off_the_rows() -> None:
 def test_phase_of_an_action(schedule: Schedule) -> None:
     assert schedule.phase_of(Action(F, 1, 1)) == 0
     assert schedule.phase_of(Action(R, 0, 0)) == 1
+
+
+def test_caller_stands_in_the_turns_as_one_more_worker() -> None:
+    turns = one_forward_one_backward(1, 2).turns
+
+    assert [(worker, *(f"{action}@{action.j}" for action in row)) for worker, row in turns] == [
+        (2, "P0@-1"),
+        (0, "F0@0"),
+        (1, "F0@1"),
+        (2, "L0@2"),
+        (1, "B0@1"),
+        (0, "B0@0"),
+        (2, "B0@-1"),
+    ]
+
+
+def test_caller_is_in_the_phase_during_which_it_works() -> None:
+    assert one_forward_one_backward(1, 2).phase_of(Action(Kind.LOSS, 0, 2)) == 0

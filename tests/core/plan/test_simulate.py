@@ -6,6 +6,7 @@ from lightning_gpipe.core.plan.layout import looped, one_each
 from lightning_gpipe.core.plan.schedule import Schedule
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+W, L = Kind.WEIGHTS, Kind.LOSS
 
 
 @pytest.mark.parametrize("m, n", [(1, 1), (4, 1), (4, 3)])
@@ -24,6 +25,39 @@ def test_peak_of_all_but_the_last_is_one() -> None:
 
 def test_peak_counts_each_stage_of_a_worker() -> None:
     assert fill_drain(4, looped(4, 2)).simulate().peak_live == (8, 8)
+
+
+def test_activations_live_until_the_gradients_of_the_weights_are_computed() -> None:
+    row = (Action(F, 0, 0), Action(B, 0, 0), Action(F, 1, 0), Action(B, 1, 0))
+    late = (*row, Action(W, 0, 0), Action(W, 1, 0))
+
+    assert Schedule(2, (0,), ((row,),)).simulate().peak_live == (1,)
+    assert Schedule(2, (0,), ((late,),)).simulate().peak_live == (2,)
+
+
+def test_caller_takes_time_and_is_no_worker_that_could_be_idle() -> None:
+    # One stage, F and B of 1 each, and the caller takes 2 for each loss:
+    #
+    #   time     0  1  2  3  4  5
+    #   stage 0  F0 F1 .  B0 .  B1
+    #   caller   .  L0 L0 L1 L1 .
+    rows = ((Action(F, 0, 0), Action(F, 1, 0), Action(B, 0, 0), Action(B, 1, 0)),)
+    schedule = Schedule(2, (0,), (rows,), caller=(Action(L, 0, 1), Action(L, 1, 1)))
+
+    simulation = schedule.simulate(lambda action: 2.0 if action.kind is L else 1.0)
+
+    assert simulation.start[Action(L, 1, 1)] == 3
+    assert simulation.makespan == 6
+    assert simulation.bubble == pytest.approx(1 - 4 / 6)
+    assert schedule.bubble == 0
+
+
+def test_caller_that_waits_for_ever() -> None:
+    rows = ((Action(F, 0, 0), Action(B, 0, 0), Action(F, 1, 0), Action(B, 1, 0)),)
+    schedule = Schedule(2, (0,), (rows,), caller=(Action(L, 1, 1), Action(L, 0, 1)))
+
+    with pytest.raises(RuntimeError, match="worker 0 at B0 on stage 0, the caller at L1"):
+        schedule.simulate()
 
 
 def test_workers_that_wait_for_each_other() -> None:

@@ -1,9 +1,9 @@
 import pytest
 
 from lightning_gpipe.core.plan import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.run.clocks import HostClock
 from lightning_gpipe.core.run.timeline import Timeline
-from tests.support.schedules import one_forward_one_backward
 
 F, B = Kind.FORWARD, Kind.BACKWARD
 

@@ -1,0 +1,169 @@
+"""Schedules in which each micro-batch has a loss of its own: their tables, bubbles and memory."""
+
+from textwrap import dedent
+
+import pytest
+
+from lightning_gpipe.core.plan.action import Action, Kind
+from lightning_gpipe.core.plan.by_micro_batch import by_micro_batch, check_by_micro_batch
+from lightning_gpipe.core.plan.fill_drain import fill_drain
+from lightning_gpipe.core.plan.interleaved import interleaved
+from lightning_gpipe.core.plan.layout import looped, one_each
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
+from lightning_gpipe.core.plan.schedule import Schedule
+from lightning_gpipe.core.plan.zero_bubble import zero_bubble
+
+
+def drawn(picture: str) -> str:
+    return dedent(picture).lstrip("\n")
+
+
+def test_one_forward_one_backward() -> None:
+    assert str(one_forward_one_backward(4, 3)) == drawn("""
+        stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+        caller  | P0 P1 P2 L0 P3 L1 L2 L3 B0 B1 B2 B3
+    """)
+
+
+def test_one_forward_one_backward_with_recomputation_and_split_backwards() -> None:
+    assert str(one_forward_one_backward(3, 2, recomputed=1, split=True)) == drawn("""
+        stage 0 | F0 F1 R0 .  B0 W0 F2 B1 W1 .  B2 W2
+        stage 1 | .  F0 R0 B0 W0 F1 B1 W1 F2 B2 W2 .
+        caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
+    """)
+
+
+def test_interleaved() -> None:
+    assert str(interleaved(4, 4, 2)) == drawn("""
+        stage 0 (worker 0) | F0 F1 .  .  F2 .  F3 .  .  B0 .  B1 .  .  .  .  B2 B3
+        stage 1 (worker 1) | .  F0 F1 .  .  .  .  F2 B0 F3 B1 .  .  .  .  B2 B3 .
+        stage 2 (worker 0) | .  .  F0 F1 .  B0 .  B1 F2 .  F3 .  .  B2 .  B3 .  .
+        stage 3 (worker 1) | .  .  .  F0 B0 F1 B1 .  .  .  .  F2 B2 F3 B3 .  .  .
+        caller             | P0 P1 P2 L0 P3 L1 L2 L3 B0 B1 B2 B3
+    """)
+
+
+def test_zero_bubble() -> None:
+    assert str(zero_bubble(4, 3)) == drawn("""
+        stage 0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+        caller  | P0 P1 P2 L0 P3 L1 L2 L3 B0 B1 B2 B3
+    """)
+
+
+def test_caller_goes_on_to_what_came_before_the_call_when_it_need_not_wait() -> None:
+    lines = str(one_forward_one_backward(6, 2)).splitlines()
+
+    assert lines[-1] == "caller  | P0 P1 L0 P2 L1 P3 L2 B0 P4 L3 B1 P5 L4 B2 L5 B3 B4 B5"
+
+
+UNITS = {Kind.FORWARD: 1.0, Kind.RECOMPUTE: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
+
+
+def bubble(schedule: Schedule) -> float:
+    """In per cent, where F, B and W take equally long: a whole backward is twice as long as F."""
+    split = any(action.kind is Kind.WEIGHTS for row in schedule.rows for action in row)
+    units = UNITS if split else UNITS | {Kind.BACKWARD: 2.0}
+    simulation = schedule.simulate(lambda action: units[action.kind] if on_a_stage(action) else 0)
+    return 100 * simulation.bubble
+
+
+def on_a_stage(action: Action) -> bool:
+    return action.j >= 0 and action.kind in UNITS
+
+
+SIZES = [(4, 8), (8, 16), (8, 32)]
+BUBBLES = {
+    "fill-drain": (27.3, 30.4, 17.9),
+    "1F1B": (27.3, 30.4, 17.9),
+    "fill-drain, W": (20.0, 22.6, 12.7),
+    "1F1B, W": (20.0, 22.6, 12.7),
+    "looped fill-drain": (15.8, 17.9, 9.9),
+    "interleaved": (15.8, 17.9, 9.9),
+    "looped fill-drain, W": (11.1, 12.7, 6.8),
+    "interleaved, W": (11.1, 12.7, 6.8),
+    "zero bubble": (11.1, 12.7, 6.8),
+    "except the last": (22.5, 25.0, 14.2),
+    "except the last, W": (16.2, 18.2, 9.9),
+}
+
+
+def of_name(name: str, n: int, m: int) -> Schedule:
+    kind, _, weights = name.partition(", ")
+    split, two = bool(weights), looped(2 * n, n)
+    match kind:
+        case "fill-drain":
+            return fill_drain(m, one_each(n), split=split)
+        case "looped fill-drain":
+            return fill_drain(m, two, split=split)
+        case "except the last":
+            return fill_drain(m, one_each(n), recomputed=m - 1, split=split)
+        case "1F1B":
+            return by_micro_batch("1f1b", m, one_each(n), split=split)
+        case "interleaved":
+            return by_micro_batch("1f1b", m, two, split=split)
+    return by_micro_batch("zero_bubble", m, one_each(n))
+
+
+@pytest.mark.parametrize("name", BUBBLES)
+def test_bubble(name: str) -> None:
+    found = [bubble(of_name(name, n, m)) for n, m in SIZES]
+
+    assert found == pytest.approx(BUBBLES[name], abs=0.05)
+
+
+@pytest.mark.parametrize("n, m", SIZES)
+def test_most_alive(n: int, m: int) -> None:
+    def alive(name: str) -> tuple[int, ...]:
+        return of_name(name, n, m).simulation.peak_live
+
+    assert alive("fill-drain") == (m,) * n
+    assert alive("1F1B") == alive("1F1B, W") == tuple(n - j for j in range(n))
+    assert alive("zero bubble") == (n,) * n
+    assert alive("except the last") == (1,) * n
+    # Of two stages each, so of halves.
+    assert alive("interleaved") == tuple(2 * (n - 1 - w) + n + 1 for w in range(n))
+    assert alive("looped fill-drain") == (2 * m,) * n
+
+
+@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("m", range(1, 6))
+def test_one_forward_one_backward_holds_no_more_than_the_stages_after_it(m: int, n: int) -> None:
+    simulation = one_forward_one_backward(m, n).simulation
+
+    assert simulation.peak_live == tuple(min(m, n - j) for j in range(n))
+
+
+def test_interleaved_stages_need_whole_groups() -> None:
+    with pytest.raises(ValueError, match="got 9 micro-batches on 4 devices. Write chunks=8 or ch"):
+        interleaved(9, 8, 4)
+    with pytest.raises(ValueError, match="got 3 micro-batches on 4 devices. Write chunks=4, or"):
+        check_by_micro_batch("1f1b", 3, looped(8, 4))
+
+
+def test_short_mini_batch_runs_where_whole_groups_would() -> None:
+    placement = looped(4, 2)
+
+    assert by_micro_batch("1f1b", 4, placement) == interleaved(4, 4, 2)
+    assert str(by_micro_batch("1f1b", 1, placement)) == drawn("""
+        stage 0 (worker 0) | F0 .  .  .  .  .  .  B0
+        stage 1 (worker 1) | .  F0 .  .  .  .  B0 .
+        stage 2 (worker 0) | .  .  F0 .  .  B0 .  .
+        stage 3 (worker 1) | .  .  .  F0 B0 .  .  .
+        caller             | P0 L0 B0
+    """)
+
+
+def test_settings_that_cannot_be() -> None:
+    check_by_micro_batch("1f1b", 8, looped(8, 4))
+    check_by_micro_batch("zero_bubble", 3, one_each(4))
+
+    with pytest.raises(ValueError, match="must be '1f1b' or 'zero_bubble': got 'gpipe'"):
+        check_by_micro_batch("gpipe", 8, one_each(4))
+    with pytest.raises(ValueError, match="a device for each stage: got 8 stages on 4 devices"):
+        check_by_micro_batch("zero_bubble", 8, looped(8, 4))
+    with pytest.raises(ValueError, match=r"stage j on device j mod 2: got .* \[0, 1, 1, 0\]"):
+        check_by_micro_batch("1f1b", 8, (0, 1, 1, 0))
