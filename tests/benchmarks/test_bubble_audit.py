@@ -43,7 +43,7 @@ def drawn(*rows: str, recomputed: int = 0) -> tuple[Timeline, dict[Action, float
     schedule = fill_drain(m, one_each(len(rows)), recomputed=recomputed)
     timeline = Timeline(schedule, [HostClock()] * len(rows))
     for action, (start, end) in found.items():
-        timeline.add(action.j, action, float(start), float(end))
+        timeline.records.append((action.j, action, float(start), float(end)))
     return timeline, computing
 
 

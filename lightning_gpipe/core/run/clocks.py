@@ -39,9 +39,7 @@ class HostClock(Clock):
     """The host's time."""
 
     device = torch.device("cpu")
-
-    def now(self) -> float:
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)  # called four times for each micro-batch and stage
 
     def reading(self) -> Reading:
         return _as_it_is

@@ -25,6 +25,9 @@ class Span(NamedTuple):
 class Timeline:
     """The record of one mini-batch.
 
+    A worker adds an action to :attr:`records` when it has run, from its thread: its own index, the
+    action, and when that began and ended.
+
     Args:
         schedule: What is to run.
         clocks: The clock of each worker of this process.
@@ -34,6 +37,7 @@ class Timeline:
 
     Attributes:
         schedule, layout, inline: As given.
+        records: What ran, in the order in which it ended.
     """
 
     def __init__(
@@ -50,16 +54,12 @@ class Timeline:
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
         self._clocks = dict(zip(indices, clocks, strict=True))
-        self._records: list[tuple[int, Action, Timestamp, Timestamp]] = []
-
-    def add(self, worker: int, action: Action, start: Timestamp, end: Timestamp) -> None:
-        """Record an action; called by workers, from their threads."""
-        self._records.append((worker, action, start, end))
+        self.records: list[tuple[int, Action, Timestamp, Timestamp]] = []
 
     @property
     def spans(self) -> list[Span]:
         """All actions so far, sorted by start; on CUDA, waits for the devices."""
-        records = list(self._records)
+        records = list(self.records)
         clocks = {clock.device: clock for clock in self._clocks.values()}
         readings = {device: clock.reading() for device, clock in clocks.items()}
         seconds = {w: readings[clock.device] for w, clock in self._clocks.items()}

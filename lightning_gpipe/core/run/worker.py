@@ -79,12 +79,12 @@ class WorkerTask(Task):
     ) -> None:
         self._worker = worker
         self._passes = worker.passes
-        self._clock = worker.clock
+        self._now = worker.clock.now
         self._row = phase.rows[worker.index]
         self._m, self._n = phase.m, phase.n
         self._exchange = exchange
         self._context = context
-        self._timeline = timeline
+        self._record = timeline.records.append
         self._profiled = profiled()
 
     @property
@@ -129,8 +129,10 @@ class WorkerTask(Task):
             each.stage.journal.abandon()
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        exchange = self._exchange
         for action in actions:
-            self._exchange.check()
+            if exchange.cancelled:
+                exchange.check()
             try:
                 _VERBS[action.kind](self, action)
             except BaseException as error:
@@ -154,9 +156,9 @@ class WorkerTask(Task):
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
             run = named(action, run)
-        start = self._clock.now()
+        start = self._now()
         result = run(action.i, value)
-        self._timeline.add(self._worker.index, action, start, self._clock.now())
+        self._record((self._worker.index, action, start, self._now()))
         if stage_pass.terms and action.kind is Kind.FORWARD:
             self._send_terms(action, stage_pass.take_terms(action.i))
         if leaving:
@@ -171,9 +173,9 @@ class WorkerTask(Task):
         run = self._passes[action.j].recompute
         if self._profiled:
             run = named(action, run)
-        start = self._clock.now()
+        start = self._now()
         run(action.i)
-        self._timeline.add(self._worker.index, action, start, self._clock.now())
+        self._record((self._worker.index, action, start, self._now()))
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
         """Send what of the result of ``by`` leaves by routes, and return the rest."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, identity, record_stream
-from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, sender
+from lightning_gpipe.core.plan import CALLER, Action, Kind, Layout, Route, sender
 
 
 class _SideStreams(NamedTuple):
@@ -22,6 +22,8 @@ class _SideStreams(NamedTuple):
     arriving: torch.cuda.Stream
 
 
+# The devices from which (None for any) and to which the tensors on a way go; None if they stay.
+_Ends = tuple[torch.device | None, torch.device] | None
 # A value on the device where it is needed, and the event after which its tensors may be read; None
 # if they may be read at once.
 Parcel = tuple[FlatTree, torch.cuda.Event | None]
@@ -38,7 +40,7 @@ class Copies:
         here = set(layout.stages_here)
         stages = range(layout.n)
         self._devices = [layout.device_of(j) if j in here else layout.outside for j in stages]
-        self._one_device = len(set(layout.devices_here)) == 1
+        self._ends: dict[tuple[Kind, int, Route | None], _Ends] = {}
         self._side = {
             device: _SideStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
             for device in dict.fromkeys(layout.devices_here)
@@ -51,21 +53,28 @@ class Copies:
         A tensor that a layer put on another device than its stage's, such as lengths on the CPU,
         stays there. All tensors that the caller sends are moved.
         """
-        if self._one_device and to.j != 0 and (skip is None or skip.source != CALLER):
+        way = to.kind, to.j, skip
+        if way not in self._ends:
+            self._ends[way] = self._ends_of(to, skip)
+        ends = self._ends[way]
+        if ends is None:
             return value, None
-        leaves, ready = self.send(value.leaves, self._sender_of(to, skip), self.device_at(to.j))
+        leaves, ready = self.send(value.leaves, *ends)
         return FlatTree(leaves, value.spec), ready
 
-    def unpack(self, at: Action, parcel: Parcel) -> FlatTree:
+    def unpack(self, at: Action, value: FlatTree, ready: torch.cuda.Event) -> FlatTree:
         """Let the current stream of the device of ``at`` read the value once it has arrived."""
-        value, ready = parcel
-        if ready is not None:
-            self.accept(value.leaves, ready, self.device_at(at.j))
+        self.accept(value.leaves, ready, self.device_at(at.j))
         return value
 
     def device_at(self, j: int) -> torch.device:
         """The device of stage ``j``; for the caller, that of the first or last stage."""
         return self._devices[min(max(j, 0), len(self._devices) - 1)]
+
+    def _ends_of(self, to: Action, skip: Route | None) -> _Ends:
+        """From where to where the tensors go that ``to`` needs on a way."""
+        source, target = self._sender_of(to, skip), self.device_at(to.j)
+        return None if source == target else (source, target)
 
     def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
         """The device of the stage that makes what ``to`` needs; None for the caller."""
@@ -89,7 +98,7 @@ class Copies:
                 isinstance(leaf, Tensor) and leaf.device != target and source in (None, leaf.device)
             )
 
-        if source == target or not any(map(moves, leaves)):
+        if not any(map(moves, leaves)):
             return leaves, None
         # A tensor that appears twice stays one tensor: a layer may edit it in place.
         copies = {identity(leaf): self._copy(leaf, target) for leaf in leaves if moves(leaf)}

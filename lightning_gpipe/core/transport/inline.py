@@ -45,7 +45,8 @@ class InlineExchange(Exchange):
         parcel = self._parcels.pop((at, skip), None)
         if parcel is None:
             raise RuntimeError(f"a run must send what {at} needs: it ended without")
-        return self._copies.unpack(at, parcel)
+        value, ready = parcel
+        return value if ready is None else self._copies.unpack(at, value, ready)
 
     @override
     def check(self) -> None:

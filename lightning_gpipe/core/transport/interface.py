@@ -75,10 +75,12 @@ class Exchange(ABC):
     Attributes:
         phase: The phase.
         heard: The bits that other processes have signalled in it.
+        cancelled: Whether :meth:`check` raises: to be read before each action, at no cost.
     """
 
     phase: Schedule
     heard: int = 0
+    cancelled: bool = False
 
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:

@@ -49,7 +49,6 @@ class LocalExchange(Exchange):
             SimpleQueue() for _ in indices
         ]
         self._arrived: list[dict[_Address, Parcel]] = [{} for _ in indices]
-        self._cancelled = False
 
     @override
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
@@ -65,13 +64,15 @@ class LocalExchange(Exchange):
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
         inbox, address = self._inbox_of[at.j], (at, skip)
         arrived = self._arrived[inbox]
-        while address not in arrived:
+        while (parcel := arrived.pop(address, None)) is None:
             self._fetch(inbox, at)
-        return self._copies.unpack(at, arrived.pop(address))
+        value, ready = parcel
+        return value if ready is None else self._copies.unpack(at, value, ready)
 
     def _fetch(self, inbox: int, at: Action) -> None:
         """Take the next parcel from an inbox; return without one if none comes for a while."""
-        self.check()
+        if self.cancelled:
+            raise Cancelled
         if not self._take(inbox) and inbox == self._caller:
             # The caller receives after the run: nothing more is sent.
             raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
@@ -89,12 +90,12 @@ class LocalExchange(Exchange):
 
     @override
     def check(self) -> None:
-        if self._cancelled:
+        if self.cancelled:
             raise Cancelled
 
     def cancel(self) -> None:
         """Cancel the run, and wake all waiting workers."""
-        self._cancelled = True
+        self.cancelled = True
         for inbox in self._inboxes:
             inbox.put(None)
 

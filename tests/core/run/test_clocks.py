@@ -74,7 +74,7 @@ def test_actions_of_a_cuda_stream_do_not_overlap_however_late_the_host_is(
     for i in range(3):
         for j in range(2):
             start, end = workers[j].now(), workers[j].now()
-            timeline.add(j, Action(Kind.FORWARD, i, j), start, end)
+            timeline.records.append((j, Action(Kind.FORWARD, i, j), start, end))
 
     spans = timeline.spans
 

@@ -149,6 +149,8 @@ def test_error_says_where_it_happened() -> None:
 
 
 class GivenUp(MockExchange):
+    cancelled = True
+
     def check(self) -> None:
         raise Cancelled
 
