@@ -132,6 +132,7 @@ def measured(each: Model) -> tuple[GPipe, ModelProfile]:
         chunks=CHUNKS,
         sample=each.x,
         activation_checkpointing="never",
+        threads=True,
     )
     return pipeline, pipeline.profiles[0]
 

@@ -136,6 +136,7 @@ def run(case: Case, rounds: int) -> tuple[Audit, float]:
         devices=case.devices,
         chunks=case.chunks,
         activation_checkpointing=case.mode,
+        threads=True,
     )
     contestant = case.task.contestant(case.name, model, list(model.parameters()))
     audits, steps = [], []

@@ -62,6 +62,7 @@ def compare(name: str, report: Report, rounds: int) -> None:
                 devices=["cpu"] * 2,
                 chunks=chunks,
                 activation_checkpointing=mode,
+                threads=True,
             )
             step(pipeline, each.x)
             taken = [step(pipeline, each.x) for _ in range(rounds)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_gpipe.core.data import LEAF_SPEC
 from lightning_gpipe.core.plan import Action
@@ -17,6 +17,20 @@ from lightning_gpipe.core.transport.process_group.message import Body, Way
 
 _LEAF = "leaf"
 _CAPACITY = 4096  # bodies that are remembered; beyond it, the least recently used is sent again
+
+
+class _Before(NamedTuple):
+    """The body that was sent last in a slot.
+
+    Attributes:
+        slot: The slot.
+        content: As bytes.
+        body: As it was, if another one can be compared with it.
+    """
+
+    slot: int
+    content: bytes
+    body: Body | None
 
 
 class Sent:
@@ -28,27 +42,34 @@ class Sent:
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
         self._capacity = capacity
-        self._slots: OrderedDict[tuple[int, Action, Way], tuple[int, bytes]] = OrderedDict()
+        self._slots: OrderedDict[tuple[int, Action, Way], _Before] = OrderedDict()
 
-    def slot_for(self, body: Body, encoded: bytes, pipeline: int = 0) -> tuple[int, bool]:
-        """The slot of a body, and whether it must be sent because another one is there.
+    def slot_for(self, body: Body, pipeline: int = 0) -> tuple[int, bytes]:
+        """The slot of a body, and what to send for it: nothing if it is there already.
 
         Args:
             body: The body.
-            encoded: As bytes.
             pipeline: Which pipeline it is of.
+
+        Raises:
+            TypeError: If something in it cannot be pickled.
         """
         key = pipeline, body.to, body.way
         before = self._slots.get(key)
+        if before is not None and before.body is not None and body.is_alike(before.body):
+            self._slots.move_to_end(key)
+            return before.slot, b""
+        content = encoded(body)
         if before is not None:
-            slot = before[0]
+            slot = before.slot
         elif len(self._slots) < self._capacity:
             slot = len(self._slots)
         else:
-            _, (slot, _) = self._slots.popitem(last=False)
-        self._slots[key] = slot, encoded
+            slot = self._slots.popitem(last=False)[1].slot
+        self._slots[key] = _Before(slot, content, body if body.is_alike(body) else None)
         self._slots.move_to_end(key)
-        return slot, before is None or before[1] != encoded
+        changed = before is None or before.content != content
+        return slot, content if changed else b""
 
 
 class Received:

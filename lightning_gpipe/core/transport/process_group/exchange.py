@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 from typing_extensions import override
 
@@ -50,12 +51,13 @@ class ProcessGroupExchange(LocalExchange):
         self._office = connection.office
         self._failure: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
+        self._holds = False
         self._label = label
         self._ways = {route: number for number, route in enumerate(layout.routes)}
         serial, failed = self._office.begin(self)
         if failed is not None:
             raise RankFailed(failed.text(connection.ranks, layout))
-        self._header = Header(Code.VALUE, serial, label)
+        self._header = Header(Code.VALUES, serial, label)
 
     @override
     def signal(self, bits: Callable[[], int]) -> None:
@@ -72,7 +74,16 @@ class ProcessGroupExchange(LocalExchange):
                 self._office.post(owner, self._header_now(), to, self._way(skip), value)
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            self._office.broadcast(self._header_now(), to, self._way(skip), value)
+            header, way = self._header_now(), self._way(skip)
+            self._office.broadcast(header, to, way, value, hold=self._holds)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Let results go together when a ``with`` block ends: they are awaited no sooner."""
+        self._holds = True
+        yield
+        self._holds = False
+        self._office.flush()
 
     @override
     def _fetch(self, inbox: int, at: Action) -> None:

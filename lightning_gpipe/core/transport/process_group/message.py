@@ -3,10 +3,13 @@
 A header of a fixed size always goes first, because the receiver cannot know by itself what comes
 next. The body says what the tensors are and how they are nested. It is the same in most steps, so
 it is sent when it differs from the one before, in the same slot, and remembered by the receiver.
+How all that is put together is in :mod:`envelope
+<lightning_gpipe.core.transport.process_group.envelope>`.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable
 from enum import IntEnum
 from itertools import accumulate
@@ -23,7 +26,7 @@ from lightning_gpipe.core.transport.interface import Label
 class Code(IntEnum):
     """What a header announces."""
 
-    VALUE = 1  # what an action needs
+    VALUES = 1  # what actions need
     FAILURE = 2  # that a run failed, and how
     END = 3  # that nothing more comes
     BEAT = 4  # that the process lives
@@ -37,38 +40,35 @@ class Header(NamedTuple):
         code: A :class:`Code`.
         serial: The number of the exchange; see :class:`Ledger`.
         label: What the exchange is of.
-        slot: That of the body; of an end, how many there have been.
-        size: The bytes of the body, or 0 if it is the one that was in the slot before.
+        size: The bytes that come behind it.
         bits: Those that are signalled; of an end, whether it follows that of another process.
+        ends: Of an end, how many there have been.
         version: That of this format.
     """
 
     code: int
     serial: int
     label: Label = Label()
-    slot: int = 0
     size: int = 0
     bits: int = 0
-    version: int = 1
+    ends: int = 0
+    version: int = 2
 
-    def encoded(self) -> Tensor:
+    def encoded(self) -> bytes:
         """As bytes to send."""
-        return torch.tensor((*self[:_LABEL], *self.label, *self[_LABEL + 1 :]), dtype=torch.int64)
+        code, serial, label, *others = self
+        return _HEADER.pack(code, serial, *label, *others)
 
     @classmethod
-    def decoded(cls, words: Tensor) -> Header:
-        """From the bytes that came."""
-        found, end = words.tolist(), _LABEL + len(Label._fields)
-        code, serial = found[:_LABEL]
-        return cls(code, serial, Label(*found[_LABEL:end]), *found[end:])
-
-    @classmethod
-    def empty(cls) -> Tensor:
-        """Room for the bytes of one."""
-        return torch.empty(len(cls._fields) - 1 + len(Label._fields), dtype=torch.int64)
+    def decoded(cls, content: memoryview) -> Header:
+        """From the bytes that came, and maybe more."""
+        code, serial, *words = _HEADER.unpack_from(content)
+        end = len(Label._fields)
+        return cls(code, serial, Label(*words[:end]), *words[end:])
 
 
-_LABEL = Header._fields.index("label")
+_HEADER = struct.Struct(f"={len(Header._fields) - 1 + len(Label._fields)}q")
+HEADER_SIZE = _HEADER.size  # bytes
 
 
 class _Dense(NamedTuple):
@@ -130,6 +130,16 @@ class Body(NamedTuple):
     leaves: list[Any]
     tensors: list[_Dense | _Other]
     spec: Any
+
+    def is_alike(self, other: Body) -> bool:
+        """Whether another one is the same in a way that is quickly seen, as most are."""
+        return (
+            self.spec is other.spec
+            and self.tensors == other.tensors
+            and self.leaves == other.leaves
+            and all(type(each) is _Index for each in self.leaves)
+            and all(type(each) is _Dense for each in self.tensors)
+        )
 
     @property
     def lasting(self) -> bool:

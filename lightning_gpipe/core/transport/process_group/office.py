@@ -124,17 +124,27 @@ class Office:
 
     def post(self, rank: int, header: Header, to: Action, way: Way, value: FlatTree) -> None:
         """Send a value to another process; if it is lost, the exchange fails at its next wait."""
+        self._send(rank, lambda link: link.post(header, to, way, value))
+
+    def broadcast(
+        self, header: Header, to: Action, way: Way, value: FlatTree, *, hold: bool = False
+    ) -> None:
+        """Send a value to all other processes; ``hold``: at :meth:`flush` at the latest."""
+        for rank in self._links:
+            self._send(rank, lambda link: link.post(header, to, way, value, hold=hold))
+
+    def flush(self) -> None:
+        """Send what is held."""
+        for rank in self._links:
+            self._send(rank, Link.flush)
+
+    def _send(self, rank: int, send: Callable[[Link], list[Posted]]) -> None:
         try:
-            posted = self._links[rank].post(header, to, way, value)
+            posted = send(self._links[rank])
         except Broken as error:  # before the thread that receives has noticed
             self._disconnect(rank, error)
         else:
             self._outbox.add(posted)
-
-    def broadcast(self, header: Header, to: Action, way: Way, value: FlatTree) -> None:
-        """Send a value to all other processes."""
-        for rank in self._links:
-            self.post(rank, header, to, way, value)
 
     def settle(self, check: Callable[[], None]) -> None:
         """Wait until all that was sent has gone.
@@ -185,7 +195,7 @@ class Office:
         with self._lock:
             follows = self._ledger.close()
             lost = self._ledger.lost is not None
-            header = Header(Code.END, self._ledger.serial, slot=self._ledger.closed, bits=follows)
+            header = Header(Code.END, self._ledger.serial, ends=self._ledger.closed, bits=follows)
             living = [
                 link for link in self._links.values() if link.rank not in self._ledger.lost_ranks
             ]
@@ -265,7 +275,7 @@ class Office:
         if header.bits:  # it was not the first, and who was is heard too
             return
         with self._lock:
-            self._ledger.hear_end(rank, header.slot, header.serial)
+            self._ledger.hear_end(rank, header.ends, header.serial)
             recipient, failed = self._recipient, self._ledger.failure
         if recipient is not None and failed is not None:
             recipient.fail(failed)

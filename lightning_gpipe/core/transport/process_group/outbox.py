@@ -1,4 +1,8 @@
-"""What was sent and has not gone: it must stay unchanged until then."""
+"""What was sent and has not gone.
+
+The copies in messages only have to live so long. Anything else must stay unchanged until then, so a
+phase ends when it has gone.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from lightning_gpipe.core.transport.process_group.link import Posted, wait
 from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2
+_COPIES = 256  # of which it is not known whether they have gone
 _JOIN = 5.0
 
 
@@ -18,6 +23,7 @@ class Outbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._posted: list[Posted] = []
+        self._copies: list[Posted] = []
         self._waiter: WorkerThread | None = None
 
     def start(self) -> None:
@@ -28,16 +34,21 @@ class Outbox:
     def add(self, posted: Sequence[Posted]) -> None:
         """Take note of what was posted."""
         with self._lock:
-            self._posted += posted
+            self._posted += (each for each in posted if not each.copied)
+            self._copies += (each for each in posted if each.copied)
 
     def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all of it has gone.
+        """Wait until all of it has gone but for copies.
 
         Args:
             check: Raises if there is no use in waiting any more.
         """
         with self._lock:
             posted, self._posted = self._posted, []
+            copies = self._copies if len(self._copies) > _COPIES else []
+            self._copies = [] if copies else self._copies
+        if copies:
+            self.gone(copies)  # which nobody waits for: it frees them
         if posted:
             gone = self.gone(posted)
             while not gone.wait(_POLL):

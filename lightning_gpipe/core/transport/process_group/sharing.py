@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import count
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -54,14 +55,19 @@ class Shared:
         self._place = place
         self._name = name
         self._process = os.getpid()
+        self._number = next(_NUMBERS)
         self.pipelines: list[str] = []
         self._users = 0
         _SHARED.add(self)
 
     @classmethod
     def at(cls, place: Place) -> Shared | None:
-        """One that further pipelines can share, if there is one."""
-        return next((each for each in _SHARED if each._is_at(place)), None)
+        """The latest that further pipelines can share, if there is one.
+
+        Earlier ones may be there in some processes only, where they are not freed yet.
+        """
+        found = [each for each in _SHARED if each._is_at(place)]
+        return max(found, key=lambda each: each._number, default=None)
 
     def _is_at(self, place: Place) -> bool:
         sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
@@ -87,6 +93,7 @@ class Shared:
 
 # State of the process, as the process groups of torch.distributed are.
 _SHARED: WeakSet[Shared] = WeakSet()
+_NUMBERS = count()
 
 
 class Connection:

@@ -72,7 +72,8 @@ class ProcessGroupTransport(Transport):
     @override
     def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
         assert isinstance(exchange, ProcessGroupExchange)
-        self._runner.run(exchange, tasks)
+        with exchange.holding():
+            self._runner.run(exchange, tasks)
 
     @property
     @override

@@ -13,11 +13,18 @@ from torch import Tensor
 from lightning_gpipe.core.data import is_whole, tree_flatten, tree_unflatten, whole
 from lightning_gpipe.core.plan import Action, Kind
 from lightning_gpipe.core.transport.interface import Label
-from lightning_gpipe.core.transport.process_group.bodies import Received, Sent, encoded
+from lightning_gpipe.core.transport.process_group.bodies import Received, Sent
+from lightning_gpipe.core.transport.process_group.envelope import (
+    FRAME,
+    LARGE,
+    Envelope,
+    Reader,
+    opened,
+)
 from lightning_gpipe.core.transport.process_group.message import (
+    HEADER_SIZE,
     Code,
     Header,
-    bytes_in,
     pack,
     unpack,
 )
@@ -26,31 +33,46 @@ from tests.support.layouts import SPARSE, in_beta
 TO = Action(Kind.FORWARD, 2, 1)
 
 
-def filled(room: Tensor, content: Tensor) -> None:
-    room.copy_(content)
-
-
 class Wire:
     """Both ends of a connection, without a network."""
 
     def __init__(self, capacity: int = 9) -> None:
         self._sent, self._received = Sent(capacity), Received()
         self.bodies = 0
+        self.apart = 0  # tensors, and contents of messages, that went by themselves
 
     def carry(self, value: Any, to: Action = TO, pipeline: int = 0) -> Any:
         """What arrives."""
-        flat = tree_flatten(value)
-        body, tensors = pack(to, None, flat)
-        content = encoded(body)
-        slot, changed = self._sent.slot_for(body, content, pipeline)
-        self.bodies += changed
-        rest = [bytes_in(tensor).clone() for tensor in tensors if tensor.numel()]
-        arrived = self._received.body(slot, content if changed else b"")
-        assert arrived.to == to
-        found, on_device = unpack(arrived, lambda room: filled(room, rest.pop(0)))
-        assert not rest
-        assert not any(on_device)
-        return tree_unflatten(found)
+        return self.carry_all([value], to, pipeline)[0]
+
+    def carry_all(self, values: list[Any], to: Action = TO, pipeline: int = 0) -> list[Any]:
+        """What arrives of several values in one message."""
+        envelope = Envelope()
+        for value in values:
+            body, tensors = pack(to, None, tree_flatten(value))
+            slot, changed = self._sent.slot_for(body, pipeline)
+            self.bodies += bool(changed)
+            envelope.add(slot, changed, tensors)
+        message, after = envelope.sealed(Header(Code.VALUES, 1))
+        apart = [each for each in (after, *envelope.large) if each is not None]
+        self.apart += len(apart)
+        frame = torch.empty(FRAME, dtype=torch.uint8)
+        frame[: len(message)] = message
+
+        def receive(room: Tensor) -> None:
+            room.copy_(apart.pop(0))
+
+        header, content = opened(frame, receive)
+        assert header == Header(Code.VALUES, 1, size=header.size)
+        reader, found = Reader(content, receive), []
+        for slot, came in reader:
+            body = self._received.body(slot, came)
+            assert body.to == to
+            arrived, on_device = unpack(body, reader.fill)
+            assert not any(on_device)
+            found.append(tree_unflatten(arrived))
+        assert not apart
+        return found
 
 
 def assert_arrives(tensor: Tensor) -> None:
@@ -259,11 +281,63 @@ def test_pipelines_that_take_turns_send_their_bodies_once() -> None:
     assert wire.bodies == 2
 
 
-def test_header() -> None:
-    header = Header(Code.VALUE, 1 << 40, Label(1, 2, 3, state=1 << 62), slot=4, size=5, bits=6)
+@given(sizes=st.lists(st.integers(0, 3 * LARGE), max_size=12))
+def test_values_in_one_message(sizes: list[int]) -> None:
+    wire = Wire()
+    values = [[torch.full((size,), k, dtype=torch.uint8), k] for k, size in enumerate(sizes)]
 
-    assert Header.decoded(header.encoded()) == header
-    assert header.encoded().shape == Header.empty().shape
+    assert_same_values(wire.carry_all(values), values)
+
+
+def assert_same_values(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for (came, number), (sent, same) in zip(found, expected, strict=True):
+        assert torch.equal(came, sent)
+        assert number == same
+
+
+def test_large_tensor_goes_by_itself() -> None:
+    wire = Wire()
+    assert_same(wire.carry(torch.ones(LARGE, dtype=torch.uint8)), torch.ones(LARGE))
+    assert wire.apart == 0
+    assert_same(wire.carry(torch.ones(LARGE + 1, dtype=torch.uint8)), torch.ones(LARGE + 1))
+    assert wire.apart == 1
+
+
+def test_content_that_is_longer_than_a_frame() -> None:
+    wire = Wire()
+    small = [torch.full((LARGE,), k, dtype=torch.uint8) for k in range(FRAME // LARGE)]
+    found = wire.carry(["long" * FRAME, *small])
+
+    assert found[0] == "long" * FRAME
+    for k, each in enumerate(found[1:]):
+        assert_same(each, torch.full((LARGE,), k))
+    assert wire.apart == 1
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert torch.equal(found, expected.to(found.dtype))
+
+
+def test_value_whose_constants_are_equal_but_not_the_same() -> None:
+    wire = Wire()
+    for value in [1, True, 1.0, 0.0, -0.0]:
+        found = wire.carry([torch.ones(1), value])[1]
+        assert (type(found), str(found)) == (type(value), str(value))
+
+
+def test_empty_value_after_one_that_cannot_be_compared() -> None:
+    wire = Wire()
+    assert wire.carry([1, "two"]) == [1, "two"]
+    assert wire.carry([]) == []
+
+
+def test_header() -> None:
+    header = Header(Code.VALUES, 1 << 40, Label(1, 2, 3, state=1 << 62), size=5, bits=6, ends=4)
+    content = header.encoded()
+
+    assert len(content) == HEADER_SIZE
+    assert Header.decoded(memoryview(content + b"more")) == header
 
 
 def test_value_that_cannot_be_pickled_is_refused() -> None:
