@@ -54,6 +54,10 @@ from lightning_gpipe.core.verify import EachVerifiedOnce, Parity, VerifiedOnce
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
 
+_STARVED = (
+    "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "
+    "another under Python's lock. processes='per_stage' gives each device its own interpreter."
+)
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
@@ -249,6 +253,8 @@ class Piped:
             if way is not None and (taken.name, way.faster) not in self._said:
                 self._said.add((taken.name, way.faster))
                 rank_zero_info(f"GPipe runs {taken.name} on {way}.")
+                if way.starved and way.allowed is not None:
+                    rank_zero_info(_STARVED.format(1e3 * way.allowed))
 
     def remove(self) -> None:
         """Let the LightningModule run as without a pipeline, and end the worker threads."""

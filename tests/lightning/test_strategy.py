@@ -191,13 +191,20 @@ def test_a_thread_per_device(tmp_path: Path, threads: bool, expected: int) -> No
 
 
 @pytest.mark.parametrize("threads", ["auto", True])
-def test_faster_way_is_said(tmp_path: Path, threads: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_faster_way_is_said(
+    tmp_path: Path,
+    threads: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lightning_gpipe.core.run.ways._STARVED", 0.0)  # any threads are
     with caplog.at_level(logging.INFO):
         fitted(tmp_path, GPipeStrategy([3, 3], threads=threads), devices=2, max_epochs=6)
 
     said = re.findall(r"GPipe runs \S+ on (?:one thread for all|a thread for each)", caplog.text)
     assert len(said) in ((1, 2) if threads == "auto" else (0,))
     assert len(set(said)) == len(said)
+    assert caplog.text.count("processes='per_stage' gives each device its own") == len(said)
 
 
 @pytest.mark.parametrize("make", [GPipeStrategy, partial(GPipe, nn.Sequential(nn.Tanh()))])

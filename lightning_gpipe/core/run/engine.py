@@ -160,7 +160,8 @@ class Engine:
         grad, size = torch.is_grad_enabled(), _elements_of(microbatches[0])
         of = 0 if program is None else program.fingerprint
         # Equal for mini-batches whose sizes differ by a factor of four at most.
-        return self.ways.next((grad, schedule.m, size.bit_length() // 2, of), 1 + grad)
+        kind = grad, schedule.m, size.bit_length() // 2, of
+        return self.ways.next(kind, 1 + grad, schedule.bubble)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.

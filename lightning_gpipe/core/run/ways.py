@@ -8,6 +8,7 @@ first mini-batches in turns, and the faster one runs the others. What is compute
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from statistics import median
@@ -23,6 +24,7 @@ _ROUNDS = 3  # mini-batches of each way that count, after one that does not
 _CLEAR = 2.0  # if one way is so many times as fast, one mini-batch of each shows it
 _AGAIN = 1000  # mini-batches after which both are tried again
 _KINDS = 16  # of mini-batches that are told apart, at most
+_STARVED = 1.5  # times what the schedule allows
 
 
 Threads = bool | Literal["auto"]
@@ -44,15 +46,23 @@ class Found(NamedTuple):
     Attributes:
         threads: Seconds with a thread for each worker.
         inline: Seconds with one thread for all of them.
+        allowed: Seconds by the schedule, if threads never waited for one another; None on GPUs,
+            whose threads do not compute themselves.
     """
 
     threads: float
     inline: float
+    allowed: float | None = None
 
     @property
     def faster(self) -> bool:
         """Which way is the faster one."""
         return INLINE if self.inline < self.threads else THREADS
+
+    @property
+    def starved(self) -> bool:
+        """Whether threads take much longer than the schedule allows: they wait for a lock."""
+        return self.allowed is not None and self.threads > _STARVED * self.allowed
 
     def __str__(self) -> str:
         one, many = (f"{1e3 * seconds:.1f} ms" for seconds in (self.inline, self.threads))
@@ -87,17 +97,20 @@ class Ways:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self.found: Found | None = None
+        devices = list(devices)
         self._gpus = [device for device in devices if device.type == "cuda"]
+        self._at_once = 0 if self._gpus else min(len(devices), os.cpu_count() or 1)
         self._contests: OrderedDict[Hashable, Contest] = OrderedDict()
 
-    def next(self, kind: Hashable, phases: int) -> Way:
+    def next(self, kind: Hashable, phases: int, bubble: float = 0.0) -> Way:
         """The way of the next mini-batch.
 
         Args:
             kind: Equal for mini-batches that take about as long.
             phases: How many phases it has.
+            bubble: The share of time in which a worker is idle by the schedule.
         """
-        contest = self._contests.pop(kind, None) or Contest()
+        contest = self._contests.pop(kind, None) or Contest(self._at_once * (1 - bubble))
         self._contests[kind] = contest
         if len(self._contests) > _KINDS:
             self._contests.popitem(last=False)
@@ -112,12 +125,16 @@ class Ways:
 class Contest:
     """Both ways in turns, for mini-batches of one kind.
 
+    Args:
+        speed_up: What the schedule allows threads; 0 if that is not known.
+
     Attributes:
         found: What came of it, if it has ended once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speed_up: float = 0.0) -> None:
         self.found: Found | None = None
+        self._speed_up = speed_up
         self._begin()
 
     def _begin(self) -> None:
@@ -139,8 +156,9 @@ class Contest:
         threads, inline = self._seconds[THREADS][1:], self._seconds[INLINE][1:]
         if not threads or len(threads) != len(inline):
             return
-        found = Found(median(threads), median(inline))
-        if len(threads) >= _ROUNDS or max(found) > _CLEAR * min(found):
+        one = median(inline)
+        found = Found(median(threads), one, one / self._speed_up if self._speed_up else None)
+        if len(threads) >= _ROUNDS or max(found[:2]) > _CLEAR * min(found[:2]):
             self.found = found
             self._begin()
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.run.ways import INLINE, THREADS, Contest, Found, Ways
+from lightning_gpipe.core.run.ways import INLINE, THREADS, Contest, Found, Ways, _Timed
 from tests.support.faults import OwnError
 from tests.support.models import Call, assert_same_step, perceptron, rows
 from tests.support.pipes import Pipe, every_mode
@@ -45,6 +45,30 @@ def test_first_mini_batches_do_not_count() -> None:
         found.add(INLINE, SLOW)
 
     assert found.found == Found(threads=FAST, inline=SLOW)
+
+
+def test_threads_that_take_longer_than_the_schedule_allows() -> None:
+    quick, starved = (Found(threads=each, inline=4.0, allowed=2.0) for each in (2.9, 3.1))
+
+    assert not quick.starved
+    assert starved.starved
+    assert not Found(threads=9.0, inline=4.0).starved  # where that is not known
+
+
+@pytest.mark.parametrize("devices, allowed", [(["cpu"] * 2, 4.0), (["cpu", "cuda:0"], None)])
+def test_what_the_schedule_allows(
+    devices: list[str], allowed: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    ways = Ways(map(torch.device, devices))
+    for k in range(8):
+        way = ways.next("kind", phases=1, bubble=0.25)
+        assert isinstance(way.timed, _Timed)
+        way.timed._contest.add(way.inline, 6.0 if way.inline else 1.0 + k)
+    ways.next("kind", phases=1, bubble=0.25)
+
+    assert ways.found is not None
+    assert ways.found.allowed == allowed
 
 
 def test_both_are_tried_again_after_many_mini_batches() -> None:
