@@ -107,7 +107,7 @@ class MockTransport(Transport):
         return exchange
 
     @override
-    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         for action in self.phases[-1].interleaved:
             task = tasks[self.phases[-1].placement[action.j]]
             with task.session():

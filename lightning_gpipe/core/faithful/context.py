@@ -32,6 +32,14 @@ from lightning_gpipe.core.faithful.variables import for_recomputation
 _set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
 _inference_mode = torch.autograd.grad_mode.inference_mode
 
+_NAMES = (
+    ("grad", "grad mode"),
+    ("inference", "inference mode"),
+    ("autocast", "autocast"),
+    ("default_device", "default device"),
+    ("saved_tensors_hooks", "hooks on saved tensors"),
+)
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -128,6 +136,16 @@ class Context:
         """Give the calling thread this state for the duration of a ``with`` block."""
         return Lazily(lambda: (make() for make in self.missing()))
 
+    def differences(self) -> list[str]:
+        """The names of what the calling thread has otherwise."""
+        here = Context.capture(torch.device(each.device_type) for each in self.autocast)
+        return [name for field, name in _NAMES if getattr(self, field) != getattr(here, field)]
+
+    def without_autocast(self) -> Context:
+        """This state without autocast, as for a backward."""
+        off = tuple(replace(autocast, enabled=False) for autocast in self.autocast)
+        return replace(self, autocast=off)
+
     def for_recomputation(self) -> Context:
         """This state without the caller's own containers; see :mod:`.variables`."""
         return replace(self, variables=for_recomputation(self.variables))
@@ -144,6 +162,11 @@ class Context:
         """
         if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
             torch.clear_autocast_cache()
+
+    @property
+    def saves_as_here(self) -> bool:
+        """Whether the calling thread has the same hooks on the tensors that autograd saves."""
+        return _top_hooks() == self.saved_tensors_hooks
 
     def saving(self) -> Manager:
         """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""

@@ -110,6 +110,11 @@ class Shadows:
         """The shadow of one of :attr:`parameters`."""
         return self._of[id(parameter)][1]
 
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The parameters that have a shadow, each with that."""
+        return list(self._of.values())
+
     def record_versions(self) -> None:
         """Record the version counters after forward: only later edits count."""
         self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]

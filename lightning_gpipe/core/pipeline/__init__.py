@@ -25,6 +25,7 @@ from lightning_gpipe.core.pipeline.planning import (
     rows_of,
 )
 from lightning_gpipe.core.pipeline.sampling import Entry, calling, entries_of, entries_with
+from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
 from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
 from lightning_gpipe.core.pipeline.taking import (
     laid_out,
@@ -41,8 +42,10 @@ __all__ = [
     "Handles",
     "Layers",
     "Measuring",
+    "Outcome",
     "Pipeline",
     "Programs",
+    "Stepping",
     "Taken",
     "balance_by_memory",
     "balance_by_time",

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -34,6 +34,7 @@ from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
 from lightning_gpipe.core.pipeline.planning import check_auto, chosen, measured_with
 from lightning_gpipe.core.pipeline.sampling import entries_with
+from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
 from lightning_gpipe.core.pipeline.taken import Taken
 from lightning_gpipe.core.pipeline.taking import (
     check_entries,
@@ -227,6 +228,20 @@ class GPipe(StandIn):
         return self._pipelines[0]
 
     @property
+    def only(self) -> Pipeline:
+        """The pipeline.
+
+        Raises:
+            ValueError: If there are several.
+        """
+        if len(self._pipelines) > 1:
+            raise ValueError(
+                "a schedule with a loss for each micro-batch must have one module to run: got "
+                f"{len(self._pipelines)}. Name one, or leave out schedule: fill-drain runs all."
+            )
+        return self._pipeline
+
+    @property
     def balances(self) -> list[list[int]]:
         """The balance of each module."""
         return [self.balance] if len(self.taken) == 1 else self.balance
@@ -315,6 +330,53 @@ class GPipe(StandIn):
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.telling():  # others wait for what the model's own code comes to next
             return self.taken[0].call(*args, **kwargs)
+
+    def by_micro_batch(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        schedule: Literal["1f1b"] = "1f1b",
+        around: nn.Module | None = None,
+        scale: float | Tensor = 1.0,
+    ) -> Outcome:
+        """Run a training step on each micro-batch, with a loss for each.
+
+        ``step`` is suspended where it calls the model, so that backwards begin while other
+        micro-batches have not: fewer of them are alive at a time. Their mean, weighted by rows, is
+        the loss of the mini-batch where that is a mean over rows. Where it is a mean over something
+        else, such as tokens, the step returns ``{"loss": loss, "loss_weight": number}``::
+
+            def step(batch):
+                return F.cross_entropy(model(batch["x"]), batch["y"])
+
+            outcome = model.by_micro_batch(step, batch, schedule="1f1b")
+            outcome.loss.backward()
+
+        Args:
+            step: Given a micro-batch, calls the model once, and returns the loss, a dict with it,
+                or None to skip the mini-batch.
+            batch: The mini-batch: any pytree, cut like the model's input.
+            schedule: What runs when: ``"1f1b"``, with at most n - j micro-batches alive on stage
+                j of n. With several stages on a device it is interleaved.
+            around: A module with all that the step uses around the model; None if there is nothing.
+            scale: What gradients are multiplied by while they are computed, as by a gradient
+                scaler.
+
+        Returns:
+            The loss, whose backward hands over the gradients, and what the step returned.
+
+        Raises:
+            ModuleNotFoundError: If greenlet is not installed.
+            ValueError: If the schedule does not fit the layout or the number of micro-batches.
+            RuntimeError: If the step does not call the model once, or in another state of the
+                thread than its own, such as under autocast.
+            BaseException: Any error of the step, or of a layer, with a note of where it happened.
+        """
+        stepping = Stepping(self.only, schedule)
+        models = [self._original] if around is None else [self._original, around]
+        modules = (module for model in models for module in model.modules())
+        return stepping.run(step, batch, around=modules, scale=scale)
 
     @override
     def load_state_dict(

@@ -46,7 +46,7 @@ from lightning_gpipe.core.plan import (
     count_recomputed,
     fill_drain,
 )
-from lightning_gpipe.core.run import Engine, Stage, Threads, Ways
+from lightning_gpipe.core.run import Code, Engine, Stage, Threads, Ways
 from lightning_gpipe.core.transport import (
     Connection,
     InlineTransport,
@@ -145,6 +145,9 @@ class Pipeline:
 
     def run(self, input: Any) -> Any:
         """Run the layers one after another on ``input`` in micro-batches, and merge the output."""
+        code = self.engine.code
+        if code is not None and code.current:
+            return self._called(code, tree_flatten, input)
         with self.engine.telling():
             outputs, _ = self._run(input, self.chunks, tree_flatten)
             return self._merged(list(map(tree_unflatten, outputs)), input)
@@ -164,6 +167,10 @@ class Pipeline:
         # One value is split like the input of layers, and each output is merged like theirs.
         one = len(values) == 1
         batch, flatten = (values[0], _alone) if one else (list(values), joined)
+        code = self.engine.code
+        if code is not None and code.current:
+            found = self._called(code, flatten, batch, program)
+            return [self._merged([each], batch) for each in found]
         outputs, division = self._run(batch, chunks, flatten, program)
         found = zip(*(map(tree_unflatten, parted(each)) for each in outputs), strict=True)
         if len(outputs) == 1:
@@ -230,6 +237,26 @@ class Pipeline:
             for term in reduced(terms, division):
                 receiver(term._replace(value=self._sent_back(term.value)))
         return flat, division
+
+    def _called(
+        self,
+        code: Code,
+        flatten: Callable[[Any], FlatTree],
+        input: Any,
+        program: Program | None = None,
+    ) -> Any:
+        """Call the stages from code that runs for each micro-batch, with all of its input."""
+        refuse_function_transforms()
+        refuse_cached_parametrizations()
+        if term_receiver() is not None:
+            raise RuntimeError(
+                "loss terms of layers must be collected for the whole batch: got a schedule with a "
+                "loss for each micro-batch. Return them from the layers, or write "
+                "schedule='fill_drain'."
+            )
+        [piece] = self.microbatching.split(input, 1)
+        output = tree_unflatten(code.call(flatten(piece), program))
+        return output if program is not None else self._merged([output], input)
 
     def _merged(self, outputs: Sequence[Any], batch: Any) -> Any:
         return self._sent_back(self.microbatching.merge(outputs, batch))

@@ -6,7 +6,10 @@ workers in between interpret the schedule and decide nothing.
 
 from lightning_gpipe.core.run.alone import pass_alone
 from lightning_gpipe.core.run.asides import explain_second_backward
+from lightning_gpipe.core.run.code import Code
+from lightning_gpipe.core.run.coroutine import greenlets
 from lightning_gpipe.core.run.engine import Engine
+from lightning_gpipe.core.run.losses import LOSS_WEIGHT, Losses
 from lightning_gpipe.core.run.observation import Observation, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
@@ -14,8 +17,11 @@ from lightning_gpipe.core.run.timeline import Span, Timeline
 from lightning_gpipe.core.run.ways import Found, Threads, Ways, check_threads
 
 __all__ = [
+    "LOSS_WEIGHT",
+    "Code",
     "Engine",
     "Found",
+    "Losses",
     "Observation",
     "Span",
     "Stage",
@@ -25,6 +31,7 @@ __all__ = [
     "Ways",
     "check_threads",
     "explain_second_backward",
+    "greenlets",
     "in_layers",
     "pass_alone",
     "typical",

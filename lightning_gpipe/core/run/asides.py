@@ -13,7 +13,7 @@ arrives earlier is found in the leaf.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -86,6 +86,17 @@ class Asides:
             leaf = reference()
             if leaf is not None and id(leaf) in ids:
                 _refuse_use(self._stage, parameter, leaf)
+
+    def check_inputs_captured(self, captured: Collection[int]) -> None:
+        """Raise if an input is among the leaves with these ids, whose gradients go to the caller.
+
+        Raises:
+            RuntimeError: Names the stage.
+        """
+        for reference in self._inputs if captured else ():
+            leaf = reference()
+            if leaf is not None and id(leaf) in captured:
+                _refuse(self._stage, None, leaf)
 
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""

@@ -61,13 +61,49 @@ def attach(
     anchor = torch.zeros((), device="cpu", requires_grad=True)
     output_gradients = _OutputGradients(outputs)
     scalar = _Run.apply(minibatch, output_gradients, input_leaves, anchor, *sources)
+    return _attached(output_gradients, outputs, output_leaves, scalar)
+
+
+def _attached(
+    output_gradients: _OutputGradients,
+    outputs: Sequence[FlatTree],
+    output_leaves: list[Leaf],
+    scalar: Tensor,
+) -> list[FlatTree]:
+    """The outputs behind ``scalar``, through a node that stores their gradients."""
     tensors = [outputs[i].leaves[k].detach() for i, k in output_leaves]
     attached = _Attach.apply(output_gradients, output_leaves, tensors, scalar)
-
     result = [FlatTree(list(leaves), spec) for leaves, spec in outputs]
     for (i, k), tensor in zip(output_leaves, attached, strict=True):
         result[i].leaves[k] = copy_marks(outputs[i].leaves[k], tensor)
     return result
+
+
+class HandedOut:
+    """The outputs of one micro-batch in the graph of the caller's code, which ends in them.
+
+    Args:
+        outputs: The outputs, in no graph.
+
+    Attributes:
+        outputs: They, in the caller's graph.
+        anchor: The leaf in which that graph ends, if an output requires a gradient.
+    """
+
+    def __init__(self, outputs: FlatTree) -> None:
+        self._gradients = _OutputGradients([outputs])
+        self.anchor: Tensor | None = None
+        self.outputs = outputs
+        if output_leaves := _requiring_grad([outputs]):
+            _refuse_nested(outputs.leaves[k] for _, k in output_leaves)
+            self.anchor = torch.zeros((), device="cpu", requires_grad=True)
+            of = self._gradients, [outputs], output_leaves, self.anchor
+            [self.outputs] = _attached(*of)
+
+    def take_gradients(self) -> Gradients:
+        """The gradients of the leaves, after the caller's backward; no longer held here."""
+        [gradients] = self._gradients.take()
+        return gradients
 
 
 def _refuse_nested(outputs: Iterable[Tensor]) -> None:

@@ -15,6 +15,7 @@ caller's graph.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -74,27 +75,27 @@ class Caller:
         self._returned = program.returned if program is not None else ()
         self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
         self._entering = False  # whether an input requires a gradient
-        self._structures: list[Any] = []  # of what came back for micro-batch i, if joined
+        self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
     def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
         """What it sends for a forward."""
         self._entering = any(_requires_grad(leaf) for x in microbatches for leaf in x.leaves)
-        return self._inputs(microbatches)
+        return chain.from_iterable(self.input(i, x) for i, x in enumerate(microbatches))
 
-    def _inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
-        for i, x in enumerate(microbatches):
-            to = Action(Kind.FORWARD, i, 0)
-            if self._spread is None:
-                yield to, self._near(x).aliased(), None
-                continue
-            value_of = dict(zip(self._spread.inputs, parted(x), strict=True))
-            routes = self._spread.given
-            ways = [self._spread.first, *[route.numbers for route in routes]]
-            trees = [join([value_of[number] for number in numbers]) for numbers in ways]
-            main, *others = handed(trees, [0, *[route.target for route in routes]])
-            yield to, self._near(main), None
-            for route, tree in zip(routes, others, strict=True):
-                yield Action(Kind.FORWARD, i, route.target), tree, route
+    def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
+        """What it sends for the forward of micro-batch ``i``."""
+        to = Action(Kind.FORWARD, i, 0)
+        if self._spread is None:
+            yield to, self._near(x).aliased(), None
+            return
+        value_of = dict(zip(self._spread.inputs, parted(x), strict=True))
+        routes = self._spread.given
+        ways = [self._spread.first, *[route.numbers for route in routes]]
+        trees = [join([value_of[number] for number in numbers]) for numbers in ways]
+        main, *others = handed(trees, [0, *[route.target for route in routes]])
+        yield to, self._near(main), None
+        for route, tree in zip(routes, others, strict=True):
+            yield Action(Kind.FORWARD, i, route.target), tree, route
 
     def _near(self, x: FlatTree) -> FlatTree:
         """What goes to the first stage, with tensors that are there already."""
@@ -106,30 +107,35 @@ class Caller:
 
     def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
         """What it gets of a forward: for each micro-batch one tree, joined if there are routes."""
-        ends = [Action(Kind.FORWARD, i, self._n) for i in range(m)]
-        outputs = [exchange.receive(end) for end in ends]
+        return [self.output(exchange, i) for i in range(m)]
+
+    def output(self, exchange: Exchange, i: int) -> FlatTree:
+        """What it gets of the forward of micro-batch ``i``."""
+        end = Action(Kind.FORWARD, i, self._n)
+        output = exchange.receive(end)
         routes = (*self._returned, *self._terms)
         if not routes:
-            return outputs
-        joined = [
-            join([output, *(exchange.receive(end, route) for route in routes)])
-            for end, output in zip(ends, outputs, strict=True)
-        ]
-        self._structures = [each.spec for each in joined]
+            return output
+        joined = join([output, *(exchange.receive(end, route) for route in routes)])
+        self._structures[i] = joined.spec
         return joined
 
     def output_gradients(self, gradients: Sequence[Gradients]) -> Iterator[Sent]:
         """What it sends for a backward, given the gradients of the leaves of its outputs."""
-        routes = (*self._returned, *self._terms)
         for i, leaves in enumerate(gradients):
-            to = Action(Kind.BACKWARD, i, self._n - 1)
-            if not routes:
-                yield to, FlatTree(leaves), None
-                continue
-            main, *others = parted(FlatTree(leaves, self._structures[i]))
-            yield to, FlatTree(main.leaves), None
-            for route, tree in zip(routes, others, strict=True):
-                yield to._replace(j=route.source), FlatTree(tree.leaves), route
+            yield from self.output_gradient(i, leaves)
+
+    def output_gradient(self, i: int, leaves: Gradients) -> Iterator[Sent]:
+        """What it sends for the backward of micro-batch ``i``."""
+        routes = (*self._returned, *self._terms)
+        to = Action(Kind.BACKWARD, i, self._n - 1)
+        if not routes:
+            yield to, FlatTree(leaves), None
+            return
+        main, *others = parted(FlatTree(leaves, self._structures[i]))
+        yield to, FlatTree(main.leaves), None
+        for route, tree in zip(routes, others, strict=True):
+            yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
     def awaited(self, phase: Schedule) -> list[Action]:
         """What it waits for in a backward, the last of which ends when everything has ended."""
@@ -144,11 +150,12 @@ class Caller:
             inputs: The micro-batches; the device of each leaf in its place.
         """
         if self._entering:
-            return [self._input_gradients(exchange, x, i) for i, x in enumerate(inputs)]
+            return [self.input_gradient(exchange, x, i) for i, x in enumerate(inputs)]
         exchange.receive(self.awaited(exchange.phase)[-1])
         return [[] for _ in inputs]
 
-    def _input_gradients(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
+    def input_gradient(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
+        """The gradients of the leaves of micro-batch ``i``; see :meth:`input_gradients`."""
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
         if self._spread is None:

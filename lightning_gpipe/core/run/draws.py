@@ -70,6 +70,11 @@ _FIRST_IN_BACKWARD = (
     "for the first time after a backward in which they did not, and the numbers of this one depend "
     "on the timing of threads. Those of later ones do not."
 )
+_FIRST_IN_STEP = (
+    "layers and training_step must draw random numbers in the first batch if they do in later "
+    "ones: they did for the first time after a batch in which they did not, and the numbers of "
+    "this one depend on the timing of threads. Those of later ones do not."
+)
 
 
 class Draws:
@@ -91,6 +96,7 @@ class Draws:
         self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
         self._forward = _Record()
         self._backward = _Record()
+        self._steps = _Record()
         self._told: set[str] = set()  # the warnings that were given
 
     def run(
@@ -150,32 +156,64 @@ class Draws:
                 their own set the state of before forward, and at last that of another stage.
             modes: Whether there are active function or dispatch modes.
         """
+        return self._run_once(
+            self._backward, flags, backward, generators, modes, _FIRST_IN_BACKWARD
+        )
+
+    def run_step(
+        self,
+        flags: TrainingFlags,
+        step: Callable[[SharedGenerators | None], T],
+        *,
+        generators: SharedGenerators,
+        modes: bool,
+    ) -> T:
+        """Run a whole step, the caller's code with it, which cannot be run again either.
+
+        Args:
+            flags: The training flags of all modules.
+            step: Runs it, with private generators for the stages and the caller's code if it is
+                given the shared ones.
+            generators: The shared ones, as they are now.
+            modes: Whether it must have private ones in any case: there are active modes, or
+                forwards will be recomputed.
+        """
+        return self._run_once(self._steps, flags, step, generators, modes, _FIRST_IN_STEP)
+
+    def _run_once(
+        self,
+        record: _Record,
+        flags: TrainingFlags,
+        run: Callable[[SharedGenerators | None], T],
+        generators: SharedGenerators,
+        modes: bool,
+        late: str,
+    ) -> T:
+        """Run what cannot be run again; warn with ``late`` if it draws, but did not before."""
         if not self.shared:
-            return backward(None)
-        seen = self._backward.of(flags)
+            return run(None)
+        seen = record.of(flags)
         bare = seen is _Seen.NEVER and not modes
         try:
-            result = backward(None if bare else generators)
+            result = run(None if bare else generators)
             strayed = generators.moved()
         finally:
             generators.rewind()
-        self._backward.set(
-            flags, _Seen.ALWAYS if bare and strayed else _after(seen, generators.drew)
-        )
+        record.set(flags, _Seen.ALWAYS if bare and strayed else _after(seen, generators.drew))
         if strayed or generators.drew:
             generators.advance()
         if strayed:
-            self._warn(_FIRST_IN_BACKWARD if bare else _STRAYED)
+            self._warn(late if bare else _STRAYED)
         return result
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Discard at the end of a ``with`` block what was recorded in it."""
-        forward, backward = self._forward.copy(), self._backward.copy()
+        forward, backward, steps = self._forward.copy(), self._backward.copy(), self._steps.copy()
         try:
             yield
         finally:
-            self._forward, self._backward = forward, backward
+            self._forward, self._backward, self._steps = forward, backward, steps
 
     def _run_bare(
         self,

@@ -8,24 +8,28 @@ recorded behavior of the layers, and the threads.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
-from lightning_gpipe.core.faithful import TrainingFlags
+from lightning_gpipe.core.faithful import Context, Journal, TrainingFlags
 from lightning_gpipe.core.plan import Layout, Program, Schedule
 from lightning_gpipe.core.run.asides import Unfinished
 from lightning_gpipe.core.run.autograd import attach
+from lightning_gpipe.core.run.code import Code, Function
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.library_draws import LibraryDraws
+from lightning_gpipe.core.run.losses import Losses
 from lightning_gpipe.core.run.minibatch import MiniBatch
 from lightning_gpipe.core.run.side_channels import SideChannels
 from lightning_gpipe.core.run.stage import Stage, modules_in
+from lightning_gpipe.core.run.stepped import Stepped
+from lightning_gpipe.core.run.surroundings import Surroundings
 from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.ways import Found, Way, Ways
@@ -54,9 +58,11 @@ class Engine:
         timeline: What ran when in the latest mini-batch, or None before the first.
         ways: As given.
         twins: Knows tensors of the batch that are on the first stage's device already, or None.
+        code: The caller's code, while that runs for each micro-batch.
     """
 
     twins: Twins | None = None
+    code: Code | None = None
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class Engine:
         self._layout = layout
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
+        self._journal = Journal()  # of the modules around the stages
 
     @property
     def layout(self) -> Layout:
@@ -145,6 +152,59 @@ class Engine:
             observer(minibatch.timeline)
         outputs = attach(minibatch, microbatches, outputs)
         return minibatch.caller.split(outputs)
+
+    def run_code(
+        self,
+        function: Function,
+        schedule: Schedule,
+        losses: Losses,
+        around: Iterable[nn.Module],
+        division: Callable[[], Division | None] = lambda: None,
+    ) -> tuple[Tensor | None, list[Any]]:
+        """Run the caller's code for each micro-batch, with forwards and backwards in one phase.
+
+        Args:
+            function: Runs it for a micro-batch; it calls :meth:`Code.call` of :attr:`code`.
+            schedule: What to run; has a row for the caller.
+            losses: What the code returns.
+            around: The modules around the stages, whose parameters it may use.
+            division: Tells how many rows each micro-batch has, if that is known.
+
+        Returns:
+            The loss, whose backward hands over the gradients, or None if the code skips the batch;
+            and what it returned for each micro-batch, detached.
+        """
+        with self._transport.exclusive():
+            self._unfinished.settle()
+            surroundings = Surroundings(around, self._layout.outside, self._journal)
+        context = Context.capture(self._layout.devices_here)
+        code = Code(function, schedule.m, losses, context, surroundings)
+        stepped = Stepped(
+            self.stages,
+            self._layout,
+            schedule,
+            code,
+            surroundings,
+            context,
+            transport=self._transport,
+            draws=self._draws,
+            unfinished=self._unfinished,
+            training_flags=self._training_flags,
+            division=division,
+            way=_AS_THE_TRANSPORT if self.ways is None else self.ways.next(schedule, 1),
+            twins=self.twins,
+        )
+        shared = self._side_channels.begin()
+        self.code = code
+        try:
+            loss = stepped.run()
+        finally:
+            self.code = None
+            self._side_channels.end(shared)
+        self.timeline = stepped.timeline
+        for observer in list(self._observers.values()):
+            observer(stepped.timeline)
+        return loss, code.results
 
     @property
     def found_way(self) -> Found | None:
@@ -245,7 +305,13 @@ class Engine:
         self._transport.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "timeline": None, "twins": None, "_observers": OrderedDict()}
+        return {
+            **self.__dict__,
+            "timeline": None,
+            "twins": None,
+            "code": None,
+            "_observers": OrderedDict(),
+        }
 
 
 def _elements_of(flat: FlatTree) -> int:

@@ -30,8 +30,10 @@ def root_of(leaf: Any) -> Root | None:
     return leaf if written_in_python else GradientEdge(node, leaf.output_nr)
 
 
-def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None]) -> None:
-    """Run backward from those roots that have a gradient.
+def run_backward(
+    roots: Sequence[Root | None], gradients: Sequence[Tensor | None], *, keep: bool = False
+) -> None:
+    """Run backward from those roots that have a gradient; ``keep`` the graph for other backwards.
 
     This is what ``torch.autograd.backward`` does after it has checked its arguments, which takes as
     long as backward through a small layer.
@@ -39,7 +41,7 @@ def run_backward(roots: Sequence[Root | None], gradients: Sequence[Tensor | None
     if given := _given(roots, gradients):
         starts, values = zip(*given, strict=True)
         _engine_run_backward(
-            starts, values, False, False, (), allow_unreachable=True, accumulate_grad=True
+            starts, values, keep, False, (), allow_unreachable=True, accumulate_grad=True
         )
 
 
@@ -62,7 +64,7 @@ def gradients_of(
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
     """The leaves that backward from ``roots`` would reach."""
-    return _behind(roots)[0]
+    return graph_behind(roots)[0]
 
 
 # The time by which autograd orders the nodes that the calling thread makes.
@@ -74,14 +76,19 @@ def revisits(roots: Iterable[Root | None], since: int) -> bool:
 
     Nodes without saved tensors do not count, such as those of the weights that autocast has cast.
     """
-    return any(node._sequence_nr() < since and _saves(node) for node in _behind(roots)[1])
+    return any_saved_before(graph_behind(roots)[1], since)
+
+
+def any_saved_before(nodes: Iterable[Any], since: int) -> bool:
+    """Whether one of these nodes has saved tensors, before a time of :func:`now`."""
+    return any(node._sequence_nr() < since and _saves(node) for node in nodes)
 
 
 def _saves(node: Any) -> bool:
     return any(name.startswith("_raw_saved") for name in dir(node))
 
 
-def _behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
+def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
     """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients."""
     found: list[Tensor] = []
     nodes: list[Any] = []

@@ -14,7 +14,13 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, parted
-from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
+from lightning_gpipe.core.faithful import (
+    Context,
+    Manager,
+    Streams,
+    add_note,
+    together,
+)
 from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
 from lightning_gpipe.core.run.caller import term_route
 from lightning_gpipe.core.run.clocks import clock_of
@@ -33,6 +39,7 @@ class Worker:
         device: Its device.
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
         streams: The caller's, on which its layers compute.
+        forward: The thread-local state of forwards, if backwards have another one.
 
     Attributes:
         stream: That of its device; None for the CPU.
@@ -45,7 +52,9 @@ class Worker:
         device: torch.device,
         passes: Mapping[int, StagePass],
         streams: Streams,
+        forward: Context | None = None,
     ) -> None:
+        self.forward = forward
         self.index = index
         self.passes = passes
         self.streams = streams
@@ -79,6 +88,7 @@ class WorkerTask(Task):
     ) -> None:
         self._worker = worker
         self._passes = worker.passes
+        self._forward = worker.forward
         self._now = worker.clock.now
         self._row = phase.rows[worker.index]
         self._m, self._n = phase.m, phase.n
@@ -156,6 +166,8 @@ class WorkerTask(Task):
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
             run = named(action, run)
+        if self._forward is not None and action.kind is Kind.FORWARD:
+            run = _within(self._forward, run)
         start = self._now()
         result = run(action.i, value)
         self._record((self._worker.index, action, start, self._now()))
@@ -189,6 +201,18 @@ class WorkerTask(Task):
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._m}"
         return f"{action.kind.verb} of {microbatch} on {self._passes[action.j].stage}"
+
+
+def _within(
+    context: Context, run: Callable[[int, FlatTree], FlatTree]
+) -> Callable[[int, FlatTree], FlatTree]:
+    """``run``, in a thread-local state of its own."""
+
+    def run_within(i: int, value: FlatTree) -> FlatTree:
+        with context.entered():
+            return run(i, value)
+
+    return run_within
 
 
 _VERBS: dict[Kind, Callable[[WorkerTask, Action], None]] = {

@@ -108,6 +108,10 @@ class InlineTransport(Transport):
     ) -> Exchange:
         return InlineExchange(phase, self.copies())
 
+    def sharing(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which operators use as many threads as on that of a worker."""
+        return _Sharing(self._shares)
+
     def copies(self) -> Copies:
         """The copies between the devices, with their side streams; made when first needed."""
         if self._copies is None:
@@ -115,10 +119,12 @@ class InlineTransport(Transport):
         return self._copies
 
     @override
-    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         task_of = dict(zip(self._layout.workers_here, tasks, strict=True))
+        if caller is not None:
+            task_of[len(self._layout.devices)] = caller
         with ExitStack() as sessions:
-            sessions.enter_context(_Sharing(self._shares))
+            sessions.enter_context(self.sharing())
             for task in tasks:
                 sessions.enter_context(task.session())
             for worker, row in exchange.phase.turns:
@@ -142,7 +148,7 @@ def share_of(threads: int, workers: int) -> int:
     return max(1, threads // max(1, workers))
 
 
-class _Sharing:
+class _Sharing(AbstractContextManager[None]):
     """Lets operators use a worker's share of the intra-op threads in a ``with`` block."""
 
     # A class: see Note [Context managers are classes].

@@ -158,8 +158,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         """Run the workers to the end of their tasks, of which there is one for each, in order.
+
+        Args:
+            exchange: That of the phase.
+            tasks: The tasks.
+            caller: What the calling thread does meanwhile, if the phase has a row for it.
 
         Raises:
             BaseException: What the first worker to fail raised; the others are stopped.

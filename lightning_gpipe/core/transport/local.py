@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -23,7 +23,7 @@ from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.inline import NESTED, InlineTransport, share_of
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread
+from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
 
 # Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
 # before a wait does not end it.
@@ -49,6 +49,8 @@ class LocalExchange(Exchange):
             SimpleQueue() for _ in indices
         ]
         self._arrived: list[dict[_Address, Parcel]] = [{} for _ in indices]
+        # Whether workers may yet send something; most often the caller receives after the run.
+        self._expects: Callable[[], bool] = lambda: False
 
     @override
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
@@ -73,8 +75,8 @@ class LocalExchange(Exchange):
         """Take the next parcel from an inbox; return without one if none comes for a while."""
         if self.cancelled:
             raise Cancelled
-        if not self._take(inbox) and inbox == self._caller:
-            # The caller receives after the run: nothing more is sent.
+        more = inbox != self._caller or self._expects()
+        if not self._take(inbox) and not more:
             raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
 
     def _take(self, inbox: int) -> bool:
@@ -92,6 +94,18 @@ class LocalExchange(Exchange):
     def check(self) -> None:
         if self.cancelled:
             raise Cancelled
+
+    def expect(self, more: Callable[[], bool]) -> None:
+        """Let the caller receive while the workers run.
+
+        Args:
+            more: Whether they may yet send something; may raise.
+        """
+        self._expects = more
+
+    def wake(self) -> None:
+        """Let the caller, if it waits, ask again whether workers may yet send something."""
+        self._inboxes[self._caller].put(None)
 
     def cancel(self) -> None:
         """Cancel the run, and wake all waiting workers."""
@@ -135,7 +149,7 @@ class LocalTransport(Transport):
         return LocalExchange(self._layout, phase, self._inline.copies())
 
     @override
-    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         assert isinstance(exchange, LocalExchange)
         with self.exclusive():
             threads = self._ensure_threads()
@@ -143,7 +157,10 @@ class LocalTransport(Transport):
             outcomes = Outcomes(len(tasks))
             try:
                 for thread, task in zip(threads, tasks, strict=True):
-                    thread.work(outcomes.of(partial(task.variables.copy().run, _perform, task)))
+                    job = outcomes.of(partial(task.variables.copy().run, _perform, task))
+                    thread.work(job if caller is None else partial(_then, job, exchange.wake))
+                if caller is not None:
+                    self._perform_own(caller, exchange, outcomes)
                 while outcomes.pending and not outcomes.errors:
                     outcomes.wait(_POLL)
                     self._check_threads()
@@ -160,6 +177,20 @@ class LocalTransport(Transport):
                 raise
             finally:
                 outcomes.errors.clear()  # their tracebacks refer to this frame
+
+    def _perform_own(self, caller: Task, exchange: LocalExchange, outcomes: Outcomes) -> None:
+        """Perform the caller's task, on its thread, until it or a worker has failed."""
+
+        def more() -> bool:
+            self._check_threads()
+            if outcomes.errors:
+                raise Cancelled
+            return bool(outcomes.pending)
+
+        exchange.expect(more)
+        # Cancelled says that a worker has failed, whose error is raised then.
+        with suppress(Cancelled), self._inline.sharing(), caller.session():
+            caller.perform(caller.row)
 
     @override
     def inline(self) -> InlineTransport:
@@ -245,6 +276,12 @@ class _Pool:
         """End the threads."""
         while self.threads:
             self.threads.pop().join(_JOIN)
+
+
+def _then(job: Job, last: Callable[[], None]) -> None:
+    """Run a job, which does not raise, and then something else."""
+    job()
+    last()
 
 
 def _perform(task: Task) -> None:

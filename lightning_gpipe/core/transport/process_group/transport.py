@@ -70,8 +70,9 @@ class ProcessGroupTransport(Transport):
         return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._connection)
 
     @override
-    def run(self, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
         assert isinstance(exchange, ProcessGroupExchange)
+        assert caller is None, "steps by micro-batch run in one process"
         with exchange.holding():
             self._runner.run(exchange, tasks)
 

@@ -1,0 +1,272 @@
+"""Promise: a step with a loss for each micro-batch computes what the whole mini-batch does.
+
+The reference is the plain module in one ordinary graph: of the whole mini-batch where layers do not
+mix its rows, else of one micro-batch after the other. Cases are drawn as in
+`test_drawn_models.py`; what comes before and after the pipeline is drawn with them.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
+from lightning_gpipe.core.pipeline import GPipe
+from tests.support.drawn import Reference, count_calls, split
+from tests.support.grammar import Case, cases, drawing_models, models
+from tests.support.models import assert_same, gradients, perceptron, rows
+from tests.support.pipes import Pipe
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a step does around the pipeline.
+
+    Attributes:
+        scale: Whether a trained scale comes before the pipeline.
+        residual: Whether what came before is in the loss, too.
+        head: Whether a trained scale follows.
+        penalty: Whether the loss has one on the parameters of the pipeline's own layers.
+        tied: Whether the scale before and that after are one.
+        weighted: Whether the step says the weight of each loss.
+    """
+
+    scale: bool = False
+    residual: bool = False
+    head: bool = False
+    penalty: bool = False
+    tied: bool = False
+    weighted: bool = False
+
+
+class Scales(nn.Module):
+    """The parameters around the pipeline."""
+
+    def __init__(self, around: Around) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.tensor(0.9, dtype=torch.float64))
+        self.after = nn.Parameter(torch.tensor(1.1, dtype=torch.float64))
+        if around.tied:
+            self.after = self.before
+
+
+def mean_loss(output: Any) -> Tensor:
+    """A mean over rows, whose gradient differs from row to row."""
+    leaves = [leaf for leaf in tree_flatten(output).leaves if isinstance(leaf, Tensor)]
+    floating = [x.double() for x in leaves if x.is_floating_point()]
+    return sum(
+        ((x.tanh() ** 2 + x.sin()).mean() for x in floating),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+
+
+def step_with(
+    run: Callable[[Any], Any], scales: Scales, module: nn.Module, case: Case, around: Around
+) -> Callable[[Tensor], dict[str, Any]]:
+    """A training step around what ``run`` runs."""
+
+    def step(x: Tensor) -> dict[str, Any]:
+        if around.scale and x.is_floating_point():
+            x = x * scales.before
+        output = run(case.model.input(x))
+        if around.head:
+            output = map_tensors(
+                lambda y: y * scales.after if y.dtype == torch.float64 else y, output
+            )
+        loss = mean_loss(output)
+        # A stage edits a copy of its input, the plain module the tensor itself.
+        if around.residual and x.is_floating_point() and case.model.start != "edited":
+            loss = loss + mean_loss(x)
+        # One that stages share would count once for each, which is refused.
+        if around.penalty and not any("shared" in word for word in case.model.words):
+            # Some layers edit frozen parameters in each forward.
+            floating = [p for p in module.parameters() if p.requires_grad]
+            loss = loss + 0.01 * sum(map(square, floating), start=loss.new_zeros(()))
+        found = {"loss": loss, "rows": len(x)}
+        return found | ({"loss_weight": len(x)} if around.weighted else {})
+
+    return step
+
+
+def check(case: Case, around: Around) -> None:
+    """Compare some steps of a pipeline with those of the plain module."""
+    with torch.random.fork_rng(devices=[]):
+        module = case.build()
+        reference = Reference(case, module)
+        scales = Scales(around)
+        others = deepcopy(scales)
+        pipeline = GPipe(
+            module,
+            case.balance,
+            devices=["cpu"] * case.devices,
+            chunks=chunks_of(case),
+            activation_checkpointing=case.mode,
+            deferred_batch_norm=False,
+            threads=case.threads,
+        )
+        actual = step_with(pipeline, scales, module, case, around)
+        plain = step_with(reference.module, others, reference.module, case, around)
+        generator = torch.Generator().manual_seed(case.seed)
+        try:
+            for step in case.steps:
+                module.train(step.training)
+                reference.module.train(step.training)
+                x = case.model.tensor(step.rows[0], generator)
+                outcome = pipeline.by_micro_batch(actual, x, around=scales)
+                sizes = [each["rows"] for each in outcome.results]
+                for dropout in reference._dropouts:
+                    dropout.taken = 1
+                loss = whole(plain, x, sizes)
+                assert outcome.loss is not None
+                assert outcome.loss.requires_grad == loss.requires_grad
+                if loss.requires_grad:
+                    loss.backward()
+                    outcome.loss.backward()
+                assert_same(
+                    [outcome.loss.detach(), gradients(module), gradients(scales)],
+                    [loss.detach(), gradients(reference.module), gradients(others)],
+                )
+                if case.mode == "never":
+                    assert_same(
+                        dict(module.named_buffers()), dict(reference.module.named_buffers())
+                    )
+        finally:
+            pipeline.close()
+
+
+def square(parameter: Tensor) -> Tensor:
+    return (parameter**2).sum()
+
+
+def chunks_of(case: Case) -> int:
+    """A number of micro-batches that interleaved stages can have."""
+    interleaved = len(case.balance) > case.devices
+    return -(-case.chunks // case.devices) * case.devices if interleaved else case.chunks
+
+
+def whole(plain: Callable[[Tensor], dict[str, Any]], x: Tensor, sizes: list[int]) -> Tensor:
+    """The weighted mean of the losses of micro-batches, in one graph."""
+    parts = zip(split(x, sizes), sizes, strict=True)
+    return sum(
+        (plain(part)["loss"] * (size / len(x)) for part, size in parts),
+        start=torch.zeros((), dtype=torch.float64),
+    )
+
+
+around = st.builds(Around, *[st.booleans()] * 6)
+# Loss terms of layers are refused.
+steps = cases(models()).filter(
+    lambda case: not any("loss terms" in word for word in case.model.words)
+)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(case=steps, around=around)
+def test_drawn_steps(case: Case, around: Around) -> None:
+    check(case, around)
+
+
+drawing = cases(drawing_models()).filter(
+    lambda case: not any("loss terms" in word for word in case.model.words)
+)
+
+
+@settings(max_examples=settings().max_examples // 8)  # each runs two pipelines
+@given(case=drawing, around=around)
+def test_drawn_steps_that_draw(case: Case, around: Around) -> None:
+    """The numbers are the same with threads, without, and on recomputation."""
+    found = []
+    for each in (case, replace(case, threads=not case.threads, mode="never")):
+        with torch.random.fork_rng(devices=[]):
+            module, scales = each.build(), Scales(around)
+            pipeline = GPipe(
+                module,
+                each.balance,
+                devices=["cpu"] * each.devices,
+                chunks=chunks_of(each),
+                activation_checkpointing=each.mode,
+                threads=each.threads,
+            )
+            step = step_with(pipeline, scales, module, each, around)
+
+            def noisy(x: Tensor, step: Callable[[Tensor], dict[str, Any]] = step) -> dict[str, Any]:
+                result = step(x)
+                return result | {"loss": result["loss"] * (1 + torch.rand(()))}
+
+            x = each.model.tensor(each.steps[0].rows[0], torch.Generator().manual_seed(each.seed))
+            losses = []
+            for _ in range(2):
+                loss = pipeline.by_micro_batch(noisy, x, around=scales).loss
+                assert loss is not None
+                losses.append(loss.detach())
+                if loss.requires_grad:
+                    loss.backward()
+            found.append([losses, gradients(module), gradients(scales)])
+            pipeline.close()
+
+    assert_same(*found)
+
+
+def test_interleaved_stages(pipe: Pipe) -> None:
+    plain = perceptron(8)
+    pipeline = pipe(plain, stages=4, devices=2, chunks=4, mode="never")
+    loss = pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(7)).loss
+    assert loss is not None
+    loss.backward()
+
+    expected = plain(rows(7)).square().mean()
+    expected.backward()
+    assert_same([loss.detach(), gradients(pipeline)], [expected.detach(), gradients(plain)])
+    pipeline.chunks = 3
+    with pytest.raises(ValueError, match="a multiple of the number of devices"):
+        pipeline.by_micro_batch(lambda x: pipeline(x).mean(), rows(7))
+
+
+def test_hooks_and_accumulation(pipe: Pipe) -> None:
+    """A gradient arrives once per backward, multiplied by that of the loss, and is added."""
+    plain = perceptron()
+    pipeline = pipe(plain, mode="never")
+    calls = count_calls(pipeline)
+    for factor in (1.0, 0.25):
+        loss = pipeline.by_micro_batch(lambda x: pipeline(x).square().mean(), rows(7)).loss
+        assert loss is not None
+        assert sum(calls.values()) in (0, len([*plain.parameters()]))
+        (factor * loss).backward()
+        (factor * plain(rows(7)).square().mean()).backward()
+
+    assert set(calls.values()) == {2}
+    assert_same(gradients(pipeline), gradients(plain))
+
+
+def test_lists_that_cannot_be_cut(pipe: Pipe) -> None:
+    pipeline = pipe(perceptron())
+    batch = {"x": rows(4), "targets": [torch.tensor(k) for k in range(4)]}
+    with pytest.raises(ValueError, match="a list with an entry per row must be cut"):
+        pipeline.by_micro_batch(lambda b: pipeline(b["x"]).mean(), batch)
+
+
+def test_parameter_that_stages_share_in_a_penalty(pipe: Pipe) -> None:
+    """Once it counted for each stage that has it, because each has a shadow of it."""
+    first, last = nn.Linear(3, 3), nn.Linear(3, 3)
+    last.weight = first.weight
+    pipeline = pipe(
+        nn.Sequential(first, nn.Tanh(), last).double(), [1, 2], copy=False, mode="never"
+    )
+
+    def step(x: Tensor) -> Tensor:
+        y = pipeline(x)
+        return y.mean() + sum(p.square().sum() for p in pipeline.parameters())
+
+    with pytest.raises(RuntimeError, match="would count once for each"):
+        pipeline.by_micro_batch(step, rows(7))
