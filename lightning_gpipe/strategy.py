@@ -121,6 +121,8 @@ class GPipeStrategy(OverProcesses):
         threads: Whether each device has a thread of its own. False runs everything on the main
             thread in the schedule's order, for a debugger. ``"auto"`` tries both in the first
             batches, and says which is faster; the results are the same.
+        split_backward: Whether the gradients of the weights are computed apart from those for which
+            the stage before waits, so that it waits for less; see :class:`~lightning_gpipe.GPipe`.
         around: Which stage's device has what is around the pipeline, and the batch, the loss and
             the metrics: ``"last"`` or ``"first"``, see :class:`~lightning_gpipe.GPipe`.
         verify: Whether to compare the pipeline with a plain run on the first training batch; this
@@ -172,6 +174,7 @@ class GPipeStrategy(OverProcesses):
         microbatching: MicroBatching | None = None,
         compile: bool | dict[str, Any] = False,
         threads: bool | Literal["auto"] = "auto",
+        split_backward: bool = False,
         verify: bool = False,
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
@@ -204,6 +207,7 @@ class GPipeStrategy(OverProcesses):
         self._deferred_batch_norm = deferred_batch_norm
         self._microbatching = microbatching
         self._threads = threads
+        self._split_backward = split_backward
         self._verify = verify
         self._around: Literal["last", "first"] = around
         self._piped: Piped | None = None
@@ -414,6 +418,7 @@ class GPipeStrategy(OverProcesses):
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
+            split_backward=self._split_backward,
             owners=self._arrangement.owners,
             group=None if self._circles is None else self._circles.along,
             lost_after=None if self._arrangement.owners is None else self._lost_after,

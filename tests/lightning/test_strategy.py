@@ -63,7 +63,8 @@ def test_public_names() -> None:
             GPipeStrategy,
             "(balance='parameters', chunks=None, *, module=None, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, compile=False, threads='auto', verify=False, around='last', "
+            "microbatching=None, compile=False, threads='auto', split_backward=False, "
+            "verify=False, around='last', "
             "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
             "process_group_backend=None, start_method='popen', replicas=1, ddp=None, "
             "save_distributed_checkpoint=False)",
@@ -72,7 +73,8 @@ def test_public_names() -> None:
             GPipe,
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
-            "microbatching=None, threads='auto', around='last', sample=None, optimizer=None, "
+            "microbatching=None, threads='auto', split_backward=False, around='last', "
+            "sample=None, optimizer=None, "
             "owners=None, group=None, lost_after=None)",
         ),
     ],

@@ -152,6 +152,7 @@ def pipe(
         activation_checkpointing=case.mode,
         deferred_batch_norm=case.deferred,
         threads=case.threads,
+        split_backward=case.split,
         **processes,
     )
     try:

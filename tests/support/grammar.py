@@ -171,6 +171,7 @@ class Case:
         frozen: The numbers of parameters that require no gradient.
         frozen_stages: Stages of which none does.
         leaf: Whether the input requires a gradient, if it can.
+        split: Whether the gradients of the weights are computed apart.
     """
 
     model: Model
@@ -185,6 +186,7 @@ class Case:
     frozen_stages: frozenset[int] = frozenset()
     leaf: bool = True
     seed: int = 1
+    split: bool = False
 
     def build(self) -> nn.Sequential:
         """The plain module, always the same."""
@@ -274,6 +276,7 @@ def cases(draw: st.DrawFn, models: st.SearchStrategy[Model]) -> Case:
         frozen_stages=draw(st.frozensets(st.integers(0, n - 1), max_size=2)),
         leaf=draw(st.booleans()) and model.start != "edited",
         seed=draw(st.integers(0, 9999)),
+        split=draw(st.booleans()),
     )
 
 

@@ -67,12 +67,13 @@ class Pipeline:
         microbatching: How a mini-batch is split into micro-batches.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
         threads: Whether workers run on threads of their own; ``"auto"`` tries both.
+        split_backward: Whether backward computes the gradients of the weights apart.
         workers: The threads, if pipelines of other modules over the same devices use them too.
         connection: To the owners of the layout, if there are several.
         number: Which of the pipelines that were connected together it is.
 
     Attributes:
-        chunks, activation_checkpointing, microbatching: As given.
+        chunks, activation_checkpointing, split_backward, microbatching: As given.
         engine: What runs the micro-batches.
         patches: The changes that a running verification has made in the layers.
     """
@@ -86,16 +87,19 @@ class Pipeline:
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
         threads: Threads,
+        split_backward: bool = False,
         workers: Workers | None = None,
         connection: Connection | None = None,
         number: int = 0,
     ) -> None:
         self.chunks = chunks
         self.activation_checkpointing = activation_checkpointing
+        self.split_backward = split_backward
         self.microbatching = microbatching
         self._fixed: dict[str, Any] = {
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
+            "split_backward": split_backward,
         }
         transport = _connect(layout, workers, connection, number, threads=bool(threads))
         choose = threads == "auto" and isinstance(transport, LocalTransport)
@@ -270,10 +274,11 @@ class Pipeline:
 
     def _schedule(self, m: int) -> Schedule:
         """The schedule of a mini-batch of ``m`` micro-batches."""
-        recomputed = 0
-        if torch.is_grad_enabled():
-            recomputed = count_recomputed(self.activation_checkpointing, m)
-        return fill_drain(m, self.layout.placement, recomputed=recomputed)
+        if not torch.is_grad_enabled():
+            return fill_drain(m, self.layout.placement)
+        recomputed = count_recomputed(self.activation_checkpointing, m)
+        split = self.split_backward
+        return fill_drain(m, self.layout.placement, recomputed=recomputed, split=split)
 
 
 class Handles:

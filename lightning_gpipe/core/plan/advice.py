@@ -57,7 +57,7 @@ def changes(
         costs: Finds the best balance by these times, if the layers were measured.
     """
     m, placement = schedule.m, schedule.placement
-    recomputed = len(schedule.recomputed(0))
+    recomputed, split = len(schedule.recomputed(0)), schedule.split
     now = _length(schedule, times)
 
     def gain(other: Schedule, measured: Times) -> float:
@@ -72,8 +72,8 @@ def changes(
         shares = [after / each if each else 1.0 for after, each in pairs]
         balance = Change(f"balance={list(shift.after)}", gain(schedule, _scaled(times, shares)))
     halves = {key: each / 2 for key, each in times.items()}
-    twice = fill_drain(2 * m, placement, recomputed=min(2 * recomputed, 2 * m))
-    kept = fill_drain(m, placement, recomputed=0)
+    twice = fill_drain(2 * m, placement, recomputed=min(2 * recomputed, 2 * m), split=split)
+    kept = fill_drain(m, placement, recomputed=0, split=split)
     rows, memory = "a batch has enough rows", "the memory suffices"
     found = [
         balance,

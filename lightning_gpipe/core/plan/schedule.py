@@ -75,6 +75,11 @@ class Schedule:
         """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
 
+    @cached_property
+    def split(self) -> bool:
+        """Whether the gradients of the weights are actions of their own."""
+        return any(action.kind is Kind.WEIGHTS for row in self.rows for action in row)
+
     def needs(self, action: Action) -> Iterator[Action]:
         """Yield the actions that must have ended before ``action`` starts.
 

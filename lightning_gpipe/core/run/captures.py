@@ -24,6 +24,7 @@ from lightning_gpipe.core.run.roots import (
     root_of,
     run_backward,
 )
+from lightning_gpipe.core.run.weights import Weights
 
 _SEARCHES = 2  # the second, for what the first left
 
@@ -33,10 +34,12 @@ class Captures:
 
     Args:
         participation: Where to record which leaves take part.
+        weights: Runs backwards in two parts; None to run them at once.
     """
 
-    def __init__(self, participation: Participation) -> None:
+    def __init__(self, participation: Participation, weights: Weights | None = None) -> None:
         self._participation = participation
+        self._weights = weights
         self._any = False
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
 
@@ -66,15 +69,22 @@ class Captures:
         behavior.captures |= any_captured
 
     def run_backward(
-        self, roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+        self,
+        i: int,
+        inputs: Sequence[Any],
+        roots: Sequence[Root | None],
+        gradients: Sequence[Tensor | None],
     ) -> None:
-        """Run backward; the gradients of captured leaves are added up here."""
+        """Run backward of micro-batch ``i``; the gradients of captured leaves are added up here.
+
+        That of a graph which others share is not split.
+        """
         if not self._any:
-            try:
-                run_backward(roots, gradients)
-            except RuntimeError as error:
-                explain_second_backward(error)
-                raise
+            with _EXPLAINED:
+                if self._weights is None:
+                    run_backward(roots, gradients)
+                else:
+                    self._weights.run_backward(i, inputs, roots, gradients)
             return
         leaves = leaves_behind(roots)
         for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
@@ -88,11 +98,36 @@ class Captures:
             else:
                 leaf.grad = _sum(leaf.grad, gradient)
 
+    def run_weights(self, i: int) -> None:
+        """Run what backward of micro-batch ``i`` has left."""
+        if self._weights is not None:
+            with _EXPLAINED:
+                self._weights.run(i)
+
+    def clear(self) -> None:
+        """Forget what backwards have left."""
+        if self._weights is not None:
+            self._weights.clear()
+
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The leaves and their gradients, no longer held here."""
         taken = list(self._gradients.values())
         self._gradients.clear()
         return taken
+
+
+class _Explained:
+    """Adds a note to autograd's error about a graph that is freed."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            explain_second_backward(error)
+
+
+_EXPLAINED = _Explained()
 
 
 def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:

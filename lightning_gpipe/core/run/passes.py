@@ -133,6 +133,7 @@ def begin_passes(
             participation,
             watches[k],
             terms=terms,
+            split=schedule.split,
         )
         for k, stage in enumerate(stages)
     ]

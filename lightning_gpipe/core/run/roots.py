@@ -38,7 +38,7 @@ def run_backward(
     This is what ``torch.autograd.backward`` does after it has checked its arguments, which takes as
     long as backward through a small layer.
     """
-    if given := _given(roots, gradients):
+    if given := with_gradients(roots, gradients):
         starts, values = zip(*given, strict=True)
         _engine_run_backward(
             starts, values, keep, False, (), allow_unreachable=True, accumulate_grad=True
@@ -52,7 +52,7 @@ def gradients_of(
 
     Otherwise the same as :func:`run_backward`.
     """
-    given = _given(roots, gradients)
+    given = with_gradients(roots, gradients)
     if not given or not leaves:
         return [None] * len(leaves)
     starts, values = zip(*given, strict=True)
@@ -60,6 +60,41 @@ def gradients_of(
         starts, values, True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
     return list(found)
+
+
+def run_backward_to(
+    leaves: Sequence[GradientEdge], roots: Sequence[Root], gradients: Sequence[Tensor]
+) -> None:
+    """Run backward to some leaves only, each given as an edge; keeps the graph for the others."""
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        True,
+        False,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
+    """Call ``compute``, in which a node that is called computes the gradients of ``edges`` only.
+
+    A node asks autograd which of its gradients are needed in the backward that is running. So
+    ``compute`` is called within one, whose only leaf is made for it.
+    """
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    leaf.register_hook(lambda _: compute())
+    edge = get_gradient_edge(leaf)
+    _engine_run_backward(
+        (edge,),
+        (torch.zeros((), device="cpu"),),
+        False,
+        False,
+        (edge, *edges),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
 
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
@@ -115,7 +150,7 @@ def _node_of(root: Root) -> Any:
     return root.grad_fn if isinstance(root, Tensor) else root.node
 
 
-def _given(
+def with_gradients(
     roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
 ) -> list[tuple[Root, Tensor]]:
     """The roots that have a gradient."""

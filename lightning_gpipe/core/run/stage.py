@@ -39,6 +39,7 @@ from lightning_gpipe.core.plan import (
     check_copies,
     followed_slots,
 )
+from lightning_gpipe.core.run.split import Splits
 from lightning_gpipe.core.skip import declared_in
 
 
@@ -74,6 +75,7 @@ class Stage:
         journal: The changes made to them while they run.
         skips: Whether any of them stashes or pops skip tensors.
         state: What they may change in forward.
+        splits: How the backwards of its graphs are split.
         titled: The layers, each with what errors call it, such as ``layer 3 (Linear)``.
     """
 
@@ -87,6 +89,7 @@ class Stage:
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
         self._parts: WeakSet[Part] = WeakSet()
+        self.splits = Splits()
         self._set_modules(self.modules_now())
         self.follow(layout)
 

@@ -50,6 +50,7 @@ from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.roots import now, root_of
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.weights import Weights
 from lightning_gpipe.core.run.work import Work
 
 _NO_TERMS = tree_flatten([])
@@ -68,6 +69,7 @@ class StagePass:
         participation: Where to record which parameters take part.
         watch: Notices layers that mix rows; None in most mini-batches.
         terms: Whether to collect loss terms.
+        split: Whether backward leaves the gradients of the weights to an action of their own.
 
     Attributes:
         stage, work, randomness, shadows, terms: As given.
@@ -87,6 +89,7 @@ class StagePass:
         watch: RowWatch | None = None,
         *,
         terms: bool = False,
+        split: bool = False,
     ) -> None:
         self.stage = stage
         self.work = work
@@ -105,7 +108,7 @@ class StagePass:
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._microbatches: dict[int, Kept] = {}
-        self._captures = Captures(participation)
+        self._captures = Captures(participation, Weights(stage.splits) if split else None)
         self.asides = Asides(stage, shadows)
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
@@ -185,10 +188,15 @@ class StagePass:
         elif not gradients.leaves:
             roots = []
         with self.randomness.drawing_in_backward(i):
-            self._captures.run_backward(roots, gradients.leaves)
+            self._captures.run_backward(i, leaves, roots, gradients.leaves)
         if kept.former:
             self.asides.check_inputs(kept.former)
         return FlatTree(gradients_in(leaves), kept.inputs.spec)
+
+    def weights(self, i: int) -> None:
+        """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
+        with self.randomness.drawing_in_backward(i):
+            self._captures.run_weights(i)
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
@@ -216,6 +224,7 @@ class StagePass:
     def release(self) -> Asides:
         """Free everything that was kept for backward, and return what watches its leaves."""
         self._microbatches.clear()
+        self._captures.clear()
         return self.asides
 
     def _repeat(self, i: int) -> None:

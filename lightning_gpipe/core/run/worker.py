@@ -182,7 +182,13 @@ class WorkerTask(Task):
         self._exchange.send(by._replace(j=self._n), terms, term_route(by.j, self._n))
 
     def _recompute(self, action: Action) -> None:
-        run = self._passes[action.j].recompute
+        self._run(action, self._passes[action.j].recompute)
+
+    def _weights(self, action: Action) -> None:
+        self._run(action, self._passes[action.j].weights)
+
+    def _run(self, action: Action, run: Callable[[int], None]) -> None:
+        """Run what needs nothing of other stages, and has no result for them."""
         if self._profiled:
             run = named(action, run)
         start = self._now()
@@ -219,4 +225,5 @@ _VERBS: dict[Kind, Callable[[WorkerTask, Action], None]] = {
     Kind.FORWARD: WorkerTask._pass_on,
     Kind.RECOMPUTE: WorkerTask._recompute,
     Kind.BACKWARD: WorkerTask._pass_on,
+    Kind.WEIGHTS: WorkerTask._weights,
 }

@@ -24,8 +24,15 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'lightning-gpipe[pictures]'"
 
-_COLORS = {Kind.FORWARD: "#3b75af", Kind.RECOMPUTE: "#a6c8e6", Kind.BACKWARD: "#e8853d"}
-_DARK = (Kind.FORWARD, Kind.BACKWARD)  # whose labels are white
+_COLORS = {
+    Kind.FORWARD: "#3b75af",
+    Kind.RECOMPUTE: "#a6c8e6",
+    Kind.BACKWARD: "#e8853d",
+    Kind.WEIGHTS: "#f6cfa4",
+    Kind.PREPARE: "#8a8a8a",
+    Kind.LOSS: "#5b8c5a",
+}
+_DARK = (Kind.FORWARD, Kind.BACKWARD, Kind.PREPARE, Kind.LOSS)  # whose labels are white
 _INCHES, _DPI = 12.8, 150  # as wide as a slide: 1920 pixels
 _ROWS = 32  # with more, a lane has no room for text
 _NAMES = 24  # of workers, at most: more would overlap in a part of a figure
@@ -222,5 +229,5 @@ def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        legend = {"ncols": 3, "frameon": False, "borderaxespad": 0.3}
+        legend = {"ncols": len(_COLORS), "frameon": False, "borderaxespad": 0.3}
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), **legend)

@@ -123,7 +123,7 @@ def _flows(
 def _users(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
     """The actions that use the result of one, and what it is."""
     kind, i, j = action
-    if kind is Kind.RECOMPUTE:
+    if not kind.direction:
         return
     what = "activations" if kind is Kind.FORWARD else "gradients"
     yield Action(kind, i, j + kind.direction), what
