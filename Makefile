@@ -6,6 +6,8 @@
 # `make models` has .venv-models, for torchvision's wheel is built for CUDA: beside the CPU build of
 # torch, `import lightning` works there only after tests/models/torchvision_operators.py.
 #
+# `make test-integrations` has .venv-integrations, for loggers bring many packages of their own.
+#
 # Tests run beside one another, in processes. JOBS=0 runs them in one, as pytest does.
 # Those for GPUs run on simulated ones, in processes of their own; see tests/simcuda/README.md.
 
@@ -23,13 +25,14 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-tools test-multihost models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-tools test-integrations test-multihost models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
 	@echo "             (about 12 minutes)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
+	@echo "make test-integrations  loggers of W&B and MLflow, loaders of torchdata (a minute)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
@@ -54,6 +57,9 @@ test: check
 
 test-tools: $(READY)
 	$(BIN)/pytest $(PARALLEL) $(TOOLS)
+
+test-integrations: .venv-integrations/.ready
+	.venv-integrations/bin/pytest tests/integrations
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)
@@ -105,7 +111,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-bench .venv-models .venv-docs .venv-dist .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .venv-models .venv-integrations .venv-docs .venv-dist .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -115,11 +121,11 @@ $(READY): pyproject.toml constraints.txt
 	    --constraint constraints.txt --editable '.[dev,examples]'
 	@touch $@
 
-.venv-models/.ready: pyproject.toml constraints.txt
-	@echo "Installing lightning-gpipe and libraries of models into .venv-models (once)"
-	@$(PYTHON) -m venv --clear .venv-models
-	@.venv-models/bin/python -m pip install -qq --disable-pip-version-check \
-	    --constraint constraints.txt --editable '.[models]'
+.venv-models/.ready .venv-integrations/.ready: .venv-%/.ready: pyproject.toml constraints.txt
+	@echo "Installing lightning-gpipe and its $* into .venv-$* (once)"
+	@$(PYTHON) -m venv --clear .venv-$*
+	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check \
+	    --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 # The pages need the sources of the package only, which are read and not imported.

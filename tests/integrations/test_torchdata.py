@@ -1,0 +1,55 @@
+"""torchdata's StatefulDataLoader: a run that is resumed in the middle of an epoch is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_gpipe import GPipeStrategy
+from tests.support.lightning_modules import rows, trainer
+from tests.support.processes import assert_equal
+from tests.support.resumable import Drawing, ResumableData, SavesAt, seed_all
+
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread", "own_generator"),
+    # torchdata 0.11, stateful_dataloader.py, under torch >= 2.13.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+]
+
+
+class StatefulData(ResumableData):
+    """The same rows, in an order that is drawn for each epoch."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self._workers = workers
+
+    def train_dataloader(self) -> Any:
+        return StatefulDataLoader(
+            rows(20, seed=1), batch_size=7, shuffle=True, num_workers=self._workers
+        )
+
+
+def fit(root: Path, workers: int, *, seed: int, **options: Any) -> dict[str, Any]:
+    seed_all(seed)
+    model = Drawing()
+    path = options.pop("ckpt_path", None)
+    callbacks: list[L.Callback] = [SavesAt(root / "half.ckpt", **options)] if options else []
+    strategy = GPipeStrategy([2, 4], 3, activation_checkpointing="always")
+    made = trainer(root, strategy, devices=2, callbacks=callbacks)
+    made.fit(model, datamodule=StatefulData(workers), ckpt_path=path)
+    return {"weights": model.state_dict(), "step": made.global_step}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_run(tmp_path: Path, workers: int) -> None:
+    """After the second of three steps of the second epoch."""
+    whole = fit(tmp_path, workers, seed=1, step=5)
+
+    resumed = fit(tmp_path, workers, seed=2, ckpt_path=tmp_path / "half.ckpt")
+
+    assert_equal(resumed, whole)
