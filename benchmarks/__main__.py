@@ -82,6 +82,7 @@ KINDS = {
             Run("rebalance", 60),
             Run("processes", 120),
             Run("bubble_audit", 120),
+            Run("schedules", 120),
             Run("stress", 60),
         ],
         seconds=15 * 60 - 10,

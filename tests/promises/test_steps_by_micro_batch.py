@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.plan import ByMicroBatch
 from tests.support.drawn import Reference, count_calls, split
 from tests.support.grammar import Case, cases, drawing_models, models
 from tests.support.models import assert_same, gradients, perceptron, rows
@@ -114,6 +115,7 @@ def check(case: Case, around: Around) -> None:
             activation_checkpointing=case.mode,
             deferred_batch_norm=False,
             threads=case.threads,
+            split_backward=case.split,
         )
         actual = step_with(pipeline, scales, module, case, around)
         plain = step_with(reference.module, others, reference.module, case, around)
@@ -123,7 +125,8 @@ def check(case: Case, around: Around) -> None:
                 module.train(step.training)
                 reference.module.train(step.training)
                 x = case.model.tensor(step.rows[0], generator)
-                outcome = pipeline.by_micro_batch(actual, x, around=scales)
+                schedule = schedule_of(case)
+                outcome = pipeline.by_micro_batch(actual, x, schedule=schedule, around=scales)
                 sizes = [each["rows"] for each in outcome.results]
                 for dropout in reference._dropouts:
                     dropout.taken = 1
@@ -153,6 +156,12 @@ def chunks_of(case: Case) -> int:
     """A number of micro-batches that interleaved stages can have."""
     interleaved = len(case.balance) > case.devices
     return -(-case.chunks // case.devices) * case.devices if interleaved else case.chunks
+
+
+def schedule_of(case: Case) -> ByMicroBatch:
+    """Any that there is for its stages; half of those with split backwards."""
+    alone = len(case.balance) == case.devices
+    return "zero_bubble" if alone and case.split and case.seed % 2 else "1f1b"
 
 
 def whole(plain: Callable[[Tensor], dict[str, Any]], x: Tensor, sizes: list[int]) -> Tensor:
@@ -197,6 +206,7 @@ def test_drawn_steps_that_draw(case: Case, around: Around) -> None:
                 chunks=chunks_of(each),
                 activation_checkpointing=each.mode,
                 threads=each.threads,
+                split_backward=each.split,
             )
             step = step_with(pipeline, scales, module, each, around)
 
@@ -270,3 +280,24 @@ def test_parameter_that_stages_share_in_a_penalty(pipe: Pipe) -> None:
 
     with pytest.raises(RuntimeError, match="would count once for each"):
         pipeline.by_micro_batch(step, rows(7))
+
+
+def test_zero_bubble(pipe: Pipe) -> None:
+    """Stage j is j micro-batches late with the weights, and holds no more than n of them."""
+    plain = perceptron(6)
+    pipeline = pipe(plain, stages=3, chunks=7, mode="never", threads=False)
+    loss = pipeline.by_micro_batch(
+        lambda x: pipeline(x).square().mean(), rows(7), schedule="zero_bubble"
+    ).loss
+    assert loss is not None
+    loss.backward()
+
+    expected = plain(rows(7)).square().mean()
+    expected.backward()
+    assert_same([loss.detach(), gradients(pipeline)], [expected.detach(), gradients(plain)])
+    assert pipeline.timeline is not None
+    ran = [span.action for span in pipeline.timeline.spans if span.worker == 2]
+    assert [str(action) for action in ran if str(action)[0] in "BW"] == (
+        ["B0", "B1", "B2", "W0", "B3", "W1", "B4", "W2", "B5", "W3", "B6", "W4", "W5", "W6"]
+    )
+    assert pipeline.timeline.schedule.simulation.peak_live == (3, 3, 3)

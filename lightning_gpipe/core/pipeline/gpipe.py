@@ -45,6 +45,7 @@ from lightning_gpipe.core.pipeline.taking import (
 from lightning_gpipe.core.plan import (
     ActivationCheckpointing,
     Around,
+    ByMicroBatch,
     Layout,
     RouteName,
     check_balance,
@@ -338,7 +339,7 @@ class GPipe(StandIn):
         step: Callable[[Any], Any],
         batch: Any,
         *,
-        schedule: Literal["1f1b"] = "1f1b",
+        schedule: ByMicroBatch = "1f1b",
         around: nn.Module | None = None,
         scale: float | Tensor = 1.0,
     ) -> Outcome:
@@ -359,8 +360,9 @@ class GPipe(StandIn):
             step: Given a micro-batch, calls the model once, and returns the loss, a dict with it,
                 or None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
-            schedule: What runs when: ``"1f1b"``, with at most n - j micro-batches alive on stage
-                j of n. With several stages on a device it is interleaved.
+            schedule: What runs when: ``"1f1b"``, with at most n - j micro-batches alive on stage j
+                of n, and interleaved where devices have several stages; or ``"zero_bubble"``, with
+                at most n of them, split backwards, and a device for each stage.
             around: A module with all that the step uses around the model; None if there is nothing.
             scale: What gradients are multiplied by while they are computed, as by a gradient
                 scaler.

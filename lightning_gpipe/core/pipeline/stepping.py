@@ -52,8 +52,6 @@ class Stepping:
     """
 
     def __init__(self, pipeline: Pipeline, schedule: ByMicroBatch) -> None:
-        if schedule != "1f1b":
-            raise ValueError(f"schedule must be '1f1b': got {schedule!r}.")
         check_by_micro_batch(schedule, pipeline.chunks, pipeline.layout.placement)
         if pipeline.layout.spread:
             raise ValueError(
@@ -100,6 +98,7 @@ class Stepping:
                 m,
                 pipeline.layout.placement,
                 recomputed=count_recomputed(pipeline.activation_checkpointing, m),
+                split=pipeline.split_backward,
             ),
             Losses(m, rows, scale),
             list(dict.fromkeys(each for each in around if each not in inside)),

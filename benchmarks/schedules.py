@@ -1,0 +1,192 @@
+"""Claim: a schedule takes the time that its table says, on the real engine.
+
+Layers that sleep take a known time, and no cores: forward, the gradients of the inputs (B) and
+those of the weights (W) equally long. So what is measured is the schedule, and what the engine adds
+to it. Four stages, eight micro-batches; where stages are looped or interleaved, eight of half the
+size, two on each device. No activations are recomputed.
+
+    python -m benchmarks.schedules
+
+All compute the same gradients, which is checked first. The simulation has no target: it is what
+the table of the schedule says. With ``--layers linear``, layers that compute: their W and B take
+about as long, but two cores are not four devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+
+from benchmarks.contestants.plain import mean_square
+from benchmarks.contestants.task import Task, stepping
+from benchmarks.harness import Contestant, Report, agree, contest, options, ratio
+from lightning_gpipe import GPipe
+from lightning_gpipe.core.plan import Action, ByMicroBatch, Kind, Schedule
+
+N = 4
+BASE = "fill-drain"
+
+
+class Way(NamedTuple):
+    """A schedule, and what its time must be at most, relative to fill-drain's.
+
+    Attributes:
+        name: As the report has it.
+        stages: The number of stages; eight are two on each device.
+        schedule: Of a loss for each micro-batch; None for the loss of the mini-batch.
+        split: Whether backwards are split.
+        at_most: The target.
+    """
+
+    name: str
+    stages: int = N
+    schedule: ByMicroBatch | None = None
+    split: bool = False
+    at_most: float | None = None
+
+
+WAYS = (
+    Way(BASE),
+    Way("fill-drain, W", split=True, at_most=0.96),
+    Way("looped fill-drain", stages=2 * N),
+    Way("looped fill-drain, W", stages=2 * N, split=True),
+    Way("1F1B", schedule="1f1b", at_most=1.03),
+    Way("1F1B, W", schedule="1f1b", split=True),
+    Way("interleaved", stages=2 * N, schedule="1f1b", at_most=0.95),
+    Way("interleaved, W", stages=2 * N, schedule="1f1b", split=True),
+    Way("zero bubble", schedule="zero_bubble", at_most=0.84),
+)
+
+
+class _Asleep(Function):
+    """Takes some time in forward, and some in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Sleeping(nn.Module):
+    """A layer whose F, B and W take equally long.
+
+    Args:
+        width: The number of its weights, which it adds to its input.
+        seconds: How long each takes.
+    """
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved: Tensor = _Asleep.apply(x, self.seconds, self.seconds)
+        weight: Tensor = _Asleep.apply(self.weight, 0.0, self.seconds)
+        return torch.tanh(moved) + weight
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    given = options(
+        "schedules",
+        __doc__,
+        rounds=5,
+        argv=argv,
+        chunks=8,
+        milliseconds=20.0,
+        layers="sleeping",
+        width=8,
+    )
+    torch.manual_seed(0)
+    seconds, width, m = given.milliseconds / 1e3 / 2, given.width, given.chunks
+    layers: list[nn.Module] = [Sleeping(width, seconds) for _ in range(2 * N)]
+    if given.layers == "linear":
+        layers = [nn.Linear(width, width) for _ in range(2 * N)]
+    x = torch.randn(m * 4, width)
+    task = Task(nn.Sequential(*layers), x, torch.randn_like(x), mean_square)
+
+    title = f"One step, {N} devices, m = {m}, {given.layers} layers"
+    report = Report(given, title, ("", "ms, median", "quartiles", "simulated / fill-drain"))
+    with ExitStack() as stack:
+        made = [(way, *stack.enter_context(running(way, task, m))) for way in WAYS]
+        contestants = [contestant for _, contestant, _ in made]
+        agree(contestants)
+        times = contest(contestants, rounds=given.rounds)
+        schedules = {way.name: schedule_of() for way, _, schedule_of in made}
+    lengths = {name: simulated(schedule) for name, schedule in schedules.items()}
+    report.times(times, {name: f"{each / lengths[BASE]:.3f}" for name, each in lengths.items()})
+    for way in WAYS[1:]:
+        bound = way.at_most if given.layers == "sleeping" else None
+        report.target(f"{way.name} / {BASE}", ratio(times, way.name, BASE), at_most=bound)
+    report.publish()
+
+
+@contextmanager
+def running(way: Way, task: Task, m: int) -> Iterator[tuple[Contestant, Callable[[], Schedule]]]:
+    """A contestant, and what knows the schedule that it ran."""
+    module = task.copy_of_module()
+    pipeline = GPipe(
+        module,
+        [len(module) // way.stages] * way.stages,
+        devices=["cpu"] * N,
+        chunks=m,
+        activation_checkpointing="never",
+        split_backward=way.split,
+        threads=True,
+    )
+    parameters = list(pipeline.parameters())
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        loss_of(task.x, task.target).backward()
+
+    def loss_of(x: Tensor, target: Tensor) -> Tensor:
+        if way.schedule is None:
+            return task.loss(pipeline(x), target)
+        outcome = pipeline.by_micro_batch(
+            lambda batch: task.loss(pipeline(batch[0]), batch[1]),
+            (x, target),
+            schedule=way.schedule,
+        )
+        assert outcome.loss is not None, "every micro-batch has one"
+        return outcome.loss
+
+    def schedule_of() -> Schedule:
+        assert pipeline.timeline is not None, "it has run"
+        return pipeline.timeline.schedule
+
+    try:
+        yield stepping(way.name, step, parameters), schedule_of
+    finally:
+        pipeline.close()
+
+
+def simulated(schedule: Schedule) -> float:
+    """How long it takes in the simulation, in units of half a stage."""
+    size = 2 * N / schedule.n
+    whole = 1.0 if schedule.split else 2.0
+
+    def cost(action: Action) -> float:
+        if action.kind in (Kind.PREPARE, Kind.LOSS) or action.j < 0:
+            return 0.0
+        return size * (whole if action.kind is Kind.BACKWARD else 1.0)
+
+    return schedule.simulate(cost).makespan
+
+
+if __name__ == "__main__":
+    main()
