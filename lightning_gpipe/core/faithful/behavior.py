@@ -32,6 +32,7 @@ class Behavior:
         captures: Whether they were seen to use tensors that require a gradient from outside, or
             from an earlier run.
         searches: How many runs were searched for such tensors.
+        searching: Whether the next one is.
     """
 
     __slots__ = (
@@ -41,6 +42,7 @@ class Behavior:
         "edited_inputs",
         "edited_parameters",
         "searches",
+        "searching",
     )
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class Behavior:
         self.edited_buffers: set[Slot] | None = None
         self.captures = False
         self.searches = 0
+        self.searching = True
         self.edited_parameters: frozenset[Slot] | None = None
         self.changed_attributes: frozenset[Slot] | None = None
 

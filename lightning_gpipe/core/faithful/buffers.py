@@ -80,6 +80,8 @@ class Buffers:
     @property
     def lost(self) -> Slot | None:
         """The slot of an edited buffer whose value was not saved, if there is one."""
+        if not self._versions:
+            return None
         unsaved = (slot for slot in self.edited if self._versions[slot][0] not in self._values)
         return next(unsaved, None)
 
@@ -124,6 +126,7 @@ class StageBuffers:
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
         self._modules = tuple(modules)
         self._deferred = deferred
+        self._none: Buffers | None = None  # the snapshot while there are none
 
     def all(self) -> Buffers:
         """A snapshot of all buffers and their values."""
@@ -140,7 +143,12 @@ class StageBuffers:
     def before(self, behavior: Behavior) -> Buffers:
         """A snapshot before a run of layers with this behavior."""
         edited = behavior.edited_buffers
-        return self.all() if edited is None else self.known(edited)
+        for module in self._modules:
+            if module._buffers:
+                return self.all() if edited is None else self.known(edited)
+        if self._none is None:
+            self._none = self.all()
+        return self._none
 
     def after(self, behavior: Behavior, buffers: Buffers) -> None:
         """Record which buffers the layers edited, after their first run.

@@ -62,6 +62,8 @@ class HeldGenerators:
     def saved(self) -> list[Write]:
         """The writes that restore the present states."""
         states = self.find() if self._states is None else self._states
+        if not states:
+            return []
         return [(state, "state", state["state"]) for state in states]
 
     def __reduce__(self) -> tuple[type[HeldGenerators], tuple[Any]]:

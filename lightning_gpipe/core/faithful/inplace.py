@@ -34,6 +34,7 @@ class MutationGuard:
     Attributes:
         leaves: The inputs to run the layers on, copied where needed. A tensor that appears twice
             stays one tensor. The list itself must not be changed.
+        first: Whether this is the first run, as far as recorded.
     """
 
     # One is made for every action.
@@ -44,30 +45,28 @@ class MutationGuard:
         "_given",
         "_guarded",
         "_versions",
+        "first",
         "leaves",
     )
 
     def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:
         self._behavior = behavior
-        self._given = leaves
-        guarded = [
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf))
-        ]
-        self._guarded = tuple(guarded)
+        self._given = self.leaves = leaves
+        guarded: list[int] = []
+        versions: list[tuple[int, Tensor, int]] = []  # inference tensors have none
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf)):
+                guarded.append(k)
+                if not leaf.is_inference():
+                    versions.append((k, leaf, leaf._version))
+        self._guarded, self._versions = tuple(guarded), versions
         self._expected = behavior.edited_inputs.get(self._guarded)
+        self.first = self._expected is None
         self._editors: dict[int, str] = {}
-        self.leaves, self._versions = leaves, _versions(leaves, guarded)
         copied = guarded if self._expected is None else self._expected
-        if copied or len(self._versions) < len(guarded):
+        if copied or len(versions) < len(guarded):
             self.leaves = _with_copies(leaves, guarded, copied)
             self._versions = _versions(self.leaves, guarded)
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first run, as far as recorded."""
-        return self._expected is None
 
     @property
     def expects_none(self) -> bool:

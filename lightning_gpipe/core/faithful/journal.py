@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 
@@ -62,13 +62,8 @@ class _Absent:
 ABSENT: Any = _Absent()
 
 
-class _Entry(NamedTuple):
-    """One change: the value that it replaced, and the value that is there instead."""
-
-    slots: Slots
-    name: str
-    old: Any
-    new: Any
+# One change: the slots, the name, the value that was replaced, and the one that is there instead.
+_Entry = tuple[Slots, str, Any, Any]
 
 
 class Abandoned(BaseException):
@@ -101,7 +96,9 @@ class Journal:
         Raises:
             Abandoned: If the journal was abandoned.
         """
-        entries = [_Entry(slots, name, value_in(slots, name), new) for slots, name, new in writes]
+        entries = []
+        for slots, name, new in writes:
+            entries.append((slots, name, value_in(slots, name), new))
         with self._lock:
             if self._abandoned:
                 raise Abandoned
@@ -134,11 +131,11 @@ class Journal:
             self._abandoned = True
             left: list[_Entry] = []
             while self._entries:
-                entry = self._entries.pop()
-                if value_in(entry.slots, entry.name) is entry.new:
-                    _put(entry.slots, entry.name, entry.old)
+                slots, name, old, new = self._entries.pop()
+                if value_in(slots, name) is new:
+                    _put(slots, name, old)
                 else:
-                    left.insert(0, entry)
+                    left.insert(0, (slots, name, old, new))
             self._entries += left
 
     def reset(self) -> None:

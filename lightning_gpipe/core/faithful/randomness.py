@@ -71,7 +71,7 @@ class OwnGenerators:
 
     def save(self, i: int) -> None:
         """Save the states before micro-batch ``i``."""
-        if self:
+        if self._generators:
             self._states[i] = self.states()
 
     def replaying(self, i: int) -> Manager:

@@ -104,7 +104,8 @@ class Shadows:
 
     def swapped_in(self, journal: Journal) -> SwappedIn:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
-        return SwappedIn(self, journal, [*self._swaps, *self._as_in_forward()])
+        frozen = self._frozen and self._as_in_forward()
+        return SwappedIn(self, journal, [*self._swaps, *frozen])
 
     def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The shadow of one of :attr:`parameters`."""
@@ -223,12 +224,14 @@ class SwappedIn:
 
     def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
         self._shadows = shadows
-        self._changed = journal.changed(writes)
+        self._journal = journal
+        self._writes = writes
 
     def __enter__(self) -> None:
         self._shadows.in_place = True
-        self._changed.__enter__()
+        self._length = len(self._journal)
+        self._journal.write(self._writes)
 
     def __exit__(self, *error: object) -> None:
-        self._changed.__exit__(*error)
+        self._journal.undo(self._length)
         self._shadows.in_place = False

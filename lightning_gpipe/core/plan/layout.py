@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -92,12 +93,12 @@ class Layout:
         if not self.owners:
             object.__setattr__(self, "owners", (self.rank,) * len(self.devices))
 
-    @property
+    @cached_property
     def outside(self) -> torch.device:
         """The device of what is around the stages in this process, and of what they return."""
         return self.device_of(self.stages_here[-1 if self.around == "last" else 0])
 
-    @property
+    @cached_property
     def spread(self) -> bool:
         """Whether other processes own workers too."""
         return set(self.owners) != {self.rank}
@@ -107,17 +108,17 @@ class Layout:
         """Those of all processes, in order."""
         return sorted(set(self.owners))
 
-    @property
+    @cached_property
     def workers_here(self) -> list[int]:
         """The workers of this process, in order."""
         return [w for w, owner in enumerate(self.owners) if owner == self.rank]
 
-    @property
+    @cached_property
     def devices_here(self) -> list[torch.device]:
         """The device of each worker of this process."""
         return [self.devices[w] for w in self.workers_here]
 
-    @property
+    @cached_property
     def stages_here(self) -> list[int]:
         """The stages of this process, in order."""
         return [j for j in range(self.n) if self.owner_of(j) == self.rank]

@@ -132,6 +132,11 @@ class Schedule:
         return tuple(replace(self, phases=(rows,)) for rows in self.phases)
 
     @cached_property
+    def recomputes(self) -> bool:
+        """Whether any micro-batch is recomputed."""
+        return any(self._recomputed)
+
+    @cached_property
     def _recomputed(self) -> list[frozenset[int]]:
         again = [action for row in self.rows for action in row if action.kind is Kind.RECOMPUTE]
         return [frozenset(a.i for a in again if a.j == j) for j in range(self.n)]

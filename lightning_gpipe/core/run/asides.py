@@ -43,7 +43,9 @@ class Asides:
 
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
         """Watch the inputs of a micro-batch."""
-        self._inputs += [weakref.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._inputs.append(weakref.ref(leaf))
 
     def check(self) -> None:
         """Raise if a leaf has a gradient before the backward of the pipeline.
@@ -52,7 +54,7 @@ class Asides:
             RuntimeError: Names the leaf.
         """
         self.check_shadows()
-        self.check_inputs(reference() for reference in self._inputs)
+        self.check_inputs([reference() for reference in self._inputs])
 
     def check_shadows(self) -> None:
         """Raise if a shadow has a gradient after the backward, which has taken all of them.
@@ -62,7 +64,7 @@ class Asides:
         """
         for reference, parameter in self._shadows:
             shadow = reference()
-            if _has_gradient(shadow):
+            if shadow is not None and shadow.grad is not None:
                 _refuse(self._stage, parameter, shadow)
 
     def check_inputs(self, leaves: Iterable[Any]) -> None:
@@ -72,7 +74,7 @@ class Asides:
             RuntimeError: Names the stage.
         """
         for leaf in leaves:
-            if _has_gradient(leaf):
+            if isinstance(leaf, Tensor) and leaf.grad is not None:
                 _refuse(self._stage, None, leaf)
 
     def check_captured(self, captured: Sequence[Tensor]) -> None:
@@ -107,7 +109,7 @@ class Asides:
                 leaf.register_post_accumulate_grad_hook(refuse)
 
     def _all(self) -> list[tuple[weakref.ref[Any], nn.Parameter | None]]:
-        return [*((reference, None) for reference in self._inputs), *self._shadows]
+        return [*[(reference, None) for reference in self._inputs], *self._shadows]
 
 
 class _Forward(NamedTuple):
@@ -186,10 +188,6 @@ def explain_second_backward(error: RuntimeError) -> None:
             "tensor from its parameters, keeps it, and uses it for several micro-batches, which it "
             "did not do in the first ones: let it compute the tensor in each forward.",
         )
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.grad is not None
 
 
 def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor | None) -> NoReturn:

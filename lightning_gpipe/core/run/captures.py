@@ -35,11 +35,15 @@ class Captures:
     Args:
         participation: Where to record which leaves take part.
         weights: Runs backwards in two parts; None to run them at once.
+
+    Attributes:
+        searching: Whether all graphs are searched, not only those of a behavior that needs it.
     """
 
     def __init__(self, participation: Participation, weights: Weights | None = None) -> None:
         self._participation = participation
         self._weights = weights
+        self.searching = participation.searching
         self._any = False
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf and its gradient, by id
 
@@ -47,6 +51,8 @@ class Captures:
         self, behavior: Behavior, inputs: Sequence[Any], outputs: Sequence[Any], since: int
     ) -> None:
         """Record which leaves take part in a micro-batch, and whether any was captured.
+
+        There is nothing to record unless all graphs are searched, or those of this behavior.
 
         Args:
             behavior: The layers' behavior.
@@ -57,9 +63,8 @@ class Captures:
         Raises:
             RuntimeError: If a captured tensor cannot have a gradient.
         """
-        search = behavior.captures or behavior.searches < _SEARCHES
-        found = self._participation.record(outputs, inputs, captures=search)
-        if not search:
+        found = self._participation.record(outputs, inputs, captures=behavior.searching)
+        if not behavior.searching:
             return
         # Of what a layer computes from its parameters, keeps, and uses for the next micro-batches
         # too, the graph is needed for each of them, as the plain module needs it for all rows.
@@ -67,6 +72,7 @@ class Captures:
         self._any |= any_captured
         behavior.searches += 1
         behavior.captures |= any_captured
+        behavior.searching = behavior.captures or behavior.searches < _SEARCHES
 
     def run_backward(
         self,
@@ -80,11 +86,14 @@ class Captures:
         That of a graph which others share is not split.
         """
         if not self._any:
-            with _EXPLAINED:
+            try:
                 if self._weights is None:
                     run_backward(roots, gradients)
                 else:
                     self._weights.run_backward(i, inputs, roots, gradients)
+            except RuntimeError as error:
+                explain_second_backward(error)
+                raise
             return
         leaves = leaves_behind(roots)
         for leaf, gradient in zip(leaves, gradients_of(leaves, roots, gradients), strict=True):
@@ -101,8 +110,11 @@ class Captures:
     def run_weights(self, i: int) -> None:
         """Run what backward of micro-batch ``i`` has left."""
         if self._weights is not None:
-            with _EXPLAINED:
+            try:
                 self._weights.run(i)
+            except RuntimeError as error:
+                explain_second_backward(error)
+                raise
 
     def clear(self) -> None:
         """Forget what backwards have left."""
@@ -114,20 +126,6 @@ class Captures:
         taken = list(self._gradients.values())
         self._gradients.clear()
         return taken
-
-
-class _Explained:
-    """Adds a note to autograd's error about a graph that is freed."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
-            explain_second_backward(error)
-
-
-_EXPLAINED = _Explained()
 
 
 def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:

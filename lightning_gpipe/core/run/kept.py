@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     inputs: FlatTree
     roots: list[Root | None] | None
     saved: Saved | None = None
-    versions: tuple[int, ...] = ()
+    versions: Sequence[int] = ()
     terms: int = 0
     sizes: tuple[int, ...] = ()
     former: Sequence[Any] = ()
@@ -45,10 +45,10 @@ class Kept(NamedTuple):
         return self.roots is None and _versions(self.inputs) != self.versions
 
 
-def _versions(inputs: FlatTree) -> tuple[int, ...]:
+def _versions(inputs: FlatTree) -> list[int]:
     """The version counters of the tensors among the leaves; inference tensors have none."""
-    return tuple(
-        leaf._version
-        for leaf in inputs.leaves
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    )
+    versions = []
+    for leaf in inputs.leaves:
+        if isinstance(leaf, Tensor) and not leaf.is_inference():
+            versions.append(leaf._version)
+    return versions

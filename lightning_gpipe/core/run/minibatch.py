@@ -192,8 +192,8 @@ class MiniBatch:
         finally:
             self._streams.rejoin()
             # Everything: an error that the user keeps may hold this.
+            self._workers, self.leaves = [], []  # first, or they would keep the shadows alive
             asides = self._passes.release()
-            self._workers, self.leaves = [], []
         for each in asides:
             each.check_shadows()
         return input_gradients, gradients
@@ -353,7 +353,7 @@ class MiniBatch:
     @property
     def _recomputes(self) -> bool:
         """Whether any micro-batch is recomputed."""
-        return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
+        return self._schedule.recomputes
 
     def _label_now(self, m: int, state: int) -> Label:
         """What all processes agree on; differs, almost surely, where one runs something else."""

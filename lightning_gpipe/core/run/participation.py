@@ -29,12 +29,15 @@ class Participation:
     Args:
         shadows: The shadows of each stage.
         spread: Whether other processes have stages too, which know of no captured tensor.
+
+    Attributes:
+        searching: Whether the graphs of all micro-batches are searched.
     """
 
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
         self._shadows = shadows
         self._spread = spread
-        self._searches = any(has_hooks(p) for each in shadows for p in each.parameters)
+        self.searching = any(has_hooks(p) for each in shadows for p in each.parameters)
         self._used: set[int] = set()
         self._captured: dict[int, Tensor] = {}
 
@@ -54,7 +57,7 @@ class Participation:
         Raises:
             RuntimeError: If one cannot have a gradient; gives its shape.
         """
-        if not (self._searches or captures):
+        if not (self.searching or captures):
             return ()
         found = {id(leaf): leaf for leaf in leaves_behind(map(root_of, outputs))}
         self._used.update(found)
@@ -102,7 +105,7 @@ class Participation:
         found: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
         for shadows in self._shadows:
             for parameter in shadows.parameters:
-                used = not self._searches or id(shadows.shadow_of(parameter)) in self._used
+                used = not self.searching or id(shadows.shadow_of(parameter)) in self._used
                 if used and not parameter.is_meta:
                     found[id(parameter)] = parameter
         return list((found | self._captured).values())

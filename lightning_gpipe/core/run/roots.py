@@ -30,6 +30,16 @@ def root_of(leaf: Any) -> Root | None:
     return leaf if written_in_python else GradientEdge(node, leaf.output_nr)
 
 
+def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
+    """Where backward of some outputs starts; empty if none requires a gradient."""
+    roots, needed = [], False
+    for leaf in leaves:
+        root = root_of(leaf)
+        roots.append(root)
+        needed = needed or root is not None
+    return roots if needed else []
+
+
 def run_backward(
     roots: Sequence[Root | None], gradients: Sequence[Tensor | None], *, keep: bool = False
 ) -> None:

@@ -172,7 +172,7 @@ class Stage:
     @property
     def training_flags(self) -> TrainingFlags:
         """Which of the modules are in training mode."""
-        return tuple(module.training for module in self.modules)
+        return tuple([module.training for module in self.modules])
 
     def training_as(self, flags: TrainingFlags) -> Manager:
         """Set the training flags of the modules for the duration of a ``with`` block."""

@@ -47,7 +47,7 @@ from lightning_gpipe.core.run.captures import Captures
 from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
 from lightning_gpipe.core.run.kept import Kept
 from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import now, root_of
+from lightning_gpipe.core.run.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.side_channels import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.weights import Weights
@@ -125,34 +125,35 @@ class StagePass:
             What goes on with the micro-batch; if anything leaves by routes, joined with that. All
             is detached from this stage's graph.
         """
+        behavior = self._behavior(inputs)
         if not self._context.grad:
-            outputs, self._terms[i] = self._run(i, inputs, first=True)
+            outputs, self._terms[i] = self._run(i, inputs, behavior, first=True)
             return outputs
         since = now()
+        searching = behavior.searching or self._captures.searching
         self.asides.watch_inputs(inputs.leaves)
         if i in self._recomputed:
             self.randomness.save(i)
-            behavior = self._behavior(inputs)
             before = self.stage.state.before(behavior)
-            with self._context.dropping():
-                outputs, terms = self._run(i, inputs, first=True)
+            hooks = self._context.dropping()
+            outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
             if self.stage.last:
                 outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
             needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-            if needed:
+            if needed and searching:
                 self._captures.record(behavior, inputs.leaves, leaves, since)
             saved = self.stage.state.after(behavior, before)
             kept = Kept.dropped(inputs, saved, len(terms.leaves))  # its sizes come with its roots
         else:
-            with self._context.saving():
-                outputs, terms = self._run(i, inputs, first=True)
+            hooks = self._context.saving()
+            outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
             leaves = [*outputs.leaves, *terms.leaves]
-            roots = [root_of(leaf) for leaf in leaves]
+            roots = roots_of(leaves)
             kept = Kept(inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ())
-            needed = bool([root for root in roots if root is not None])
-            if needed:
-                self._captures.record(self._behavior(inputs), inputs.leaves, leaves, since)
+            needed = bool(roots)
+            if needed and searching:
+                self._captures.record(behavior, inputs.leaves, leaves, since)
         if needed:
             self._microbatches[i] = kept
         if self.terms:
@@ -178,9 +179,9 @@ class StagePass:
         Returns:
             One leaf per input, or none if nothing requires a gradient.
         """
-        if i not in self._microbatches:
+        kept = self._microbatches.pop(i, None)
+        if kept is None:
             return FlatTree([])  # nothing in it requires a gradient
-        kept = self._microbatches.pop(i)
         leaves, roots = kept.inputs.leaves, kept.roots
         assert roots is not None, "recompute comes before backward in every schedule"
         if self._routed:
@@ -204,7 +205,8 @@ class StagePass:
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
-        check_unchanged(self.stage, self.shadows, self._modules, self._microbatches.values())
+        if self._recomputed:
+            check_unchanged(self.stage, self.shadows, self._modules, self._microbatches.values())
 
     def finish_forward(self) -> None:
         """Update running statistics, and record the version counters of the parameters.
@@ -231,17 +233,17 @@ class StagePass:
         RECOMPUTING.set(True)  # in the copied context variables
         inputs = self._microbatches[i].inputs
         former = inputs.leaves
-        with together([*self._as_in_forward(), self._context.saving()]):
+        with together(self._as_in_forward()):
             inputs = inputs.detached()  # without hooks that layers registered on them in forward
-            outputs, terms = self._run(i, inputs, first=False)
+            behavior, hooks = self._behavior(inputs), self._context.saving()
+            outputs, terms = self._run(i, inputs, behavior, first=False, hooks=hooks)
         if len(terms.leaves) != self._microbatches[i].terms:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
                 f"others in {self.stage}. Do not let them depend on what forward changes."
             )
-        leaves = [*outputs.leaves, *terms.leaves]
         self.asides.watch_inputs(inputs.leaves)
-        roots = [root_of(leaf) for leaf in leaves]
+        roots = list(map(root_of, (*outputs.leaves, *terms.leaves)))
         sizes = self._sizes(outputs, terms) if self._routed else ()
         # What required no gradient is not detached, and a layer may ask for one now.
         former = [one for one, two in zip(former, inputs.leaves, strict=True) if one is not two]
@@ -257,17 +259,40 @@ class StagePass:
             return []
         return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
-    def _run(self, i: int, inputs: FlatTree, *, first: bool) -> tuple[FlatTree, FlatTree]:
-        """Do the work; returns what goes on, joined with what leaves by routes, and terms."""
+    def _run(
+        self,
+        i: int,
+        inputs: FlatTree,
+        behavior: Behavior,
+        *,
+        first: bool,
+        hooks: Manager = NOTHING,
+    ) -> tuple[FlatTree, FlatTree]:
+        """Do the work; returns what goes on, joined with what leaves by routes, and terms.
+
+        Args:
+            i: The micro-batch.
+            inputs: Its inputs.
+            behavior: The layers' behavior.
+            first: Whether it is the first time, and no recomputation.
+            hooks: Applied to what autograd saves.
+        """
         stage, work = self.stage, self.work
         # The caller must not find its tensors edited.
         marked = not self._context.grad and not self._from_caller
-        guard = MutationGuard(self._behavior(inputs), inputs.leaves, marked=marked)
-        arrived = tree_unflatten(FlatTree(guard.leaves, inputs.spec))
+        guard = MutationGuard(behavior, inputs.leaves, marked=marked)
+        if guard.leaves is not inputs.leaves:
+            inputs = FlatTree(guard.leaves, inputs.spec)
+        arrived = tree_unflatten(inputs)
         terms: list[Term] = []
         bare = first and self._bare and self.shadows.in_place
-        with NOTHING if bare else self._around(i, terms, first=first):
-            outputs, *leaving = work.run(arrived if work.arriving else [arrived], guard)
+        if not work.arriving:
+            arrived = [arrived]
+        if bare and hooks is NOTHING:  # to enter what does nothing takes as long as a small layer
+            outputs, *leaving = work.run(arrived, guard)
+        else:
+            with hooks, self._around(i, terms, first=first):
+                outputs, *leaving = work.run(arrived, guard)
         guard.close()
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
