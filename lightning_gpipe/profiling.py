@@ -13,6 +13,7 @@ from collections import deque
 from cProfile import Profile
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -29,6 +30,12 @@ from lightning_gpipe.core.run import Timeline
 _ALL_THREADS = "experimental_config"
 # How many mini-batches are read at once: to read one waits for the GPUs.
 _AT_ONCE = 16
+
+
+def profiler_of(model: L.LightningModule) -> Profiler:
+    """The profiler of the model's Trainer."""
+    profiler: Profiler = model.trainer.profiler  # type: ignore[attr-defined]  # set at its making
+    return profiler
 
 
 class Profiling:

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from lightning_gpipe.core.pipeline import FOUND, is_found
-from lightning_gpipe.core.plan import check_balance
+from lightning_gpipe.core.pipeline import FOUND, GPipe, is_found
+from lightning_gpipe.core.plan import check_balance, count_recomputed
 from lightning_gpipe.kept_balance import FROM_CHECKPOINT
 from lightning_gpipe.whole_files import WholeFiles
 
@@ -238,6 +238,13 @@ def refuse_metrics_on_meta(module: nn.Module) -> None:
             f"the meta device: got {', '.join(lost)}. Create it in setup(), or outside of "
             "Trainer.init_module(empty_init=True)."
         )
+
+
+def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
+    """Refuse metrics that keep lists, in what of ``root`` is recomputed by ``pipeline``."""
+    if count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
+        for taken in pipeline.taken:
+            refuse_metrics_with_lists(root, taken.module)
 
 
 def refuse_metrics_with_lists(root: nn.Module, layers: nn.Module) -> None:

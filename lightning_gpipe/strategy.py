@@ -39,7 +39,7 @@ from lightning_gpipe.compilation import Compilation, check_compile
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
 from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_auto
-from lightning_gpipe.core.plan import check_around, count_recomputed
+from lightning_gpipe.core.plan import check_around
 from lightning_gpipe.core.run import check_threads, explain_second_backward
 from lightning_gpipe.core.show import show
 from lightning_gpipe.core.transport import Twins
@@ -56,7 +56,7 @@ from lightning_gpipe.processes import (
     Terms,
     check_processes,
 )
-from lightning_gpipe.profiling import Profiling
+from lightning_gpipe.profiling import Profiling, profiler_of
 from lightning_gpipe.refusals import (
     check_any_balance,
     check_module,
@@ -66,20 +66,20 @@ from lightning_gpipe.refusals import (
     refuse_joined_gradients,
     refuse_layer_sync,
     refuse_metrics_on_meta,
-    refuse_metrics_with_lists,
     refuse_over_processes,
     refuse_precision,
+    refuse_recomputed_metrics,
     refuse_verification,
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.sharded import load_model, load_optimizer
+from lightning_gpipe.steps import ScheduleName, Steps, check_schedule, checkpointing_for
 from lightning_gpipe.typed import typed
 from lightning_gpipe.watch import Watches
 from lightning_gpipe.whole_files import WholeFiles
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.profilers import Profiler
 
 
 class GPipeStrategy(OverProcesses):
@@ -108,9 +108,16 @@ class GPipeStrategy(OverProcesses):
             the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
             nn.Sequential. Several paths, such as ``["generator", "discriminator"]``, are a pipeline
             each, over the same devices and threads.
+        schedule: What runs when. ``"fill_drain"`` runs all forwards, training_step's loss of the
+            whole batch, and all backwards. With ``"1f1b"`` training_step is called for each
+            micro-batch, so that backwards begin early and few micro-batches are alive at a time;
+            the loss is their mean, weighted by rows, or by the ``"loss_weight"`` that training_step
+            returns beside ``"loss"``. It needs automatic optimization, and the package greenlet.
+            ``"zero_bubble"`` also splits backwards, so that devices wait less.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``.
+            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
+            ``"except_last"``, and ``"never"`` for schedules other than fill-drain.
         deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
             on one device, instead of once per micro-batch.
         microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
@@ -168,8 +175,10 @@ class GPipeStrategy(OverProcesses):
         chunks: int | Literal["auto"] | None = None,
         *,
         module: str | list[str] | None = None,
+        schedule: ScheduleName = "fill_drain",
         activation_checkpointing: Literal["always", "except_last", "never", "auto"]
-        | int = "except_last",
+        | int
+        | None = None,
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         compile: bool | dict[str, Any] = False,
@@ -195,6 +204,9 @@ class GPipeStrategy(OverProcesses):
         check_module(module)
         for each in balance_of_each(module, balance):
             check_any_balance(each)
+        auto = chunks, activation_checkpointing
+        check_schedule(schedule, processes, replicas, *auto, verify=verify)
+        activation_checkpointing = checkpointing_for(activation_checkpointing, schedule)
         check_auto(1 if chunks is None else chunks, activation_checkpointing)
         check_microbatching(microbatching)
         check_around(around)
@@ -210,6 +222,8 @@ class GPipeStrategy(OverProcesses):
         self._split_backward = split_backward
         self._verify = verify
         self._around: Literal["last", "first"] = around
+        self._schedule = schedule
+        self._steps: Steps | None = None  # with a loss for each micro-batch
         self._piped: Piped | None = None
         self._averages = Averages()
         self._finetuning = Finetuning()
@@ -290,7 +304,7 @@ class GPipeStrategy(OverProcesses):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        self._profiling.record_threads(_profiler_of(model))
+        self._profiling.record_threads(profiler_of(model))
 
     @override
     def setup_environment(self) -> None:
@@ -323,7 +337,7 @@ class GPipeStrategy(OverProcesses):
         if spread is not None:
             rank_zero_info(str(spread))
         if trainer.state.fn == TrainerFn.FITTING:
-            self._refuse_recomputed_metrics()
+            refuse_recomputed_metrics(self.lightning_module, self._piped.pipeline)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
@@ -339,7 +353,7 @@ class GPipeStrategy(OverProcesses):
         self._finetuning.adapt(callbacks)
         devices = self._own_devices, self.root_device
         self._monitors.adapt(callbacks, *devices, len(self._workers), self._replicas)
-        self._profiling.follow(_profiler_of(self.lightning_module), self._piped.pipeline)
+        self._profiling.follow(profiler_of(self.lightning_module), self._piped.pipeline)
         self._averages.follow(self.lightning_module)
 
     @override
@@ -379,7 +393,7 @@ class GPipeStrategy(OverProcesses):
         self._finetuning.release()
         self._monitors.release()
         self._profiling.release()
-        self._piped = self._watch = self._folder = self._twins = None
+        self._piped = self._watch = self._folder = self._twins = self._steps = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
@@ -431,14 +445,9 @@ class GPipeStrategy(OverProcesses):
             show(piped.pipeline.listing())
         runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
         self._watch = Watches(module, runs)
+        if self._schedule != "fill_drain":
+            self._steps = Steps(self._schedule, module, piped.pipeline)
         self._logs.guard(module)
-
-    def _refuse_recomputed_metrics(self) -> None:
-        assert self._piped is not None and self.lightning_module is not None
-        pipeline = self._piped.pipeline
-        if count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
-            for taken in self._piped.found:
-                refuse_metrics_with_lists(self.lightning_module, taken.module)
 
     # The pipeline ran, or the user is told.
 
@@ -448,6 +457,8 @@ class GPipeStrategy(OverProcesses):
         assert self._piped is not None
         self._piped.pipeline.step = self.lightning_module.global_step
         step = partial(super().training_step, *args, **kwargs)
+        if self._steps is not None:
+            step = partial(self._steps.run, self.precision_plugin, *args, **kwargs)
         automatic = self.lightning_module.automatic_optimization
         result = self._watch.training(step, automatic=automatic)
         self._piped.say_ways()
@@ -531,9 +542,3 @@ class GPipeStrategy(OverProcesses):
             else:
                 optimizer.load_state_dict(state)  # puts each state on its parameter's device
                 drop_foreign_states(optimizer)
-
-
-def _profiler_of(model: LightningModule) -> Profiler:
-    """The profiler of the model's Trainer."""
-    profiler: Profiler = model.trainer.profiler  # type: ignore[attr-defined]  # set at its making
-    return profiler

@@ -27,7 +27,7 @@ callbacks  check  cli
 strategy
 processes  piped
 averages  checkpoint_io  compilation  device_monitors  finetuning  guarded_log  optimizer_state
-profiling  refusals  sharded  watch  skip  flatten  pretrained
+profiling  refusals  sharded  steps  watch  skip  flatten  pretrained
 device_options  foreign_trainers  kept_balance  kept_generators  sampled  typed  whole_files
 own_entry  unreadable
 ════════ above may import Lightning, below may not ════════

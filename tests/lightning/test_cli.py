@@ -231,6 +231,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "microbatching": None,
         "compile": False,
         "threads": "auto",
+        "schedule": "fill_drain",
         "split_backward": False,
         "verify": False,
         "around": "last",

@@ -61,8 +61,8 @@ def test_public_names() -> None:
     [
         (
             GPipeStrategy,
-            "(balance='parameters', chunks=None, *, module=None, "
-            "activation_checkpointing='except_last', deferred_batch_norm=True, "
+            "(balance='parameters', chunks=None, *, module=None, schedule='fill_drain', "
+            "activation_checkpointing=None, deferred_batch_norm=True, "
             "microbatching=None, compile=False, threads='auto', split_backward=False, "
             "verify=False, around='last', "
             "processes='single', timeout=datetime.timedelta(seconds=1800), lost_after=None, "
@@ -116,7 +116,7 @@ def test_name_is_known_to_the_trainer(tmp_path: Path) -> None:
         ({"chunks": True}, TypeError, "chunks must be an integer.*got True"),
         ({"activation_checkpointing": "sometimes"}, ValueError, "'always'.*got 'sometimes'"),
         ({"activation_checkpointing": -1}, ValueError, "0 or more: got -1"),
-        ({"activation_checkpointing": None}, TypeError, "activation_checkpointing.*got None"),
+        ({"activation_checkpointing": 1.5}, TypeError, "activation_checkpointing.*got 1.5"),
     ],
 )
 def test_impossible_argument(

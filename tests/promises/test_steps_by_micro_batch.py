@@ -22,7 +22,7 @@ from lightning_gpipe.core.plan import ByMicroBatch
 from tests.support.drawn import Reference, count_calls, split
 from tests.support.grammar import Case, cases, drawing_models, models
 from tests.support.models import assert_same, gradients, perceptron, rows
-from tests.support.pipes import Pipe
+from tests.support.pipes import Pipe, with_and_without_threads
 
 pytestmark = [
     pytest.mark.usefixtures("one_intra_op_thread"),
@@ -301,3 +301,35 @@ def test_zero_bubble(pipe: Pipe) -> None:
         ["B0", "B1", "B2", "W0", "B3", "W1", "B4", "W2", "B5", "W3", "B6", "W4", "W5", "W6"]
     )
     assert pipeline.timeline.schedule.simulation.peak_live == (3, 3, 3)
+
+
+class Looping(nn.Module):
+    """Loops over its layers, with more of the model around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(4)])
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+@with_and_without_threads
+def test_model_that_loops_over_its_layers(threads: bool) -> None:
+    plain = Looping().double()
+    model = GPipe(
+        deepcopy(plain), [2, 2], module="layers", devices=["cpu"] * 2, chunks=4, threads=threads
+    )
+    for ids in (torch.arange(9), torch.arange(6)):
+        loss = model.by_micro_batch(lambda ids: model(ids).square().mean(), ids).loss
+        assert loss is not None
+        loss.backward()
+        plain(ids).square().mean().backward()
+    model.close()
+
+    assert_same(gradients(model), gradients(plain))

@@ -1,0 +1,128 @@
+"""Runs training_step for each micro-batch, as one step of Lightning's loop."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+
+from lightning_gpipe.core.pipeline import GPipe, Stepping
+from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.run import greenlets
+from lightning_gpipe.steps.logs import CollectedLogs
+from lightning_gpipe.steps.results import result_of
+
+ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble"]
+_WHOLE = "fill_drain"  # whose loss is that of the batch
+
+
+def check_schedule(
+    schedule: str,
+    processes: str,
+    replicas: int,
+    chunks: object,
+    checkpointing: object,
+    *,
+    verify: bool,
+) -> None:
+    """Refuse a schedule that there is not, or that other arguments do not allow.
+
+    Raises:
+        ValueError: Names the argument.
+        ModuleNotFoundError: If it needs greenlet, which is not installed.
+    """
+    if schedule not in get_args(ScheduleName):
+        choices = ", ".join(map(repr, get_args(ScheduleName)))
+        raise ValueError(f"schedule must be one of {choices}: got {schedule!r}.")
+    if schedule == _WHOLE:
+        return
+    found = []
+    if processes != "single":
+        found.append(f"processes={processes!r}")
+    if replicas != 1:
+        found.append(f"replicas={replicas}")
+    if chunks == "auto":
+        found.append("chunks='auto', which plans fill-drain")
+    if checkpointing == "auto":
+        found.append("activation_checkpointing='auto', which plans fill-drain")
+    if verify:
+        found.append("verify=True, which compares whole batches")
+    if found:
+        raise ValueError(
+            f"schedule={schedule!r} runs in one process, and is neither planned nor verified: got "
+            f"{' and '.join(found)}. Leave that out, or write schedule='fill_drain'."
+        )
+    greenlets()
+
+
+def checkpointing_for(
+    given: ActivationCheckpointing | Literal["auto"] | None, schedule: str
+) -> ActivationCheckpointing | Literal["auto"]:
+    """Which micro-batches are recomputed, where the user has not said it.
+
+    With a loss for each micro-batch few of them are alive at a time, so none need be recomputed.
+    """
+    if given is not None:
+        return given
+    return "except_last" if schedule == _WHOLE else "never"
+
+
+class Steps:
+    """Runs training_step for each micro-batch.
+
+    Args:
+        schedule: The schedule's name, other than ``"fill_drain"``.
+        module: The LightningModule.
+        pipeline: The pipeline in it.
+
+    Raises:
+        ValueError: If the schedule does not fit the pipeline.
+    """
+
+    def __init__(self, schedule: ByMicroBatch, module: L.LightningModule, pipeline: GPipe) -> None:
+        self._schedule = schedule
+        self._module = module
+        self._pipeline = pipeline
+        self._stepping = Stepping(pipeline.only, schedule)
+
+    def run(self, precision: Precision, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step.
+
+        Args:
+            precision: The Trainer's precision plugin.
+            batch: The batch.
+            args: Other arguments of training_step.
+            kwargs: Its named arguments.
+
+        Returns:
+            What training_step would have returned for the batch.
+        """
+        module, stepping = self._module, self._stepping
+        if not module.automatic_optimization:
+            raise RuntimeError(
+                f"schedule={self._schedule!r} needs automatic optimization: got "
+                "automatic_optimization=False, with which training_step itself calls backward. "
+                "Write schedule='fill_drain'."
+            )
+        logs = CollectedLogs(module, lambda: stepping.current)
+        with precision.train_step_context(), logs:
+            outcome = stepping.run(
+                lambda piece: module.training_step(piece, *args, **kwargs),
+                batch,
+                around=module.modules(),
+                scale=self._scale(precision),
+            )
+        logs.write(outcome.rows or [1] * len(outcome.results))
+        return result_of(outcome)
+
+    def _scale(self, precision: Precision) -> Tensor:
+        """The gradient that the loop's backward of the loss will start from."""
+        one = torch.ones((), device=self._pipeline.layout.outside)
+        scaler = getattr(precision, "scaler", None)
+        scaled = one if scaler is None else scaler.scale(one)
+        accumulated: int = self._module.trainer.accumulate_grad_batches
+        found: Tensor = scaled / accumulated
+        return found

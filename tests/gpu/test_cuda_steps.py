@@ -1,0 +1,65 @@
+"""Steps with a loss for each micro-batch: the caller's code runs on its own thread meanwhile."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe import GPipe
+from lightning_gpipe.core.plan import ActivationCheckpointing
+from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch, gradients, layers
+
+pytestmark = ON_GPU
+
+
+@pytest.mark.parametrize(
+    "threads, side, mode",
+    [(True, True, "always"), (False, True, "never")],
+    ids=["threads", "no threads"],
+)
+@pytest.mark.parametrize("devices", DEVICES[1:])
+def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationCheckpointing) -> None:
+    plain = layers()
+    around = nn.Sequential(nn.Linear(8, 8), nn.Linear(4, 4)).double()
+    x = batch()
+
+    def loss_of(run: nn.Module, x: Tensor) -> Tensor:
+        # A residual connection around the pipeline, on the last device.
+        before = around[0](x)
+        return (around[1](run(before)).square().sum(1) + before.sin().sum(1)).mean()
+
+    loss = loss_of(plain, x)
+    loss.backward()
+    expected = loss.detach(), gradients(plain), gradients(around)
+    plain.zero_grad()
+    around.zero_grad()
+
+    stages = max(2, len(devices))
+    balance = [len(plain) - 2 * (stages - 1), *[2] * (stages - 1)]
+    pipeline = GPipe(
+        plain,
+        balance if stages < 4 else [2, 1, 2, 1],
+        devices=devices,
+        chunks=4,
+        activation_checkpointing=mode,
+        threads=threads,
+    )
+    last = torch.device(devices[-1])
+    around.to(last)
+    stream = torch.cuda.Stream(last) if side and last.type == "cuda" else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(last))
+    with torch.cuda.stream(stream):
+        step = partial(loss_of, pipeline)
+        found = pipeline.by_micro_batch(step, x.to(last), around=around).loss
+        assert found is not None
+        found.backward()
+    if stream is not None:
+        torch.cuda.current_stream(last).wait_stream(stream)
+    torch.cuda.synchronize()
+
+    assert_same((found.detach(), gradients(plain), gradients(around)), expected)
+    pipeline.close()

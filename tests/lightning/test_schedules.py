@@ -1,0 +1,284 @@
+"""Fits with a loss for each micro-batch, beside a plain Trainer's."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_gpipe import GPipeStrategy
+from tests.support.faults import OwnError
+from tests.support.lightning_modules import (
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    trainer,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def piped(**options: Any) -> dict[str, Any]:
+    """The Trainer's arguments for three stages and a loss for each of four micro-batches."""
+    return {
+        "strategy": GPipeStrategy([2, 2, 2], 4, **({"schedule": "1f1b"} | options)),
+        "devices": 3,
+    }
+
+
+class Embedded(Classifier):
+    """With a trained layer before the pipeline, which the loss uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6).double()
+        self.rate = MulticlassAccuracy(num_classes=3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = self.before(x)
+        output = self(x)
+        loss = F.cross_entropy(output, y) + 0.1 * x.square().mean()
+        correct = (output.argmax(1) == y).double().sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("loss, weighed", loss, batch_size=len(x), on_step=True, on_epoch=True)
+        self.log("correct", correct, reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("largest", output.max(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log_dict({"smallest": output.min()}, reduce_fx=torch.min)
+        self.rate(output, y)
+        self.log("rate", self.rate, on_step=False, on_epoch=True)
+        return {"loss": loss, "output": output, "names": ["row"] * len(x), "mean": x.mean()}
+
+
+class Lbfgs(Embedded):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Clipping(Embedded):
+    """Clips by itself, and changes gradients in hooks."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(args[0], gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(1.5)
+
+
+class Record(Callback):
+    """What hooks were called, in which order, and what they were given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.logged: list[dict[str, float]] = []
+        self.outputs: list[dict[str, Any]] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.calls.append("batch start")
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.calls.append("zero grad")
+
+    def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Any) -> None:
+        self.calls.append("before backward")
+
+    def on_after_backward(self, *args: Any) -> None:
+        self.calls.append("after backward")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.calls.append("optimizer step")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *args: Any
+    ) -> None:
+        self.calls.append("batch end")
+        self.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize(
+    "build, options",
+    [
+        (Embedded, {}),
+        (Embedded, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
+        (Embedded, {"accumulate_grad_batches": 3}),
+        (Embedded, {"schedule": "zero_bubble"}),
+        (Lbfgs, {}),
+        (Clipping, {}),
+    ],
+    ids=[
+        "plain",
+        "accumulated and clipped",
+        "accumulated by three",
+        "zero bubble",
+        "LBFGS",
+        "hooks",
+    ],
+)
+def test_same_as_a_plain_fit(build: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    schedule = options.get("schedule", "1f1b")
+    options = {name: value for name, value in options.items() if name != "schedule"}
+    records = Record(), Record()
+    plain = fitted(tmp_path, build=build, callbacks=[records[0]], **options)
+    gpipe = fitted(
+        tmp_path, build=build, callbacks=[records[1]], **piped(schedule=schedule), **options
+    )
+
+    assert_same_weights(gpipe, plain)
+    assert records[1].calls == records[0].calls
+    torch.testing.assert_close(records[1].logged, records[0].logged, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gpipe.callback_metrics, plain.callback_metrics)
+    for found, expected in zip(*(each.outputs for each in records[::-1]), strict=True):
+        assert found["names"] == expected["names"]
+        for key in ("loss", "output", "mean"):
+            torch.testing.assert_close(found[key], expected[key].detach(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_resumed(threads: bool, tmp_path: Path) -> None:
+    whole = fitted(tmp_path, build=Embedded, max_epochs=2)
+    first = fitted(tmp_path, build=Embedded, max_epochs=1, **piped(threads=threads))
+    path = tmp_path / "one epoch.ckpt"
+    first.save_checkpoint(path)
+    rest = fitted(tmp_path, build=Embedded, max_epochs=2, ckpt_path=path, **piped(threads=threads))
+
+    assert_same_weights(rest, whole)
+
+
+class Single(Classifier):
+    """In single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+
+def test_gradient_scaler(tmp_path: Path) -> None:
+    def fit(**options: Any) -> L.Trainer:
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        plugin = MixedPrecision("16-mixed", "cpu", scaler)
+        return fitted(tmp_path, build=Single, plugins=[plugin], **options)
+
+    gpipe, plain = fit(**piped()), fit()
+    torch.testing.assert_close(
+        dict(gpipe.lightning_module.state_dict()),
+        dict(plain.lightning_module.state_dict()),
+        rtol=1e-2,  # half precision, of other batch sizes
+        atol=1e-2,
+    )
+    scalers = [each.precision_plugin.scaler for each in (gpipe, plain)]  # type: ignore[attr-defined]  # of MixedPrecision
+    assert scalers[0].get_scale() == scalers[1].get_scale() != 64.0
+
+
+class Positive(Classifier):
+    """A mean over some rows, of which micro-batches have different numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        y = y.where(x[:, 0] > 0, -100)
+        loss = F.cross_entropy(self(x), y, ignore_index=-100)
+        return {"loss": loss, "loss_weight": (y >= 0).sum()}
+
+
+def test_loss_weight(tmp_path: Path) -> None:
+    plain = fitted(tmp_path, build=Positive)
+    gpipe = fitted(tmp_path, build=Positive, **piped())
+    assert_same_weights(gpipe, plain)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_none_skips_the_batch(tmp_path: Path) -> None:
+    class Skipping(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else loss
+
+    assert_same_weights(
+        fitted(tmp_path, build=Skipping, **piped()), fitted(tmp_path, build=Skipping)
+    )
+
+
+def test_bf16(tmp_path: Path) -> None:
+    gpipe = fitted(tmp_path, build=Single, precision="bf16-mixed", **piped())
+    plain = fitted(tmp_path, build=Single, precision="bf16-mixed")
+    torch.testing.assert_close(
+        dict(gpipe.lightning_module.state_dict()),
+        dict(plain.lightning_module.state_dict()),
+        rtol=5e-2,
+        atol=5e-2,
+    )
+
+
+def test_error_in_the_training_step(tmp_path: Path) -> None:
+    class Failing(Classifier):
+        failed = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1 and not self.failed:
+                self.failed = True
+                raise OwnError
+            return loss
+
+    model = Failing()
+    with pytest.raises(OwnError) as caught:
+        trainer(tmp_path, **piped()).fit(model, Data())
+    assert "training_step after its call" in "".join(caught.value.__notes__)
+    trainer(tmp_path, **piped()).fit(model, Data())
+
+
+def test_manual_optimization(tmp_path: Path) -> None:
+    model = Classifier()
+    model.automatic_optimization = False
+    with pytest.raises(RuntimeError, match="needs automatic optimization"):
+        trainer(tmp_path, **piped()).fit(model, Data())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"schedule": "2f2b"}, "schedule must be one of"),
+        ({"schedule": "1f1b", "processes": "per_stage"}, "runs in one process"),
+        ({"schedule": "1f1b", "replicas": 2}, "replicas=2"),
+        ({"schedule": "1f1b", "verify": True}, "verify=True"),
+        ({"schedule": "1f1b", "chunks": "auto"}, "chunks='auto'"),
+        (
+            {"schedule": "1f1b", "activation_checkpointing": "auto"},
+            "activation_checkpointing='auto'",
+        ),
+    ],
+)
+def test_refused_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPipeStrategy([2, 2, 2], **options)
+
+
+def test_chunks_that_interleaved_stages_cannot_have(tmp_path: Path) -> None:
+    strategy = GPipeStrategy([2, 2, 1, 1], 3, schedule="1f1b")
+    with pytest.raises(ValueError, match="a multiple of the number of devices"):
+        trainer(tmp_path, strategy, devices=2).fit(Classifier(), Data())
+
+
+@pytest.mark.parametrize("schedule, expected", [("fill_drain", "except_last"), ("1f1b", "never")])
+def test_recomputation_by_default(schedule: Any, expected: str, tmp_path: Path) -> None:
+    strategy = GPipeStrategy([3, 3], 2, schedule=schedule)
+    found = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            assert strategy.pipeline is not None
+            found.append(strategy.pipeline.activation_checkpointing)
+
+    trainer(tmp_path, strategy, devices=2, max_epochs=1, callbacks=[Look()]).fit(
+        Classifier(), Data()
+    )
+    assert found == [expected]
