@@ -1,5 +1,6 @@
 """What holds for every test: no orders from outside, its share of the cores, drawn cases."""
 
+import logging
 import os
 import re
 
@@ -39,3 +40,8 @@ settings.register_profile(
     "soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("suite")
+
+
+def pytest_runtest_setup() -> None:
+    """Let caplog see what Lightning says: it asks at its import whether anybody does."""
+    logging.getLogger("lightning.pytorch").propagate = True

@@ -18,6 +18,7 @@ from tests.support.models import assert_same_step
 
 @pytest.mark.skipif(not has_dynamo(), reason="torch.compile does not work here")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_blocks(in_place: bool):
     plain = Around(depth=2)
