@@ -9,9 +9,9 @@ from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.show import picture, timeline_picture
 
 
-def spans_of(m: int, placement: tuple[int, ...]) -> list[Span]:
+def spans_of(m: int, placement: tuple[int, ...], *, split: bool = False) -> list[Span]:
     """A mini-batch as its schedule predicts it, in actions of a second."""
-    schedule = fill_drain(m, placement, recomputed=1)
+    schedule = fill_drain(m, placement, recomputed=1, split=split)
     start = schedule.simulation.start
     return [Span(placement[a.j], a, start[a], start[a] + 1) for a in start]
 
@@ -30,6 +30,16 @@ def test_picture_of_a_mini_batch(tmp_path: Path) -> None:
     assert sorted(t.get_text() for t in axes.texts) == sorted(["idle", *"0100101001"])
     figure.savefig(tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_weights_that_are_computed_apart_have_a_colour_of_their_own() -> None:
+    figure = timeline_picture(spans_of(2, (0, 1), split=True), ["cpu 0", "cpu 1"])
+
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert legend.get_texts()[-1].get_text() == "weights"
+    colours = {patch.get_facecolor() for patch in legend.get_patches()}
+    assert len(colours) == 4
 
 
 def test_virtual_stages_of_a_worker_have_a_lane_each() -> None:
