@@ -25,7 +25,7 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-tools test-integrations test-multihost models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-tools test-integrations test-oldest test-multihost models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "             (about 12 minutes)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
 	@echo "make test-integrations  loggers of W&B and MLflow, loaders of torchdata (a minute)"
+	@echo "make test-oldest  tests/lightning on the oldest versions that pyproject.toml admits (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
@@ -60,6 +61,9 @@ test-tools: $(READY)
 
 test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations
+
+test-oldest: .venv-oldest/.ready
+	.venv-oldest/bin/pytest $(PARALLEL) tests/lightning
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)
@@ -111,7 +115,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-bench .venv-models .venv-integrations .venv-docs .venv-dist .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .venv-models .venv-integrations .venv-oldest .venv-docs .venv-dist .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -126,6 +130,13 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear .venv-$*
 	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check \
 	    --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+.venv-oldest/.ready: pyproject.toml constraints-oldest.txt
+	@echo "Installing lightning-gpipe and the oldest versions that it admits into .venv-oldest (once)"
+	@$(PYTHON) -m venv --clear .venv-oldest
+	@.venv-oldest/bin/python -m pip install -qq --disable-pip-version-check \
+	    --requirement constraints-oldest.txt --editable '.[cli,pretrained,pictures,schedules]'
 	@touch $@
 
 # The pages need the sources of the package only, which are read and not imported.

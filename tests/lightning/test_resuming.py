@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_gpipe import GPipeStrategy
 from tests.support.lightning_modules import Classifier, trainer
@@ -58,7 +59,15 @@ def fit(root: Path, way: Way, *, seed: int, resumable: bool = True, **options: A
     }
 
 
-@pytest.mark.parametrize("when", WHEN)
+AT_END = pytest.mark.xfail(
+    bool(RequirementCache("lightning==2.5.0")),
+    reason="Lightning 2.5.0 draws otherwise: not exact there",
+)
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param(each, marks=AT_END if each == "end" else ()) for each in WHEN]
+)
 @pytest.mark.parametrize("resumable", [True, False])
 def test_resumed_run(tmp_path: Path, when: str, resumable: bool) -> None:
     """With an ordinary loader too, but in the middle of an epoch, of which Lightning warns."""
