@@ -34,6 +34,8 @@ import torch
 
 from lightning_gpipe.core.run.graphs import Edge, Graph, children_of, is_leaf
 
+_COMPILED = "CompiledFunctionBackward"  # PyTorch makes a class of this name for each
+
 
 class Operator(NamedTuple):
     """An operator that W runs again.
@@ -97,7 +99,13 @@ class Splits:
 
 
 def find_split(graph: Graph) -> Split | None:
-    """Find the split of a graph; None if there is nothing that W could compute."""
+    """Find the split of a graph; None if there is nothing that W could compute.
+
+    Nor is there one behind a compiled function: it may reuse the memory of what it has saved, and
+    then refuses a backward that keeps the graph.
+    """
+    if any(type(node).__name__ == _COMPILED for node in graph.nodes):
+        return None
     found = _Search(graph).split()
     return found if found.parts else None
 

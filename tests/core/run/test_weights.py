@@ -45,6 +45,10 @@ def hooked(x: Tensor, _: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
+class CompiledFunction(Scaled):
+    """Has the name that PyTorch gives to compiled ones."""
+
+
 # Each makes a value of two values and a weight of the shape (D, D).
 OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "linear": lambda x, y, w: F.linear(x, w),
@@ -55,6 +59,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "scaled weight": lambda x, y, w: F.linear(x, w / w.norm()),
     "two halves": lambda x, y, w: torch.cat([F.linear(x, part) for part in w.split([1, 2])], 1),
     "in Python": lambda x, y, w: Scaled.apply(x, w[0]),
+    "compiled": lambda x, y, w: CompiledFunction.apply(x, w[0]),
     "checkpoint": lambda x, y, w: checkpoint(F.linear, x, w, use_reentrant=False),
     "attention": lambda x, y, w: F.scaled_dot_product_attention(x[None], y[None], x[None])[0],
     "tanh": lambda x, y, w: x.tanh(),
@@ -161,6 +166,7 @@ def backward_of(drawn: Drawn) -> Weights:
         (chain("in Python", "linear"), [1]),
         ([("in Python", 0, 0, 0), ("linear", 2, 0, 0)], []),  # and in another way too
         (chain("checkpoint", "linear"), [1]),
+        (chain("compiled", "linear"), []),
         (chain("tanh", "sum"), []),
     ],
 )
