@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.drawn import pipe
-from tests.support.grammar import Case, cases, models
+from tests.support.grammar import Case, Model, Passing, Step, cases, models
 from tests.support.loops import TOKENS, tokens
 from tests.support.processes import Owners, assert_equal, processes, values
 from tests.support.ranks import Pool
@@ -78,8 +78,32 @@ def cases_over_processes(draw: st.DrawFn, models: Any) -> tuple[Case, Owners]:
     return replace(case, devices=chosen), draw(st.sampled_from(OWNERS[chosen]))
 
 
+# Two views of the same elements arrived as one tensor, whose gradients were added in another order.
+_STEP = Step(rows=(1,), grad="grad", training=True, between=None, then="accumulate", times=0)
+VIEWS = Case(
+    Model(
+        "flat",
+        Passing("list", ("same tensor",), ("linear", "linear"), edits=False),
+        ("linear", "tanh", Passing("list", ("view", "view"), (), edits=False)),
+        end=None,
+    ),
+    balance=(1, 5, 1),
+    steps=(_STEP, _STEP),
+    devices=3,
+    chunks=1,
+    mode="always",
+    threads=True,
+    deferred=True,
+    frozen=frozenset(),
+    frozen_stages=frozenset(),
+    leaf=False,
+    seed=0,
+)
+
+
 @settings(max_examples=settings().max_examples // 4)
 @given(drawn=cases_over_processes(models()))
+@example(drawn=(VIEWS, (0, 1, 2)))
 def test_drawn_models(four_ranks: Pool, drawn: tuple[Case, Owners]) -> None:
     check(four_ranks, *drawn)
 

@@ -93,9 +93,16 @@ class _Dense(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """A leaf that is a tensor: its number among those that are sent, each once."""
+    """A leaf that is a tensor.
+
+    Attributes:
+        number: Its number among those that are sent, each once.
+        alias: Which of several objects with that memory it is. Each has a gradient of its own, and
+            the sum of these must be the same as without processes, to the bit.
+    """
 
     number: int
+    alias: int
 
 
 class _Other(NamedTuple):
@@ -152,10 +159,11 @@ class Body(NamedTuple):
 def pack(to: Action, way: Way, value: FlatTree) -> tuple[Body, list[Tensor]]:
     """The body of a value, and the bytes of its tensors.
 
-    A tensor that is there twice stays one tensor. One that has no dense memory of its own, such as
-    a sparse one, goes with the body.
+    A tensor that is there twice stays one tensor, and two that are the same memory stay so. One
+    that has no dense memory of its own, such as a sparse one, goes with the body.
     """
     numbers: dict[Hashable, int] = {}
+    objects: dict[int, dict[int, int]] = {}  # of each number, by their ids
     tensors: list[_Dense | _Other] = []
     sent: list[Tensor] = []
     leaves: list[Any] = []
@@ -173,7 +181,8 @@ def pack(to: Action, way: Way, value: FlatTree) -> tuple[Body, list[Tensor]]:
                 sent.append(content)
             else:
                 tensors.append(_other(leaf, marks))
-        leaves.append(_Index(numbers[key]))
+        same = objects.setdefault(numbers[key], {})
+        leaves.append(_Index(numbers[key], same.setdefault(id(leaf), len(same))))
     return Body(to, way, leaves, tensors, value.spec), sent
 
 
@@ -187,21 +196,32 @@ def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[b
     Returns:
         The value, and for each leaf whether it goes to the device of its stage.
     """
-    tensors = []
-    for each in body.tensors:
-        tensor = each.tensor if isinstance(each, _Other) else _filled(each, fill)
-        if each.requires_grad:
-            tensor.requires_grad_()
-        for mark in each.marks:
-            setattr(tensor, mark, True)
-        tensors.append(tensor)
+    values = [
+        each.tensor if isinstance(each, _Other) else _filled(each, fill) for each in body.tensors
+    ]
+    objects: dict[_Index, Tensor] = {}
     leaves: list[Any] = []
     on_device: list[bool] = []
     for leaf in body.leaves:
-        is_tensor = isinstance(leaf, _Index)
-        leaves.append(tensors[leaf.number] if is_tensor else leaf)
-        on_device.append(is_tensor and body.tensors[leaf.number].on_device)
+        if not isinstance(leaf, _Index):
+            leaves.append(leaf)
+            on_device.append(False)
+            continue
+        described = body.tensors[leaf.number]
+        if leaf not in objects:
+            value = values[leaf.number]
+            objects[leaf] = _described(value.detach() if leaf.alias else value, described)
+        leaves.append(objects[leaf])
+        on_device.append(described.on_device)
     return FlatTree(leaves, body.spec), on_device
+
+
+def _described(tensor: Tensor, described: _Dense | _Other) -> Tensor:
+    if described.requires_grad:
+        tensor.requires_grad_()
+    for mark in described.marks:
+        setattr(tensor, mark, True)
+    return tensor
 
 
 def _filled(described: _Dense, fill: Callable[[Tensor], None]) -> Tensor:

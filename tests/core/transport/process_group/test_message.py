@@ -177,7 +177,8 @@ def test_tensor_that_is_there_twice_stays_one() -> None:
     x = torch.randn(3)
     a, (b, c), d = Wire().carry((x, [x, x.view_as(x)], x.clone()))
 
-    assert a is b is c is not d
+    assert a is b is not d
+    assert a.data_ptr() == c.data_ptr() != d.data_ptr()
 
 
 def test_marked_tensor_and_the_same_without_stay_two() -> None:
@@ -324,6 +325,19 @@ def test_value_whose_constants_are_equal_but_not_the_same() -> None:
     for value in [1, True, 1.0, 0.0, -0.0]:
         found = wire.carry([torch.ones(1), value])[1]
         assert (type(found), str(found)) == (type(value), str(value))
+
+
+def test_objects_with_the_same_memory() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.detach().requires_grad_()
+    found = Wire().carry([x, y, x, x[:1].detach()])
+
+    assert found[0] is found[2]
+    assert found[0] is not found[1]
+    assert found[0].data_ptr() == found[1].data_ptr() != found[3].data_ptr()
+    assert [each.requires_grad for each in found] == [True, True, True, False]
+    found[1].sum().backward()
+    assert found[0].grad is None
 
 
 def test_empty_value_after_one_that_cannot_be_compared() -> None:
