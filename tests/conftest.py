@@ -33,7 +33,7 @@ settings.register_profile(
     max_examples=60,
     derandomize=True,
     deadline=None,
-    phases=[Phase.generate],
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
