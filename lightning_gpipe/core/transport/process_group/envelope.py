@@ -1,9 +1,9 @@
 """What goes in one message: a header, and behind it as many small values as there are.
 
 A message costs two processes some system calls and a handover between threads each, whatever its
-size: next to that, copying some kilobytes is nothing. So the bytes of small tensors go with the
-header; only those of large ones go by themselves, as they lie in memory. And the results of a run,
-for which the others wait until its end, go together::
+size: next to that, copying some hundred kilobytes is little. So the bytes of small tensors go with
+the header; only those of large ones go by themselves, as they lie in memory. And the results of a
+run, for which the others wait until its end, go together::
 
     header | slot, size, body, small tensors | slot, size, body, small tensors | ...
     large tensor
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_gpipe.core.transport.process_group.message import HEADER_SIZE, Header
 
-FRAME = 1 << 18  # bytes
-LARGE = 1 << 16  # bytes of a tensor that goes by itself
+FRAME = 1 << 21  # bytes
+LARGE = 1 << 19  # bytes of a tensor that goes by itself
 
 _ITEM = struct.Struct("=qq")  # the slot of a body, and its bytes: 0 if it is remembered
 

@@ -282,7 +282,7 @@ def test_pipelines_that_take_turns_send_their_bodies_once() -> None:
     assert wire.bodies == 2
 
 
-@given(sizes=st.lists(st.integers(0, 3 * LARGE), max_size=12))
+@given(sizes=st.lists(st.integers(0, 3 * LARGE), max_size=6))
 def test_values_in_one_message(sizes: list[int]) -> None:
     wire = Wire()
     values = [[torch.full((size,), k, dtype=torch.uint8), k] for k, size in enumerate(sizes)]
