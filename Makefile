@@ -30,7 +30,7 @@ endif
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
 	@echo "make test    make check, then all tests of the package, those for GPUs on simulated ones"
-	@echo "             (about 12 minutes)"
+	@echo "             (about 7 minutes)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
 	@echo "make test-integrations  loggers of W&B and MLflow, loaders of torchdata (a minute)"
 	@echo "make test-oldest  tests/lightning on the oldest versions that pyproject.toml admits (minutes)"

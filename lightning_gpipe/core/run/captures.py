@@ -102,10 +102,8 @@ class Captures:
             if self._participation.captured(leaf):
                 _, before = self._gradients.get(id(leaf), (leaf, None))
                 self._gradients[id(leaf)] = leaf, _sum(before, gradient)
-            elif leaf._post_accumulate_grad_hooks:  # such as those that refuse a gradient
+            else:  # by autograd, which lets the thread of no other stage come between
                 run_backward([root_of(leaf)], [gradient])
-            else:
-                leaf.grad = _sum(leaf.grad, gradient)
 
     def run_weights(self, i: int) -> None:
         """Run what backward of micro-batch ``i`` has left."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Journal, Manager, Shadows
-from lightning_gpipe.core.run.roots import Root, gradients_of, graph_behind, run_backward
+from lightning_gpipe.core.run.roots import Root, gradients_of, graph_behind, root_of, run_backward
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
 
@@ -79,7 +79,7 @@ class Surroundings:
             if gradient is None:
                 continue
             if id(leaf) in own:
-                leaf.grad = _sum(leaf.grad, gradient)
+                run_backward([root_of(leaf)], [gradient])
             else:
                 _, before = self.aside.get(id(leaf), (leaf, None))
                 self.aside[id(leaf)] = leaf, _sum(before, gradient)

@@ -1,0 +1,72 @@
+"""Counts the calls of functions of the package in a step: ``python -m tests.support.calls``.
+
+In a process of its own, since a process that has imported other libraries has more to look after.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lightning_gpipe
+from lightning_gpipe import GPipe
+from lightning_gpipe.core.plan import ActivationCheckpointing
+
+STAGES = 4
+MODES: tuple[ActivationCheckpointing, ...] = ("never", "always")
+
+
+class Scale(nn.Module):
+    """A layer that is hardly there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def calls_in_a_step(chunks: int, mode: ActivationCheckpointing) -> int:
+    """The calls in a step, forward and backward, on one device."""
+    pipeline = GPipe(
+        nn.Sequential(*(Scale() for _ in range(STAGES))),
+        [1] * STAGES,
+        devices=["cpu"],
+        chunks=chunks,
+        activation_checkpointing=mode,
+    )
+    x, package = torch.ones(chunks, 2), str(lightning_gpipe.__path__[0])
+    count = 0
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    for _ in range(3):  # the first ones look for what later ones know
+        pipeline(x).sum().backward()
+    sys.setprofile(profile)
+    try:
+        pipeline(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def counts() -> dict[str, tuple[float, float]]:
+    """By mode, the calls per pair of stage and micro-batch, and beside these per mini-batch."""
+    found: dict[str, tuple[float, float]] = {}
+    for mode in MODES:
+        few, many = (calls_in_a_step(chunks, mode) for chunks in (4, 12))
+        per_pair = (many - few) / (8 * STAGES)
+        found[str(mode)] = per_pair, few - 4 * STAGES * per_pair
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(counts()))
