@@ -200,6 +200,7 @@ def test_faster_way_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_gpipe.core.run.ways._STARVED", 0.0)  # any threads are
+    monkeypatch.setattr("lightning_gpipe.core.run.ways._LITTLE", 0.0)
     with caplog.at_level(logging.INFO):
         fitted(tmp_path, GPipeStrategy([3, 3], threads=threads), devices=2, max_epochs=6)
 

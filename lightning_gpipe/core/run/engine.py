@@ -221,7 +221,7 @@ class Engine:
         of = 0 if program is None else program.fingerprint
         # Equal for mini-batches whose sizes differ by a factor of four at most.
         kind = grad, schedule.m, size.bit_length() // 2, of
-        return self.ways.next(kind, 1 + grad, schedule.bubble)
+        return self.ways.next(kind, 1 + grad, schedule.bubble, schedule.m * schedule.n)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.

@@ -25,6 +25,7 @@ _CLEAR = 2.0  # if one way is so many times as fast, one mini-batch of each show
 _AGAIN = 1000  # mini-batches after which both are tried again
 _KINDS = 16  # of mini-batches that are told apart, at most
 _STARVED = 1.5  # times what the schedule allows
+_LITTLE = 1e-3  # seconds of a micro-batch on a stage: a message between processes takes 0.3e-3
 
 
 Threads = bool | Literal["auto"]
@@ -47,7 +48,7 @@ class Found(NamedTuple):
         threads: Seconds with a thread for each worker.
         inline: Seconds with one thread for all of them.
         allowed: Seconds by the schedule, if threads never waited for one another; None on GPUs,
-            whose threads do not compute themselves.
+            whose threads do not compute themselves, and where there is little to compute.
     """
 
     threads: float
@@ -102,15 +103,18 @@ class Ways:
         self._at_once = 0 if self._gpus else min(len(devices), os.cpu_count() or 1)
         self._contests: OrderedDict[Hashable, Contest] = OrderedDict()
 
-    def next(self, kind: Hashable, phases: int, bubble: float = 0.0) -> Way:
+    def next(self, kind: Hashable, phases: int, bubble: float = 0.0, pairs: int = 0) -> Way:
         """The way of the next mini-batch.
 
         Args:
             kind: Equal for mini-batches that take about as long.
             phases: How many phases it has.
             bubble: The share of time in which a worker is idle by the schedule.
+            pairs: The number of stages times that of micro-batches; 0 if threads are not compared
+                with the schedule.
         """
-        contest = self._contests.pop(kind, None) or Contest(self._at_once * (1 - bubble))
+        speed_up = self._at_once * (1 - bubble) if pairs else 0.0
+        contest = self._contests.pop(kind, None) or Contest(speed_up, pairs)
         self._contests[kind] = contest
         if len(self._contests) > _KINDS:
             self._contests.popitem(last=False)
@@ -127,14 +131,16 @@ class Contest:
 
     Args:
         speed_up: What the schedule allows threads; 0 if that is not known.
+        pairs: The number of stages times that of micro-batches.
 
     Attributes:
         found: What came of it, if it has ended once.
     """
 
-    def __init__(self, speed_up: float = 0.0) -> None:
+    def __init__(self, speed_up: float = 0.0, pairs: int = 0) -> None:
         self.found: Found | None = None
         self._speed_up = speed_up
+        self._little = pairs * _LITTLE
         self._begin()
 
     def _begin(self) -> None:
@@ -157,7 +163,8 @@ class Contest:
         if not threads or len(threads) != len(inline):
             return
         one = median(inline)
-        found = Found(median(threads), one, one / self._speed_up if self._speed_up else None)
+        known = self._speed_up and one > self._little
+        found = Found(median(threads), one, one / self._speed_up if known else None)
         if len(threads) >= _ROUNDS or max(found[:2]) > _CLEAR * min(found[:2]):
             self.found = found
             self._begin()

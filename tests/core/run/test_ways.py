@@ -55,14 +55,17 @@ def test_threads_that_take_longer_than_the_schedule_allows() -> None:
     assert not Found(threads=9.0, inline=4.0).starved  # where that is not known
 
 
-@pytest.mark.parametrize("devices, allowed", [(["cpu"] * 2, 4.0), (["cpu", "cuda:0"], None)])
+@pytest.mark.parametrize(
+    "devices, pairs, allowed",
+    [(["cpu"] * 2, 5000, 4.0), (["cpu", "cuda:0"], 5000, None), (["cpu"] * 2, 7000, None)],
+)
 def test_what_the_schedule_allows(
-    devices: list[str], allowed: float | None, monkeypatch: pytest.MonkeyPatch
+    devices: list[str], pairs: int, allowed: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ways = Ways(map(torch.device, devices))
     for k in range(8):
-        way = ways.next("kind", phases=1, bubble=0.25)
+        way = ways.next("kind", phases=1, bubble=0.25, pairs=pairs)
         assert isinstance(way.timed, _Timed)
         way.timed._contest.add(way.inline, 6.0 if way.inline else 1.0 + k)
     ways.next("kind", phases=1, bubble=0.25)
