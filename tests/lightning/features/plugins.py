@@ -23,8 +23,14 @@ class Own(TorchCheckpointIO):
 
 
 def saving(io: Any) -> Any:
-    """The options of a Trainer that saves by a new plugin."""
-    return lambda root: {"plugins": [io()], "callbacks": [ModelCheckpoint(root, "{epoch}")]}
+    """The options of a Trainer that saves by a new plugin.
+
+    It keeps all: a file may be removed before another thread has written it.
+    """
+    return lambda root: {
+        "plugins": [io()],
+        "callbacks": [ModelCheckpoint(root, "{epoch}", save_top_k=-1)],
+    }
 
 
 def seen(run: Run) -> Any:
