@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
-from lightning_gpipe.core.plan.action import Action, Kind
-from lightning_gpipe.core.plan.rows import Backwards
+from lightning_gpipe.core.plan.rows import Pattern
 from lightning_gpipe.core.plan.schedule import Schedule
 
 
@@ -37,23 +36,24 @@ def fill_drain(
     Source: Huang et al., "GPipe" (2019), for fill-drain; Lamy-Poirier, "Breadth-First Pipeline
     Parallelism" (2022), for the looped form.
     """
-
-    def forward(stages: Sequence[int]) -> Iterator[Action]:
-        for j in stages:
-            for i in range(m):
-                yield Action(Kind.FORWARD, i, j)
-
-    def backward(stages: Sequence[int]) -> Iterator[Action]:
-        for j in reversed(stages):
-            for i in reversed(range(m)):
-                yield from parts.of(i, j)
-
-    parts = Backwards(recomputed, split)
-    own = [
-        [j for j, worker in enumerate(placement) if worker == w] for w in range(max(placement) + 1)
-    ]
+    patterns = fill_drain_patterns(m, placement, recomputed=recomputed, split=split)
+    rows = [tuple(pattern.actions()) for pattern in patterns]
+    ends = [len(pattern.forwards) for pattern in patterns]
     phases = (
-        tuple(tuple(forward(stages)) for stages in own),
-        tuple(tuple(backward(stages)) for stages in own),
+        tuple(row[:end] for row, end in zip(rows, ends, strict=True)),
+        tuple(row[end:] for row, end in zip(rows, ends, strict=True)),
     )
     return Schedule(m, placement, phases)
+
+
+def fill_drain_patterns(
+    m: int, placement: Sequence[int], *, recomputed: int = 0, split: bool = False
+) -> list[Pattern]:
+    """The row of each worker in brief; arguments as for :func:`fill_drain`."""
+
+    def pattern(worker: int) -> Pattern:
+        stages = [j for j, owner in enumerate(placement) if owner == worker]
+        forwards = [(i, j) for j in stages for i in range(m)]
+        return Pattern(forwards, forwards[::-1], len(forwards), recomputed, split)
+
+    return list(map(pattern, range(max(placement) + 1)))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from lightning_gpipe.core.plan.action import Row
 from lightning_gpipe.core.plan.caller_row import with_caller
 from lightning_gpipe.core.plan.layout import looped
-from lightning_gpipe.core.plan.rows import Backwards, alternating
+from lightning_gpipe.core.plan.rows import Pattern, Visit
 from lightning_gpipe.core.plan.schedule import Schedule
 
 
@@ -40,10 +39,19 @@ def interleaved(
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM" (2021).
     """
+    patterns = interleaved_patterns(m, n, workers, recomputed=recomputed, split=split)
+    rows = tuple(tuple(pattern.actions()) for pattern in patterns)
+    return with_caller(Schedule(m, looped(n, workers), (rows,)))
+
+
+def interleaved_patterns(
+    m: int, n: int, workers: int, *, recomputed: int = 0, split: bool = False
+) -> list[Pattern]:
+    """The row of each worker in brief; arguments and errors as for :func:`interleaved`."""
     check_groups(m, workers)
     loops = range(n // workers)
 
-    def visits(worker: int, loops: Sequence[int]) -> list[tuple[int, int]]:
+    def visits(worker: int, loops: Sequence[int]) -> list[Visit]:
         """The micro-batches and stages that a worker goes through, in order."""
         return [
             (i, loop * workers + worker)
@@ -52,14 +60,13 @@ def interleaved(
             for i in range(first, first + workers)
         ]
 
-    def row(worker: int) -> Row:
+    def pattern(worker: int) -> Pattern:
         # While the first backward comes back, as many forwards go on as on the way to the end.
         warm_up = 2 * (workers - 1 - worker) + (len(loops) - 1) * workers
         there, back = visits(worker, loops), visits(worker, loops[::-1])
-        return tuple(alternating(there, back, warm_up, Backwards(recomputed, split)))
+        return Pattern(there, back, warm_up, recomputed, split)
 
-    rows = tuple(map(row, range(workers)))
-    return with_caller(Schedule(m, looped(n, workers), (rows,)))
+    return list(map(pattern, range(workers)))
 
 
 def check_groups(m: int, workers: int) -> None:

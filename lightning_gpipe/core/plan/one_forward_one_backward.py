@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from lightning_gpipe.core.plan.action import Row
 from lightning_gpipe.core.plan.caller_row import with_caller
-from lightning_gpipe.core.plan.rows import Backwards, alternating
+from lightning_gpipe.core.plan.rows import Pattern
 from lightning_gpipe.core.plan.schedule import Schedule
 
 
@@ -33,11 +32,18 @@ def one_forward_one_backward(
     Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019);
     with the flush between mini-batches, "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
     """
-    parts = Backwards(recomputed, split)
-
-    def row(j: int) -> Row:
-        own = [(i, j) for i in range(m)]
-        return tuple(alternating(own, own, n - 1 - j, parts))
-
-    rows = tuple(map(row, range(n)))
+    patterns = one_forward_one_backward_patterns(m, n, recomputed=recomputed, split=split)
+    rows = tuple(tuple(pattern.actions()) for pattern in patterns)
     return with_caller(Schedule(m, tuple(range(n)), (rows,)))
+
+
+def one_forward_one_backward_patterns(
+    m: int, n: int, *, recomputed: int = 0, split: bool = False
+) -> list[Pattern]:
+    """The row of each worker in brief; arguments as for :func:`one_forward_one_backward`."""
+
+    def pattern(j: int) -> Pattern:
+        own = [(i, j) for i in range(m)]
+        return Pattern(own, own, n - 1 - j, recomputed, split)
+
+    return list(map(pattern, range(n)))

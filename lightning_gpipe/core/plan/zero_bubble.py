@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
-from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.caller_row import with_caller
-from lightning_gpipe.core.plan.rows import Backwards, alternating
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward_patterns
+from lightning_gpipe.core.plan.rows import Pattern
 from lightning_gpipe.core.plan.schedule import Schedule
 
 
@@ -30,15 +30,12 @@ def zero_bubble(m: int, n: int, *, recomputed: int = 0) -> Schedule:
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), where it is called ZB-H1.
     """
-    rows = tuple(tuple(_row(m, n, j, recomputed)) for j in range(n))
+    patterns = zero_bubble_patterns(m, n, recomputed=recomputed)
+    rows = tuple(tuple(pattern.actions()) for pattern in patterns)
     return with_caller(Schedule(m, tuple(range(n)), (rows,)))
 
 
-def _row(m: int, n: int, j: int, recomputed: int) -> Iterator[Action]:
-    own = [(i, j) for i in range(m)]
-    for action in alternating(own, own, n - 1 - j, Backwards(recomputed)):
-        yield action
-        if action.kind is Kind.BACKWARD and action.i >= j:
-            yield Action(Kind.WEIGHTS, action.i - j, j)
-    for i in range(max(0, m - j), m):
-        yield Action(Kind.WEIGHTS, i, j)
+def zero_bubble_patterns(m: int, n: int, *, recomputed: int = 0) -> list[Pattern]:
+    """The row of each worker in brief; arguments as for :func:`zero_bubble`."""
+    patterns = one_forward_one_backward_patterns(m, n, recomputed=recomputed, split=True)
+    return [replace(pattern, late=j) for j, pattern in enumerate(patterns)]
