@@ -159,7 +159,8 @@ class PipelineMonitor(Callback):
         }
         if not found:
             return
-        runs = [(layout, spans) for each, spans in read if (layout := each.layout)]
+        # The caller has a row in pipelines of one process only, whose clock needs no other.
+        runs = [(layout, [*spans, *each.caller]) for each, spans in read if (layout := each.layout)]
         pairs = zip(self._marks, self._marks[1:], strict=False)
         caller = [Slice(name, start, end) for (name, start), (_, end) in pairs]
         self._steps.append(_Step(self._seen, runs, caller))
@@ -213,6 +214,8 @@ class PipelineMonitor(Callback):
             "\n".join([str(device), *(str(layout.partitions[j]) for j in layout.stages_of(w))])
             for w, device in enumerate(layout.devices)
         ]
+        if any(span.action.by_caller for _, spans in step.runs for span in spans):
+            workers.append(f"{layout.outside}\ncaller")
         first = next(iter(self._latest.values()))
         note = (
             f"one mini-batch of {first.schedule.m} micro-batches, bubble {first.bubble:.0%} "
@@ -233,6 +236,8 @@ def _metrics(observation: Observation) -> dict[str, float]:
     for j, (busy, wait) in enumerate(zip(observation.busy, observation.waits, strict=True)):
         found[f"stage_{j}/busy"] = busy / observation.length
         found[f"stage_{j}/wait_ms"] = 1e3 * wait
+    if observation.caller is not None:
+        found["caller/busy"] = observation.caller / observation.length
     return found
 
 

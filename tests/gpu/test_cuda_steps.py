@@ -62,4 +62,8 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     torch.cuda.synchronize()
 
     assert_same((found.detach(), gradients(plain), gradients(around)), expected)
+    timeline = pipeline.timeline
+    assert timeline is not None
+    assert {span.action for span in timeline.caller} == set(timeline.schedule.caller)
+    assert all(span.end >= span.start for span in timeline.caller)
     pipeline.close()

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from matplotlib.figure import Figure
 
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
@@ -17,6 +18,7 @@ from lightning_gpipe.callbacks.monitor import TRACE
 from lightning_gpipe.callbacks.one_clock import OneClock
 from lightning_gpipe.core.plan import Action, Kind
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.show import timeline_picture
 from lightning_gpipe.processes.group import Group
 from tests.support.lightning_modules import Classifier, Data, fitted
 from tests.support.ranks import Pool
@@ -99,6 +101,55 @@ def test_trace_of_virtual_stages(tmp_path: Path) -> None:
     # Between each two stages, for each of two micro-batches, in the latest of five steps.
     arrows = [each["name"] for each in events if each["ph"] == "s"]
     assert {name: arrows.count(name) for name in arrows} == {"activations": 30, "gradients": 30}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "1f1b", "split_backward": True},
+        {"schedule": "zero_bubble"},
+    ],
+    ids=["1f1b", "1f1b, split", "zero bubble"],
+)
+def test_loss_of_each_micro_batch(
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.undo()
+    drawn: list[Figure] = []
+
+    def draw(*args: Any, **kwargs: Any) -> Figure:
+        drawn.append(timeline_picture(*args, **kwargs))
+        return drawn[-1]
+
+    monkeypatch.setattr(module, "timeline_picture", draw)
+    caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
+    callback = PipelineMonitor(every_n_steps=1, folder=tmp_path)
+    strategy = GPipeStrategy([3, 3], chunks=2, module="layers", **options)
+
+    run(tmp_path, callback, strategy=strategy)
+
+    found = callback.metrics
+    assert found.keys() == NAMES | {"pipeline/caller/busy"}
+    shares = [found[f"pipeline/stage_{j}/busy"] for j in range(2)]
+    assert found["pipeline/bubble"] == pytest.approx(1 - sum(shares) / 2)
+    assert all(0 < share <= 1 for share in shares) and found["pipeline/caller/busy"] > 0
+    assert "By simulation, " in caplog.text
+    events = events_of((tmp_path / TRACE).read_text("utf-8"))
+    boxes = [each for each in events if each["ph"] == "X"]
+    caller = [each["name"] for each in boxes if each["tid"] == 3]
+    # Two micro-batches of each of five steps.
+    assert {name: caller.count(name) for name in caller} == {
+        f"{verb} {i}": 5 for verb in ("prepare", "loss", "backward") for i in range(2)
+    }
+    weights = {each["tid"] for each in boxes if each["cat"] == "weights"}
+    assert weights == (set() if options == {"schedule": "1f1b"} else {1, 2})
+    labels = drawn[-1].axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels][2:] == ["cpu\ncaller"]
+    assert (tmp_path / "pipeline_timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

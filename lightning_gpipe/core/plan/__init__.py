@@ -3,7 +3,7 @@
 What is shown, simulated and tested here is the same object that runs.
 """
 
-from lightning_gpipe.core.plan.action import Action, Kind, successor
+from lightning_gpipe.core.plan.action import Action, Kind, predecessors, successor
 from lightning_gpipe.core.plan.advice import Change, changes
 from lightning_gpipe.core.plan.balance.by_names import counts_between
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
@@ -162,6 +162,7 @@ __all__ = [
     "parameter_costs",
     "parameter_holders",
     "plan_for",
+    "predecessors",
     "sender",
     "shared_with_outside",
     "shift_for",

@@ -59,6 +59,11 @@ class Action(NamedTuple):
     i: int
     j: int
 
+    @property
+    def by_caller(self) -> bool:
+        """Whether the caller runs it, and no worker."""
+        return self.j < 0 or self.kind is Kind.LOSS
+
     def __str__(self) -> str:
         return f"{self.kind.letter}{self.i}"
 

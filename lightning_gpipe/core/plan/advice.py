@@ -13,7 +13,7 @@ from statistics import fmean
 
 from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.balance.shift import Shift
-from lightning_gpipe.core.plan.fill_drain import fill_drain
+from lightning_gpipe.core.plan.by_micro_batch import remade
 from lightning_gpipe.core.plan.schedule import Schedule
 
 Times = Mapping[tuple[Kind, int], float]
@@ -52,12 +52,11 @@ def changes(
 
     Args:
         schedule: What ran.
-        times: The mean time of an action of each kind, on each stage.
+        times: The mean time of an action of each kind, on each stage and of the caller.
         busy: The time in which each stage was at work.
         costs: Finds the best balance by these times, if the layers were measured.
     """
-    m, placement = schedule.m, schedule.placement
-    recomputed, split = len(schedule.recomputed(0)), schedule.split
+    m, recomputed = schedule.m, len(schedule.recomputed(0))
     now = _length(schedule, times)
 
     def gain(other: Schedule, measured: Times) -> float:
@@ -72,8 +71,8 @@ def changes(
         shares = [after / each if each else 1.0 for after, each in pairs]
         balance = Change(f"balance={list(shift.after)}", gain(schedule, _scaled(times, shares)))
     halves = {key: each / 2 for key, each in times.items()}
-    twice = fill_drain(2 * m, placement, recomputed=min(2 * recomputed, 2 * m), split=split)
-    kept = fill_drain(m, placement, recomputed=0, split=split)
+    twice = remade(schedule, 2 * m, recomputed=2 * recomputed)
+    kept = remade(schedule, m, recomputed=0)
     rows, memory = "a batch has enough rows", "the memory suffices"
     found = [
         balance,
@@ -93,5 +92,8 @@ def _length(schedule: Schedule, times: Times) -> float:
 
 
 def _scaled(times: Times, shares: Sequence[float]) -> Times:
-    """The times on stages of which each takes this share of what it took."""
-    return {(kind, j): time * shares[j] for (kind, j), time in times.items()}
+    """The times on stages of which each takes this share of what it took; the caller's stay."""
+    return {
+        (kind, j): time if Action(kind, 0, j).by_caller else time * shares[j]
+        for (kind, j), time in times.items()
+    }

@@ -80,6 +80,26 @@ def by_micro_batch(
     return _at_once(fill_drain(m, placement, recomputed=recomputed, split=split))
 
 
+def remade(schedule: Schedule, m: int, *, recomputed: int) -> Schedule:
+    """The schedule of the same name, placement and split with other numbers.
+
+    Args:
+        schedule: One of those here, or fill-drain.
+        m: The number of micro-batches.
+        recomputed: An integer k: the first k micro-batches drop their activations.
+    """
+    placement, split = schedule.placement, schedule.split
+    if not schedule.caller:
+        return fill_drain(m, placement, recomputed=recomputed, split=split)
+
+    def named(name: ByMicroBatch, m: int, recomputed: int) -> Schedule:
+        return by_micro_batch(name, m, placement, recomputed=recomputed, split=split)
+
+    before = schedule.m, len(schedule.recomputed(0))
+    name = next(each for each in get_args(ByMicroBatch) if named(each, *before) == schedule)
+    return named(name, m, recomputed)
+
+
 def _at_once(schedule: Schedule) -> Schedule:
     """The schedule in one phase: it waits for the loss of each micro-batch, not for that of all."""
     return with_caller(replace(schedule, phases=(schedule.rows,)))

@@ -58,6 +58,11 @@ class Schedule:
         """The number of stages."""
         return len(self.placement)
 
+    @property
+    def workers(self) -> int:
+        """The number of workers, which stands for the caller where theirs stand for them."""
+        return len(self.phases[0])
+
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """All actions of each worker, in order."""
@@ -114,14 +119,14 @@ class Schedule:
     def turns(self) -> tuple[tuple[int, Row], ...]:
         """The same sequence, grouped by worker: for each turn, the worker and its actions.
 
-        The number of workers stands for the caller.
+        :attr:`workers` stands for the caller.
         """
         groups = groupby(self.interleaved, self.worker_of)
         return tuple((worker, tuple(row)) for worker, row in groups)
 
     def worker_of(self, action: Action) -> int:
-        """The worker that runs an action; the number of workers stands for the caller."""
-        return self.placement[action.j] if 0 <= action.j < self.n else len(self.phases[0])
+        """The worker that runs an action; :attr:`workers` stands for the caller."""
+        return self.placement[action.j] if 0 <= action.j < self.n else self.workers
 
     def __str__(self) -> str:
         simulation = self.simulation

@@ -32,8 +32,7 @@ class Simulation:
 
 def one(action: Action) -> float:
     """The cost of an action where all on stages cost the same, and the caller's nothing."""
-    outside = action.j < 0 or action.kind is Kind.LOSS
-    return 0.0 if outside else 1.0
+    return 0.0 if action.by_caller else 1.0
 
 
 def simulate(

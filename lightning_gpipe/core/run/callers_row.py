@@ -14,24 +14,30 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, Context, add_note
-from lightning_gpipe.core.plan import CALLER, Action, Kind, Schedule
+from lightning_gpipe.core.plan import CALLER, Action, Kind
 from lightning_gpipe.core.run.caller import Caller
 from lightning_gpipe.core.run.code import Call, Code
+from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.transport import Cancelled, Exchange, Task
 
 T = TypeVar("T")
 
 
-def first_call(code: Code) -> Call | None:
+def first_call(code: Code, timeline: Timeline) -> Call | None:
     """The call for the first micro-batch, which tells what the stages are to run."""
-    return _noted(code.prepare, Action(Kind.PREPARE, 0, CALLER), code.m)
+    action = Action(Kind.PREPARE, 0, CALLER)
+
+    def prepare(action: Action) -> Call | None:
+        return timeline.run_by_caller(action, code.prepare, action.i)
+
+    return _noted(prepare, action, code.m)
 
 
 class CallersRow(Task):
     """What the caller does while the workers run, in order.
 
     Args:
-        schedule: What runs.
+        timeline: Has the schedule, and gets what ran when.
         code: The caller's code.
         caller: Its end of the pipeline.
         exchange: What connects it with the workers.
@@ -41,14 +47,15 @@ class CallersRow(Task):
 
     def __init__(
         self,
-        schedule: Schedule,
+        timeline: Timeline,
         code: Code,
         caller: Caller,
         exchange: Exchange,
         context: Context,
         first: Call,
     ) -> None:
-        self._row = schedule.caller
+        self._row = timeline.schedule.caller
+        self._run = timeline.run_by_caller
         self._code = code
         self._caller = caller
         self._exchange = exchange
@@ -80,8 +87,9 @@ class CallersRow(Task):
     def abandon(self) -> None:
         """Do nothing: it has ended when its run has failed."""
 
-    def _prepare(self, i: int) -> None:
-        call = self._code.prepare(i) if i else self._first
+    def _prepare(self, action: Action) -> None:
+        i = action.i
+        call = self._run(action, self._code.prepare, i) if i else self._first
         if call is None:
             raise RuntimeError(
                 "training_step must call the pipeline once for each micro-batch, or return None "
@@ -101,9 +109,10 @@ class CallersRow(Task):
         if not i:
             self._first = Call(FlatTree([], spec), call.program)  # its tensors are not held here
 
-    def _finish(self, i: int) -> None:
+    def _finish(self, action: Action) -> None:
+        i = action.i
         outputs = self._caller.output(self._exchange, i)
-        gradients = self._code.finish(i, outputs, self._presented)
+        gradients = self._run(action, self._code.finish, i, outputs, self._presented)
         for to, value, route in self._caller.output_gradient(i, gradients):
             self._exchange.send(to, value, route)
 
@@ -111,12 +120,13 @@ class CallersRow(Task):
         [[output], _] = self._caller.split([outputs])
         return output
 
-    def _go_back(self, i: int) -> None:
+    def _go_back(self, action: Action) -> None:
+        i = action.i
         gradients = self._caller.input_gradient(self._exchange, self._inputs.pop(i), i)
-        self._code.go_back(i, gradients)
+        self._run(action, self._code.go_back, i, gradients)
 
 
-_VERBS: dict[Kind, Callable[[CallersRow, int], None]] = {
+_VERBS: dict[Kind, Callable[[CallersRow, Action], None]] = {
     Kind.PREPARE: CallersRow._prepare,
     Kind.LOSS: CallersRow._finish,
     Kind.BACKWARD: CallersRow._go_back,
@@ -129,10 +139,10 @@ _PARTS = {
 }
 
 
-def _noted(run: Callable[[int], T], action: Action, m: int) -> T:
+def _noted(run: Callable[[Action], T], action: Action, m: int) -> T:
     """Run an action; what it raises gets a note of where it happened."""
     try:
-        return run(action.i)
+        return run(action)
     except BaseException as error:
         if not isinstance(error, Cancelled):
             part = _PARTS[action.kind]

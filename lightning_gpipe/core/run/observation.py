@@ -1,12 +1,13 @@
 """What a mini-batch took, stage by stage: a timeline in numbers.
 
 A stage is at work while one of its actions runs. It waits while its worker does nothing in a phase
-of the mini-batch; what the caller does between the phases is not the pipeline's time.
+of the mini-batch; what the caller does between the phases is not the pipeline's time. What it does
+meanwhile, where it has a row of the schedule, is counted apart: it is no stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -24,7 +25,8 @@ class Observation:
         bubble: The share of it in which a worker was idle.
         busy: The time in which each stage was at work.
         waits: The time in which the worker of each stage was idle.
-        times: The mean time of an action of each kind, on each stage.
+        times: The mean time of an action of each kind, on each stage and of the caller.
+        caller: The time in which the caller's code ran beside the stages; None if it had no row.
     """
 
     schedule: Schedule
@@ -33,6 +35,7 @@ class Observation:
     busy: tuple[float, ...]
     waits: tuple[float, ...]
     times: Mapping[tuple[Kind, int], float]
+    caller: float | None = None
 
     @classmethod
     def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
@@ -45,13 +48,11 @@ class Observation:
         schedule, spans = timeline.schedule, timeline.spans if spans is None else spans
         if not any(span.action.kind is Kind.BACKWARD for span in spans):
             return None
-        taken: dict[tuple[Kind, int], list[float]] = {}
-        for _, action, start, end in spans:
-            taken.setdefault((action.kind, action.j), []).append(end - start)
+        taken, by_caller = _taken(spans), _taken(timeline.caller)
         busy = [0.0] * schedule.n
         for (_, j), each in taken.items():
             busy[j] += sum(each)
-        of_worker = [0.0] * (max(schedule.placement) + 1)
+        of_worker = [0.0] * schedule.workers
         for j, worker in enumerate(schedule.placement):
             of_worker[worker] += busy[j]
         length = _length(schedule, spans)
@@ -61,7 +62,8 @@ class Observation:
             1 - fmean(of_worker) / length,
             tuple(busy),
             tuple(length - of_worker[worker] for worker in schedule.placement),
-            {key: fmean(each) for key, each in taken.items()},
+            {key: fmean(each) for key, each in (taken | by_caller).items()},
+            sum(map(sum, by_caller.values())) if schedule.caller else None,
         )
 
     @property
@@ -73,6 +75,14 @@ class Observation:
 def typical(observations: Sequence[Observation]) -> list[float]:
     """The median of the time in which each stage was at work, over several mini-batches."""
     return [median(times) for times in zip(*(each.busy for each in observations), strict=True)]
+
+
+def _taken(spans: Iterable[Span]) -> dict[tuple[Kind, int], list[float]]:
+    """How long each action took, by its kind and stage."""
+    taken: dict[tuple[Kind, int], list[float]] = {}
+    for _, action, start, end in spans:
+        taken.setdefault((action.kind, action.j), []).append(end - start)
+    return taken
 
 
 def _length(schedule: Schedule, spans: Sequence[Span]) -> float:

@@ -29,6 +29,7 @@ from lightning_gpipe.core.plan import Layout, Schedule
 from lightning_gpipe.core.run.asides import Unfinished
 from lightning_gpipe.core.run.caller import Caller
 from lightning_gpipe.core.run.callers_row import CallersRow, first_call
+from lightning_gpipe.core.run.clocks import clock_of
 from lightning_gpipe.core.run.code import Call, Code
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import sum_gradients
@@ -101,7 +102,14 @@ class Stepped:
         self._streams = Streams.capture(layout.devices_here)
         self._passes = Passes()
         self._workers: list[Worker] = []
-        self.timeline = Timeline(schedule, [])
+        self.timeline = Timeline(
+            schedule,
+            [clock_of(self._streams.on(layout.devices[w])) for w in layout.workers_here],
+            layout.workers_here,
+            layout,
+            inline=self._inline,
+            caller=clock_of(self._streams.on(layout.outside)),
+        )
 
     def run(self) -> Tensor | None:
         """Run it.
@@ -186,7 +194,7 @@ class Stepped:
             code.draw_by(shared.private(_CODE, grad=True).drawing)
         try:
             with self._surroundings.entered():
-                first = first_call(code)
+                first = first_call(code, self.timeline)
                 if first is None:
                     self._run_without_pipeline()
                 else:
@@ -215,12 +223,12 @@ class Stepped:
             for worker in self._workers
         ]
         caller = Caller(self._layout.n, first.program, twins=self._twins)
-        row = CallersRow(self._schedule, self._code, caller, exchange, self._context, first)
+        row = CallersRow(self.timeline, self._code, caller, exchange, self._context, first)
         transport.run(exchange, tasks, row)
         exchange.settle()
 
     def _begin(self, first: Call, shared: SharedGenerators | None) -> None:
-        """Make the passes, the workers and the timeline."""
+        """Make the passes and the workers."""
         layout, program = self._layout, first.program
         works = [work_of(stage, program) for stage in self._stages]
         signature = bytes(self._flags), first.inputs.spec
@@ -249,9 +257,6 @@ class Stepped:
             )
             for w in layout.workers_here
         ]
-        clocks = [worker.clock for worker in self._workers]
-        of = self._schedule, clocks, layout.workers_here, layout
-        self.timeline = Timeline(*of, inline=self._inline)
 
     def _randomness(self, shared: SharedGenerators | None, stage: Stage) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared

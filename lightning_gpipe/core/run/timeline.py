@@ -1,20 +1,26 @@
 """What ran when: the record of each action of a mini-batch.
 
 A schedule predicts a bubble; only a record of the real run shows what it was. Workers record
-timestamps, from their threads, which are converted to seconds when the timeline is read.
+timestamps, from their threads, which are converted to seconds when the timeline is read. So does
+the caller, where its code is a row of the schedule; it is no worker that could be idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_gpipe.core.plan import Action, Layout, Schedule
 from lightning_gpipe.core.run.clocks import Clock, Timestamp
 
+_T = TypeVar("_T")
+
 
 class Span(NamedTuple):
-    """One action as it ran; times in seconds of ``time.perf_counter``."""
+    """One action as it ran; times in seconds of ``time.perf_counter``.
+
+    The number of workers stands for the caller in the place of a worker.
+    """
 
     worker: int
     action: Action
@@ -26,7 +32,7 @@ class Timeline:
     """The record of one mini-batch.
 
     A worker adds an action to :attr:`records` when it has run, from its thread: its own index, the
-    action, and when that began and ended.
+    action, and when that began and ended. So does the caller, on its own.
 
     Args:
         schedule: What is to run.
@@ -34,6 +40,7 @@ class Timeline:
         workers: The indices of these workers; None for all that the schedule has.
         layout: What runs where.
         inline: Whether one thread runs all workers.
+        caller: The clock of the caller, if it has a row of the schedule.
 
     Attributes:
         schedule, layout, inline: As given.
@@ -48,21 +55,43 @@ class Timeline:
         layout: Layout | None = None,
         *,
         inline: bool = False,
+        caller: Clock | None = None,
     ) -> None:
         self.schedule = schedule
         self.inline = inline
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
         self._clocks = dict(zip(indices, clocks, strict=True))
+        self._callers = {} if caller is None else {schedule.workers: caller}
         self.records: list[tuple[int, Action, Timestamp, Timestamp]] = []
+
+    def run_by_caller(self, action: Action, run: Callable[..., _T], *args: Any) -> _T:
+        """Run an action of the caller, which is then in the records."""
+        [(caller, clock)] = self._callers.items()
+        start = clock.now()
+        result = run(*args)
+        self.records.append((caller, action, start, clock.now()))
+        return result
 
     @property
     def spans(self) -> list[Span]:
-        """All actions so far, sorted by start; on CUDA, waits for the devices."""
-        records = list(self.records)
-        clocks = {clock.device: clock for clock in self._clocks.values()}
+        """All actions of workers so far, sorted by start; on CUDA, waits for the devices."""
+        return self._read(self._clocks)
+
+    @property
+    def caller(self) -> list[Span]:
+        """Those of the caller, if it has a row of the schedule; on CUDA, waits for its device.
+
+        What it waits for in an action is no part of that.
+        """
+        return self._read(self._callers)
+
+    def _read(self, clock_of: Mapping[int, Clock]) -> list[Span]:
+        """What was recorded of some workers, or of the caller, sorted by start."""
+        records = [each for each in self.records if each[0] in clock_of]
+        clocks = {clock.device: clock for clock in clock_of.values()}
         readings = {device: clock.reading() for device, clock in clocks.items()}
-        seconds = {w: readings[clock.device] for w, clock in self._clocks.items()}
+        seconds = {w: readings[clock.device] for w, clock in clock_of.items()}
         spans = [Span(w, action, seconds[w](a), seconds[w](b)) for w, action, a, b in records]
         return sorted(spans, key=lambda span: span.start)
 

@@ -1,5 +1,7 @@
 """A timeline as a picture: a row for each worker, a box for each action, gaps where it waits.
 
+Where the caller's code is a row of the schedule, it is the last row of the picture.
+
 What ran and what a simulation predicts are drawn alike, so they can be laid side by side. Only this
 needs matplotlib, which is an extra.
 """
@@ -9,13 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import groupby, product
 from math import ceil
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_gpipe.core.plan import Kind
+from lightning_gpipe.core.plan import CALLER, Kind
 from lightning_gpipe.core.run import Span
 
 if TYPE_CHECKING:
@@ -71,7 +74,8 @@ def timeline_picture(
 
     Args:
         spans: The actions, with times in seconds from any beginning.
-        workers: What each worker is called; may have several lines.
+        workers: What each worker is called, and after them the caller if it has actions; may have
+            several lines.
         title: Above the picture.
         note: Below the title, in smaller letters.
 
@@ -109,7 +113,7 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     Args:
         axes: matplotlib's.
         spans: The actions, with times in seconds.
-        workers: What each worker is called.
+        workers: What each worker is called, and after them the caller if it has actions.
     """
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=0.0) - begin or 1e-3
@@ -117,11 +121,16 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     assert figure is not None
     points = 72 * 0.85 * figure.get_figwidth() / length
     lanes = _lanes(spans)
+    kinds = {span.action.kind for span in spans}
     for kind, color in _COLORS.items():
-        chosen = [span for span in spans if span.action.kind is kind]
+        if kind in kinds:
+            axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
+    # What the caller does takes another time than what stages do, also of the same kind.
+    for (kind, color), by_caller in product(_COLORS.items(), (False, True)):
+        actions = (span for span in spans if span.action.kind is kind)
+        chosen = [span for span in actions if span.action.by_caller == by_caller]
         if not chosen:
             continue
-        axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
         if len(spans) > _BOXES:
             _draw_pixels(axes, chosen, color, begin, length, len(workers))
             continue
@@ -139,14 +148,20 @@ class _Lane(NamedTuple):
 
 
 def _lanes(spans: Sequence[Span]) -> dict[tuple[int, int], _Lane]:
-    """The lane of each worker's stages."""
+    """The lane of each worker's stages, and that of the caller, by :func:`_place`."""
     found = {}
-    for worker in {span.worker for span in spans}:
-        stages = sorted({span.action.j for span in spans if span.worker == worker})
+    places = sorted(set(map(_place, spans)))
+    for worker, own in groupby(places, lambda place: place[0]):
+        stages = list(own)
         height = 0.8 / len(stages)
-        for k, j in enumerate(stages):
-            found[worker, j] = _Lane(worker - 0.4 + k * height, height)
+        for k, place in enumerate(stages):
+            found[place] = _Lane(worker - 0.4 + k * height, height)
     return found
+
+
+def _place(span: Span) -> tuple[int, int]:
+    """The worker and the stage of an action; of all that the caller does the same."""
+    return span.worker, CALLER if span.action.by_caller else span.action.j
 
 
 def _draw_boxes(
@@ -162,7 +177,7 @@ def _draw_boxes(
     boxes = defaultdict(list)
     for each in spans:
         box = (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
-        boxes[lanes[each.worker, each.action.j]].append(box)
+        boxes[lanes[_place(each)]].append(box)
     for lane, chosen in boxes.items():
         axes.broken_barh(
             chosen, lane, facecolor=color, edgecolor="white", linewidth=0.15 if narrow else 0.6
@@ -183,7 +198,7 @@ def _draw_labels(
         if (span.end - span.start) * points > _POINTS * len(str(span.action.i))
     ]
     for span in fitting if len(fitting) >= _MOST_FIT * len(spans) else ():
-        lane = lanes[span.worker, span.action.j]
+        lane = lanes[_place(span)]
         axes.text(
             1e3 * ((span.start + span.end) / 2 - begin),
             lane.top + lane.height / 2,

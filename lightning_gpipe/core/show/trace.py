@@ -1,9 +1,10 @@
 """A timeline in the JSON trace event format, which Perfetto and Chrome open.
 
-Each worker is a thread of the trace, and so is the caller. An action is a complete event ("X") with
-its micro-batch, stage and layers as arguments. What one stage hands to another is a flow ("s"
-to "f"): an arrow from the end of the one action to the begin of the other. That a copy between
-devices took some of the time between them is not recorded.
+Each worker is a thread of the trace, and so is the caller. Where the caller's code is a row of the
+schedule, that row is one more. An action is a complete event ("X") with its micro-batch, stage and
+layers as arguments. What one stage hands to another, or to the caller, is a flow ("s" to "f"): an
+arrow from the end of the one action to the begin of the other. That a copy between devices took
+some of the time between them is not recorded.
 
 Times are whole microseconds: readers drop an event that overlaps another of its thread in part,
 and fractions, which they round in different ways, would make neighbours overlap. What one worker,
@@ -18,7 +19,7 @@ from itertools import count
 from math import floor
 from typing import Any, NamedTuple
 
-from lightning_gpipe.core.plan import Action, Kind, Layout
+from lightning_gpipe.core.plan import Action, Kind, Layout, predecessors
 from lightning_gpipe.core.run import Span
 
 _PID = 1
@@ -39,7 +40,8 @@ def trace_of(
     """What ran when, as a value for ``json.dump``.
 
     Args:
-        runs: Of each mini-batch the layout, and its actions; times in seconds of one clock.
+        runs: Of each mini-batch the layout, and its actions, the caller's too; times in seconds of
+            one clock.
         caller: What the caller's thread did.
         name: What the whole is called.
     """
@@ -61,6 +63,8 @@ def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str
     names = {_CALLER: "caller"}
     for layout, _ in runs:
         names |= {w + 1: _worker(layout, w) for w in range(len(layout.devices))}
+    for layout, spans in runs:
+        names |= {each.worker + 1: _row(layout) for each in spans if each.action.by_caller}
     for thread, name in sorted(names.items()):
         yield _called("thread_name", thread, name)
         yield _meta("thread_sort_index", thread, {"sort_index": thread})
@@ -70,6 +74,10 @@ def _worker(layout: Layout, w: int) -> str:
     stages = layout.stages_of(w)
     numbers = ", ".join(map(str, stages))
     return f"worker {w} ({layout.devices[w]}), stage{'s' if len(stages) > 1 else ''} {numbers}"
+
+
+def _row(layout: Layout) -> str:
+    return f"caller, by micro-batch ({layout.outside})"
 
 
 def _called(what: str, thread: int, name: str) -> dict[str, Any]:
@@ -97,7 +105,9 @@ def _complete(
 
 def _action(layout: Layout, span: Span, begin: float) -> dict[str, Any]:
     worker, (kind, i, j), start, end = span
-    args = {"micro-batch": i, "stage": j, "runs": str(layout.partitions[j])}
+    args: dict[str, Any] = {"micro-batch": i}
+    if not span.action.by_caller:
+        args |= {"stage": j, "runs": str(layout.partitions[j])}
     name = f"{kind.verb} {i}"
     return _complete(worker + 1, name, kind.verb, start - begin, end - begin, args)
 
@@ -107,28 +117,30 @@ def _flows(
 ) -> Iterator[dict[str, Any]]:
     """The arrows from each action to those on other workers that use its result."""
     found = {span.action: span for span in spans}
-    for span in spans:
-        for user, what in _users(layout, span.action):
-            target = found.get(user)
-            if target is None or target.worker == span.worker:
+    for target in spans:
+        for action, what in _sources(layout, target.action):
+            source = found.get(action)
+            if source is None or source.worker == target.worker:
                 continue
+            start, end = (_micro(each - begin) for each in source[2:])
+            enters, ends = (_micro(each - begin) for each in target[2:])
+            if start == end or enters == ends:
+                continue  # an arrow begins and ends within a box that has a width
             flow = {"name": what, "cat": "hand-over", "pid": _PID, "id": next(numbers)}
-            start, end = _micro(span.start - begin), _micro(span.end - begin)
-            # An arrow leaves the action within which it begins.
-            yield {"ph": "s", "tid": span.worker + 1, "ts": max(start, end - 1), **flow}
-            entered = {"tid": target.worker + 1, "ts": _micro(target.start - begin), "bp": "e"}
-            yield {"ph": "f", **entered, **flow}
+            yield {"ph": "s", "tid": source.worker + 1, "ts": end - 1, **flow}
+            yield {"ph": "f", "tid": target.worker + 1, "ts": enters, "bp": "e", **flow}
 
 
-def _users(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
-    """The actions that use the result of one, and what it is."""
+def _sources(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
+    """The actions whose results one uses, and what these are."""
+    for each in predecessors(action):
+        yield each, "activations" if each.kind.direction > 0 else "gradients"
     kind, i, j = action
-    if not kind.direction:
+    if action.by_caller or not kind.direction:
         return
-    what = "activations" if kind is Kind.FORWARD else "gradients"
-    yield Action(kind, i, j + kind.direction), what
-    for route in layout.leaving(j) if kind is Kind.FORWARD else layout.arriving(j):
-        other = route.target if kind is Kind.FORWARD else route.source
+    what, forward = "activations" if kind.direction > 0 else "gradients", kind is Kind.FORWARD
+    for route in layout.arriving(j) if forward else layout.leaving(j):
+        other = route.source if forward else route.target
         yield Action(kind, i, other), f"{what} of {route.name}"
 
 

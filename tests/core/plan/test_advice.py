@@ -1,10 +1,19 @@
 """What other settings would bring, by measured times."""
 
+from typing import get_args
+
 import pytest
 
-from lightning_gpipe.core.plan import Kind, Shift, changes, fill_drain
+from lightning_gpipe.core.plan import (
+    ByMicroBatch,
+    Kind,
+    Shift,
+    by_micro_batch,
+    changes,
+    fill_drain,
+)
 
-F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+F, R, B, W = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS
 
 
 def test_two_equal_stages() -> None:
@@ -45,3 +54,22 @@ def test_recomputation_that_costs() -> None:
     best = changes(fill_drain(2, (0,), recomputed=2), times, [6])[0]
 
     assert str(best) == ("activation_checkpointing='never' would bring 33%, if the memory suffices")
+
+
+@pytest.mark.parametrize("name", get_args(ByMicroBatch))
+def test_same_schedule_of_other_numbers(name: ByMicroBatch) -> None:
+    """What the caller does counts, too: here a loss takes as long as a stage."""
+    schedule = by_micro_batch(name, 4, (0, 1), recomputed=4)
+    times = {(kind, j): 1.0 for kind in (F, R, B, W) for j in range(2)}
+    times |= {(Kind.PREPARE, -1): 0.0, (Kind.LOSS, 2): 1.0, (B, -1): 0.0}
+
+    found = {each.setting: each.gain for each in changes(schedule, times, [12, 12])}
+
+    def length(m: int, recomputed: int, unit: float) -> float:
+        other = by_micro_batch(name, m, (0, 1), recomputed=recomputed)
+        return other.simulate(lambda a: unit * times[a.kind, a.j]).makespan
+
+    now = length(4, 4, 1.0)
+    assert found["balance='time'"] == 0
+    assert found["chunks=8"] == pytest.approx(1 - length(8, 8, 0.5) / now)
+    assert found["activation_checkpointing='never'"] == pytest.approx(1 - length(4, 0, 1.0) / now)

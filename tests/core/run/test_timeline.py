@@ -1,15 +1,33 @@
-import pytest
+from itertools import pairwise
+from time import sleep
 
-from lightning_gpipe.core.plan import Action, Kind, fill_drain, one_each
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.plan import Action, ByMicroBatch, Kind, fill_drain, one_each
 from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.run.clocks import HostClock
 from lightning_gpipe.core.run.timeline import Timeline
+from tests.support.pipes import Pipe, with_and_without_threads
 
+SECONDS = 0.1
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 def timeline_of(m: int, n: int) -> Timeline:
     return Timeline(fill_drain(m, one_each(n)), [HostClock()] * n)
+
+
+class Slow(nn.Linear):
+    """Takes some time in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sleep(SECONDS)
+        return super().forward(x)
 
 
 def test_nothing_ran_yet() -> None:
@@ -71,3 +89,45 @@ def test_bubble_of_one_phase_is_counted_from_its_first_action_to_its_last() -> N
     timeline.records.append((0, Action(B, 0, 0), 3.0, 4.0))
 
     assert timeline.bubble == pytest.approx(1 / 2)
+
+
+def test_caller_is_no_worker() -> None:
+    schedule = one_forward_one_backward(1, 1)
+    timeline = Timeline(schedule, [HostClock()], caller=HostClock())
+    #   time      0   10  11  21  22  32
+    #   worker 0  .   F0  .   B0  .
+    #   caller    P0  .   L0  .   B0
+    for start, action in enumerate(schedule.interleaved):
+        worker, length = schedule.worker_of(action), 10.0 if action.by_caller else 1.0
+        timeline.records.append((worker, action, 11.0 * start, 11.0 * start + length))
+
+    assert [str(span.action) for span in timeline.spans] == ["F0", "B0"]
+    assert [(str(span.action), span.worker) for span in timeline.caller] == [
+        ("P0", 1),
+        ("L0", 1),
+        ("B0", 1),
+    ]
+    assert timeline.bubble == pytest.approx(1 - 2 / 23)
+
+
+def test_caller_without_a_row() -> None:
+    assert timeline_of(1, 1).caller == []
+
+
+@with_and_without_threads
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_row_of_the_caller(schedule: ByMicroBatch, pipe: Pipe) -> None:
+    """It waits for the first stage, which is slow, and that is no part of its actions."""
+    pipeline = pipe(nn.Sequential(Slow(), nn.Linear(3, 3)), chunks=3, copy=False)
+
+    pipeline.by_micro_batch(lambda x: pipeline(x).mean(), torch.ones(3, 3), schedule=schedule)
+
+    timeline = pipeline.timeline
+    assert timeline is not None
+    found = timeline.caller
+    assert [span.action for span in found] == list(timeline.schedule.caller)
+    assert all(a.end <= b.start for a, b in pairwise(found))
+    ended = {span.action: span.end for span in [*timeline.spans, *found]}
+    for span in [*timeline.spans, *found]:
+        needed = timeline.schedule.needs(span.action)
+        assert all(ended[each] <= span.start for each in needed if each in ended)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_gpipe.core.plan import Action, Kind, fill_drain
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.show import picture, timeline_picture
 
@@ -98,3 +99,35 @@ def test_more_actions_than_boxes_are_an_image(monkeypatch: pytest.MonkeyPatch) -
     assert opaque[0, 0] == 1 and opaque[1, 0] == 0
     assert opaque[0].sum() == pytest.approx(opaque[1].sum(), abs=6)
     assert len(figure.axes[0].images) == 3
+
+
+def test_caller_has_one_lane_in_the_last_row() -> None:
+    schedule = one_forward_one_backward(1, 2)
+    spans = [
+        Span(schedule.worker_of(action), action, float(k), k + 1.0)
+        for k, action in enumerate(schedule.interleaved)
+    ]
+
+    axes = timeline_picture(spans, ["cpu 0", "cpu 1", "caller"]).axes[0]
+
+    # P0, F0, F0, L0, B0, B0, B0
+    places = sorted(text.get_position() for text in axes.texts if text.get_text() == "0")
+    assert [y for _, y in places] == pytest.approx([2, 0, 1, 2, 1, 0, 2])
+    legend = axes.get_legend()
+    assert legend is not None
+    words = {text.get_text() for text in legend.get_texts()}
+    assert words == {"forward", "backward", "prepare", "loss"}
+
+
+def test_labels_of_stages_are_there_though_the_caller_has_no_room_for_any() -> None:
+    schedule = one_forward_one_backward(20, 1)
+    spans, now = [], 0.0
+    for action in schedule.interleaved:
+        end = now + (1e-3 if action.by_caller else 1.0)
+        spans.append(Span(schedule.worker_of(action), action, now, end))
+        now = end
+
+    texts = timeline_picture(spans, ["cpu", "caller"]).axes[0].texts
+
+    found = sorted(text.get_text() for text in texts if text.get_text())
+    assert found == sorted([str(i) for i in range(20)] * 2)

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from lightning_gpipe.core.plan import Layout, Partition, Route, SkipName, fill_drain
+from lightning_gpipe.core.plan import (
+    Action,
+    Kind,
+    Layout,
+    Partition,
+    Route,
+    SkipName,
+    fill_drain,
+)
+from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.show import Slice, trace_of
 from tests.support.traces import box_at, events_of, named
@@ -108,3 +117,39 @@ def test_kinds_are_told_apart() -> None:
     found = {each["cat"] for each in read_back() if each["ph"] == "X"}
 
     assert found == {"forward", "recompute", "backward"}
+
+
+def test_row_of_the_caller() -> None:
+    """Of the one micro-batch: P0, F0 of three stages, L0, B0 of three stages, B0 of the caller."""
+    where = layout()
+    schedule = one_forward_one_backward(1, 3)
+    spans = [
+        Span(schedule.worker_of(a), a, 100 + 1e-3 * k, 100 + 1e-3 * (k + 1))
+        for k, a in enumerate(schedule.interleaved)
+    ]
+
+    events = events_of(json.dumps(trace_of([(where, spans)])))
+
+    assert named(events, "thread_name")[4] == "caller, by micro-batch (cpu)"
+    own = [each for each in events if each["ph"] == "X" and each["tid"] == 4]
+    assert [each["name"] for each in own] == ["prepare 0", "loss 0", "backward 0"]
+    assert {tuple(each["args"].items()) for each in own} == {(("micro-batch", 0),)}
+    arrows = {
+        (begin["tid"], end["tid"], begin["name"])
+        for begin in events
+        for end in events
+        if (begin["ph"], end["ph"]) == ("s", "f") and begin["id"] == end["id"]
+    }
+    forward = {(4, 1, "activations"), (3, 4, "activations")}
+    backward = {(4, 3, "gradients"), (1, 4, "gradients")}
+    inside = {(k, k + 1, "activations") for k in (1, 2)} | {(k + 1, k, "gradients") for k in (1, 2)}
+    assert arrows == forward | backward | inside
+
+
+def test_no_arrow_to_what_takes_no_time() -> None:
+    where = layout()
+    first, second = (Span(j, Action(Kind.FORWARD, 0, j), 100.0 + j, 101.0 + j) for j in range(2))
+
+    events = events_of(json.dumps(trace_of([(where, [first, second._replace(end=101.0)])])))
+
+    assert not [each for each in events if each["ph"] in "sf"]
