@@ -83,6 +83,7 @@ KINDS = {
             Run("processes", 120),
             Run("bubble_audit", 120),
             Run("schedules", 120),
+            Run("saved_bytes", 60),
             Run("stress", 60),
         ],
         seconds=15 * 60 - 10,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.balance import MODELS
 from benchmarks.harness import Report, options
-from benchmarks.harness.keeping import kept_bytes
+from benchmarks.harness.keeping import kept
 from lightning_gpipe import GPipe, Place, plan
 from lightning_gpipe.core.plan import Prediction, plan_for
 from lightning_gpipe.core.run import Observation
@@ -66,10 +66,10 @@ def compare(name: str, report: Report, rounds: int) -> None:
             )
             step(pipeline, each.x)
             taken = [step(pipeline, each.x) for _ in range(rounds)]
-            kept = kept_bytes(pipeline, each.x, partial(step, pipeline, each.x))
+            found = kept(pipeline, [each.x], partial(step, pipeline, each.x))
             pipeline.close()
             pipeline.release()
-            add(report, f"{name}, chunks={chunks}, {mode}", predicted, median(taken), kept)
+            add(report, f"{name}, chunks={chunks}, {mode}", predicted, median(taken), found.stages)
 
 
 def add(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from benchmarks.harness.keeping import kept_bytes
+from benchmarks.harness.keeping import kept
 from lightning_gpipe import plan
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import rows
@@ -48,11 +48,13 @@ def test_what_stages_keep(
         pipeline(x).square().sum().backward()
 
     step()
-    kept = kept_bytes(pipeline, x, step)
+    keeping = kept(pipeline, [x], step)
     pipeline.release()
     found = plan(
         model, x, len(balance), balance=balance, chunks=CHUNKS, activation_checkpointing=mode
     )
     stages = found.prediction.stages
 
-    assert kept == [stage.memory.activations + stage.memory.boundaries for stage in stages]
+    assert keeping.stages == [
+        stage.memory.activations + stage.memory.boundaries for stage in stages
+    ]

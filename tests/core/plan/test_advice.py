@@ -1,7 +1,5 @@
 """What other settings would bring, by measured times."""
 
-from typing import get_args
-
 import pytest
 
 from lightning_gpipe.core.plan import (
@@ -56,7 +54,7 @@ def test_recomputation_that_costs() -> None:
     assert str(best) == ("activation_checkpointing='never' would bring 33%, if the memory suffices")
 
 
-@pytest.mark.parametrize("name", get_args(ByMicroBatch))
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 def test_same_schedule_of_other_numbers(name: ByMicroBatch) -> None:
     """What the caller does counts, too: here a loss takes as long as a stage."""
     schedule = by_micro_batch(name, 4, (0, 1), recomputed=4)
