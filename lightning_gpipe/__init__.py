@@ -23,7 +23,7 @@ from lightning_gpipe.core.plan import (
 )
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.transport import OutOfStep, RankFailed
-from lightning_gpipe.core.verify import Parity, verify
+from lightning_gpipe.core.verify import LossParity, Parity, StepParity, verify, verify_step
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"
@@ -32,6 +32,7 @@ __all__ = [
     "GPipe",
     "GPipeStrategy",
     "LayerProfile",
+    "LossParity",
     "MicroBatching",
     "ModelProfile",
     "OutOfStep",
@@ -44,6 +45,7 @@ __all__ = [
     "Rebalance",
     "Rows",
     "Schedule",
+    "StepParity",
     "Timeline",
     "balance_by_memory",
     "balance_by_parameters",
@@ -54,6 +56,7 @@ __all__ = [
     "plan",
     "profile",
     "verify",
+    "verify_step",
     "whole",
 ]
 

@@ -50,7 +50,7 @@ from lightning_gpipe.core.plan import (
     check_even,
     check_outside,
 )
-from lightning_gpipe.core.verify import EachVerifiedOnce, Parity, VerifiedOnce
+from lightning_gpipe.core.verify import EachVerifiedOnce, Verdict, VerifiedOnce
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
 
@@ -186,7 +186,7 @@ class Piped:
         else:
             self.pipeline = GPipe(root, sizes, module=self.found, **options)
         if verify:
-            self._verified = EachVerifiedOnce(self.found, _report)
+            self._verified = EachVerifiedOnce(self.found, report)
 
     def _replace(
         self, taken: Layers, balance: Sequence[int], *, verify: bool, **options: Any
@@ -200,7 +200,7 @@ class Piped:
         check_outside(self._root, module, layout, layout.outside)
         run: Callable[[Any], Any] = self.pipeline.forward
         if verify:
-            run = VerifiedOnce(self.pipeline, module, on_result=_report)
+            run = VerifiedOnce(self.pipeline, module, on_result=report)
         self._installed = install(module, run, taken.name)
 
     def rebalance(self, balance: Any) -> None:
@@ -297,14 +297,11 @@ def must_stay(root: nn.Module) -> bool:
     return pipelined or on_meta(root) or bool(metrics_on_meta(root))
 
 
-def _report(parity: Parity) -> None:
+def report(verdict: Verdict) -> None:
     """Report the result of a verification to the user.
 
     Raises:
         RuntimeError: If there is a difference without a known reason.
     """
-    parity.check()
-    if parity.difference is None and not parity.asides:
-        rank_zero_info(str(parity))
-    else:
-        rank_zero_warn(str(parity))
+    verdict.check()
+    (rank_zero_info if verdict.clean else rank_zero_warn)(str(verdict))

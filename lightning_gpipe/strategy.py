@@ -48,7 +48,7 @@ from lightning_gpipe.finetuning import Finetuning
 from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.optimizer_state import state_follows
-from lightning_gpipe.piped import Piped, must_stay, taken_of
+from lightning_gpipe.piped import Piped, must_stay, report, taken_of
 from lightning_gpipe.processes import (
     Mode,
     OverProcesses,
@@ -136,7 +136,8 @@ class GPipeStrategy(OverProcesses):
             has no effect on training. If output, gradients or buffers differ, a RuntimeError names
             the layer; a difference with a known reason, such as a batch norm, is a warning. The
             plain run needs the memory of a whole batch without recomputation, spread over the
-            devices.
+            devices. With a loss for each micro-batch, the loss and the gradients of the whole batch
+            are compared as well, and the error says what training_step is to return.
         processes: Which processes run the pipeline: ``"single"`` one, which drives all devices
             with threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine,
             which drives its devices. With several, each runs the same code on the same batches,
@@ -205,7 +206,7 @@ class GPipeStrategy(OverProcesses):
         for each in balance_of_each(module, balance):
             check_any_balance(each)
         auto = chunks, activation_checkpointing
-        check_schedule(schedule, processes, replicas, *auto, verify=verify)
+        check_schedule(schedule, processes, replicas, *auto)
         activation_checkpointing = checkpointing_for(activation_checkpointing, schedule)
         check_auto(1 if chunks is None else chunks, activation_checkpointing)
         check_microbatching(microbatching)
@@ -423,7 +424,7 @@ class GPipeStrategy(OverProcesses):
             self._workers,
             chunks=self._chunks,
             around=self._around,
-            verify=self._verify,
+            verify=self._verify and self._schedule == "fill_drain",  # else steps do so
             kept=self._kept,
             measured=self._measured,
             sample=partial(entries_in, module, trainer),
@@ -446,7 +447,8 @@ class GPipeStrategy(OverProcesses):
         runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
         self._watch = Watches(module, runs)
         if self._schedule != "fill_drain":
-            self._steps = Steps(self._schedule, module, piped.pipeline)
+            told = report if self._verify else None
+            self._steps = Steps(self._schedule, module, piped.pipeline, told)
         self._logs.guard(module)
 
     # The pipeline ran, or the user is told.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import lightning as L
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_gpipe.core.pipeline import GPipe, Stepping
 from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.run import greenlets
+from lightning_gpipe.core.verify import Verdict, verify_step
 from lightning_gpipe.steps.logs import CollectedLogs
 from lightning_gpipe.steps.results import result_of
 
@@ -20,13 +22,7 @@ _WHOLE = "fill_drain"  # whose loss is that of the batch
 
 
 def check_schedule(
-    schedule: str,
-    processes: str,
-    replicas: int,
-    chunks: object,
-    checkpointing: object,
-    *,
-    verify: bool,
+    schedule: str, processes: str, replicas: int, chunks: object, checkpointing: object
 ) -> None:
     """Refuse a schedule that there is not, or that other arguments do not allow.
 
@@ -48,11 +44,9 @@ def check_schedule(
         found.append("chunks='auto', which plans fill-drain")
     if checkpointing == "auto":
         found.append("activation_checkpointing='auto', which plans fill-drain")
-    if verify:
-        found.append("verify=True, which compares whole batches")
     if found:
         raise ValueError(
-            f"schedule={schedule!r} runs in one process, and is neither planned nor verified: got "
+            f"schedule={schedule!r} runs in one process, and is not planned: got "
             f"{' and '.join(found)}. Leave that out, or write schedule='fill_drain'."
         )
     greenlets()
@@ -77,13 +71,21 @@ class Steps:
         schedule: The schedule's name, other than ``"fill_drain"``.
         module: The LightningModule.
         pipeline: The pipeline in it.
+        report: Called with what was found by verifying the first batch; None not to verify it.
 
     Raises:
         ValueError: If the schedule does not fit the pipeline.
     """
 
-    def __init__(self, schedule: ByMicroBatch, module: L.LightningModule, pipeline: GPipe) -> None:
+    def __init__(
+        self,
+        schedule: ByMicroBatch,
+        module: L.LightningModule,
+        pipeline: GPipe,
+        report: Callable[[Verdict], None] | None = None,
+    ) -> None:
         self._schedule = schedule
+        self._report = report
         self._module = module
         self._pipeline = pipeline
         self._stepping = Stepping(pipeline.only, schedule)
@@ -107,16 +109,35 @@ class Steps:
                 "automatic_optimization=False, with which training_step itself calls backward. "
                 "Write schedule='fill_drain'."
             )
+
+        def step(piece: Any) -> Any:
+            return module.training_step(piece, *args, **kwargs)
+
+        scale = self._scale(precision)
+        self._verify(step, batch, precision, scale)
         logs = CollectedLogs(module, lambda: stepping.current)
         with precision.train_step_context(), logs:
-            outcome = stepping.run(
-                lambda piece: module.training_step(piece, *args, **kwargs),
-                batch,
-                around=module.modules(),
-                scale=self._scale(precision),
-            )
+            outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
         logs.write(outcome.rows or [1] * len(outcome.results))
         return result_of(outcome)
+
+    def _verify(
+        self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
+    ) -> None:
+        """Verify the first batch that is not skipped, if that is wanted; nothing is logged."""
+        report, self._report = self._report, None
+        if report is None:
+            return
+        module = self._module
+        with precision.train_step_context(), CollectedLogs(module, lambda: 0):
+            found = verify_step(
+                self._pipeline, step, batch, schedule=self._schedule, around=module, scale=scale
+            )
+        if found is None:
+            self._report = report
+            return
+        for verdict in found.verdicts:
+            report(verdict)
 
     def _scale(self, precision: Precision) -> Tensor:
         """The gradient that the loop's backward of the loss will start from."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe
+from lightning_gpipe import GPipe, verify_step
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch, gradients, layers
 
@@ -66,4 +66,22 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     assert timeline is not None
     assert {span.action for span in timeline.caller} == set(timeline.schedule.caller)
     assert all(span.end >= span.start for span in timeline.caller)
+    pipeline.close()
+
+
+@pytest.mark.parametrize("devices", [DEVICES[1], DEVICES[-1]])
+def test_verified_step(devices: list[str]) -> None:
+    module = layers()
+    balance = [len(module) - 1, 1] if len(devices) == 2 else [2, 1, 2, 1]
+    pipeline = GPipe(module, balance, devices=devices, chunks=4)
+    x = batch().to(devices[-1])
+
+    good = verify_step(pipeline, lambda x: pipeline(x).square().mean(), x)
+    bad = verify_step(pipeline, lambda x: pipeline(x).square().sum(), x)
+
+    assert good is not None and bad is not None
+    good.check()
+    with pytest.raises(RuntimeError, match="It is the sum of theirs"):
+        bad.check()
+    assert all(parameter.grad is None for parameter in module.parameters())
     pipeline.close()

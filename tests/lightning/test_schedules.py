@@ -249,7 +249,6 @@ def test_manual_optimization(tmp_path: Path) -> None:
         ({"schedule": "2f2b"}, "schedule must be one of"),
         ({"schedule": "1f1b", "processes": "per_stage"}, "runs in one process"),
         ({"schedule": "1f1b", "replicas": 2}, "replicas=2"),
-        ({"schedule": "1f1b", "verify": True}, "verify=True"),
         ({"schedule": "1f1b", "chunks": "auto"}, "chunks='auto'"),
         (
             {"schedule": "1f1b", "activation_checkpointing": "auto"},

@@ -29,6 +29,7 @@ def test_public_names() -> None:
         "GPipe",
         "GPipeStrategy",
         "LayerProfile",
+        "LossParity",
         "MicroBatching",
         "ModelProfile",
         "OutOfStep",
@@ -41,6 +42,7 @@ def test_public_names() -> None:
         "Rebalance",
         "Rows",
         "Schedule",
+        "StepParity",
         "Timeline",
         "balance_by_memory",
         "balance_by_parameters",
@@ -51,6 +53,7 @@ def test_public_names() -> None:
         "plan",
         "profile",
         "verify",
+        "verify_step",
         "whole",
     ]
     assert all(hasattr(lightning_gpipe, name) for name in lightning_gpipe.__all__)

@@ -259,6 +259,19 @@ def test_hooks_and_accumulation(pipe: Pipe) -> None:
     assert_same(gradients(pipeline), gradients(plain))
 
 
+def test_step_that_edits_its_batch(pipe: Pipe) -> None:
+    """Once that of one micro-batch counted as one of what another had saved."""
+    plain, x = perceptron(), rows(7).detach()
+    expected = x.clone()
+    pipeline = pipe(plain, mode="never")
+    loss = pipeline.by_micro_batch(lambda x: pipeline(x.mul_(0.5)).square().mean(), x).loss
+    assert loss is not None
+    loss.backward()
+    plain(expected.mul_(0.5)).square().mean().backward()
+
+    assert_same([gradients(pipeline), x], [gradients(plain), expected])
+
+
 def test_lists_that_cannot_be_cut(pipe: Pipe) -> None:
     pipeline = pipe(perceptron())
     batch = {"x": rows(4), "targets": [torch.tensor(k) for k in range(4)]}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Division, tree_flatten
+from lightning_gpipe.core.data import Division, copy_marks, map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.plan import (
     ByMicroBatch,
@@ -89,6 +89,7 @@ class Stepping:
             _refuse_uncut(batch, pipeline.microbatching.division([batch]))
         division = pipeline.microbatching.division(pieces)
         rows = None if division is None else division.sizes
+        pieces = [map_tensors(_apart, piece) for piece in pieces]
         m = len(pieces)
         inside = {module for stage in pipeline.stages for module in stage.modules}
         loss, results = pipeline.engine.run_code(
@@ -113,6 +114,13 @@ class Stepping:
         if code is None or code.running is None:
             raise RuntimeError("a step must run for a micro-batch: none does.")
         return code.running
+
+
+def _apart(piece: Tensor) -> Tensor:
+    """The same elements, whose edits in place autograd does not take for edits of other pieces."""
+    if piece.requires_grad or piece.layout is not torch.strided:
+        return piece
+    return copy_marks(piece, piece.data)
 
 
 def _refuse_uncut(tree: Any, division: Division | None) -> None:

@@ -9,7 +9,7 @@ from lightning_gpipe.core.run.asides import explain_second_backward
 from lightning_gpipe.core.run.code import Code
 from lightning_gpipe.core.run.coroutine import greenlets
 from lightning_gpipe.core.run.engine import Engine
-from lightning_gpipe.core.run.losses import LOSS_WEIGHT, Losses
+from lightning_gpipe.core.run.losses import LOSS_WEIGHT, Losses, loss_and_weight
 from lightning_gpipe.core.run.observation import Observation, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
@@ -33,6 +33,7 @@ __all__ = [
     "explain_second_backward",
     "greenlets",
     "in_layers",
+    "loss_and_weight",
     "pass_alone",
     "typical",
 ]

@@ -58,7 +58,7 @@ class Losses:
                 if a loss has several elements.
             ValueError: If a weight is negative, or missing.
         """
-        loss, given = _read(result)
+        loss, given = loss_and_weight(result)
         if loss is None:
             self._skipped.append(i)
         if self._skipped and (self._losses or loss is not None):
@@ -120,8 +120,15 @@ class Losses:
         return float(self._rows[i])
 
 
-def _read(result: Any) -> tuple[Tensor | None, Any]:
-    """The loss and the weight of what the caller's code returned."""
+def loss_and_weight(result: Any) -> tuple[Tensor | None, Any]:
+    """The loss and the weight of what the caller's code returned for a micro-batch.
+
+    Either is None if there is none; other weights than None are not checked.
+
+    Raises:
+        TypeError: If the result has no loss, and is not None.
+        RuntimeError: If the loss has several elements.
+    """
     if result is None:
         return None, None
     loss = result.get("loss") if isinstance(result, Mapping) else result

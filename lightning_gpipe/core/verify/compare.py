@@ -26,6 +26,7 @@ _TOLERANCES = {
 _ON_CUDA = 1e-2  # in float32: convolutions round to TF32 there, matrix products may
 _LOW_PRECISION = 5e-2
 _SMALL = 0.1
+_FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
 
 class Deviation(NamedTuple):
@@ -71,6 +72,29 @@ def deviations(plain: Values, pipelined: Values) -> list[Deviation]:
     return [
         Deviation(name, gap, _relative(gap, size, largest), mismatch)
         for name, gap, size, mismatch in measured
+    ]
+
+
+def beyond(
+    plain: Values, other: Values, tolerance: float, perturbed: Values | None = None
+) -> list[Deviation]:
+    """The deviations that are more than rounding, in order.
+
+    Args:
+        plain: The values of a kind in the plain run.
+        other: Those of the run that is compared with it.
+        tolerance: The largest relative deviation that counts as rounding.
+        perturbed: Those of a plain run with rounding errors added; a deviation that is not much
+            larger than their effect counts as rounding too.
+    """
+    moved = [] if perturbed is None else deviations(plain, perturbed)
+    finite = [each.relative for each in moved if math.isfinite(each.relative)]
+    allowed = max(tolerance, _FAR * max(finite, default=0.0))
+    unstable = {each.name for each in moved if not math.isfinite(each.relative)}  # as integers
+    return [
+        each
+        for each in deviations(plain, other)
+        if each.relative > allowed and each.name not in unstable
     ]
 
 

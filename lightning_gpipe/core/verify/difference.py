@@ -13,13 +13,12 @@ its gradients of parameters can be compared::
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes
+from lightning_gpipe.core.verify.compare import Deviation, beyond, same_shapes
 from lightning_gpipe.core.verify.programmed import Programmed
 from lightning_gpipe.core.verify.runs import Run, Subject
 from lightning_gpipe.core.verify.values import (
@@ -30,8 +29,6 @@ from lightning_gpipe.core.verify.values import (
     OUTPUT,
     Values,
 )
-
-_FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
 WORDS = {
     OUTPUT: "the output{}",
@@ -121,9 +118,9 @@ class _Search:
             if not one or not other or not same_shapes(one, other):
                 continue
             perturbed = None if self._perturbed is None else self._perturbed.layers[k]
-            if beyond := self._beyond(one, other, perturbed):
+            if differing := self._beyond(one, other, perturbed):
                 suspects = range(agreeing + 1, k + 1)
-                return agreeing, self._found(OUTPUT, beyond[0], k, suspects)
+                return agreeing, self._found(OUTPUT, differing[0], k, suspects)
             agreeing = k
         return agreeing, None
 
@@ -133,42 +130,42 @@ class _Search:
         agreeing, found = self.layers()
         if found is not None:
             return found
-        beyond = self._beyond_of(OUTPUT)
-        if not beyond:
+        differing = self._beyond_of(OUTPUT)
+        if not differing:
             return None
         last = len(self._layers) - 1
         # If the last layer agrees, the difference is in tensors that were not compared.
         suspects = range(agreeing + 1 if agreeing < last else 0, last + 1)
-        return self._found(OUTPUT, beyond[0], last if len(suspects) == 1 else None, suspects)
+        return self._found(OUTPUT, differing[0], last if len(suspects) == 1 else None, suspects)
 
     def gradients(self) -> Difference | None:
-        beyond = self._beyond_of(GRADIENTS)
-        if not beyond:
+        differing = self._beyond_of(GRADIENTS)
+        if not differing:
             return None
-        k = self._owner(beyond[-1].name)  # the last layer comes first in backward
-        return self._found(GRADIENTS, beyond[-1], k, range(k, self._next_with_gradient(k) + 1))
+        k = self._owner(differing[-1].name)  # the last layer comes first in backward
+        return self._found(GRADIENTS, differing[-1], k, range(k, self._next_with_gradient(k) + 1))
 
     def buffers(self) -> Difference | None:
-        beyond = self._beyond_of(BUFFERS)
-        if not beyond:
+        differing = self._beyond_of(BUFFERS)
+        if not differing:
             return None
-        k = self._owner(beyond[0].name)
-        return self._found(BUFFERS, beyond[0], k, range(k, k + 1))
+        k = self._owner(differing[0].name)
+        return self._found(BUFFERS, differing[0], k, range(k, k + 1))
 
     def input_gradients(self) -> Difference | None:
-        beyond = self._beyond_of(INPUT_GRADIENTS)
-        if not beyond:
+        differing = self._beyond_of(INPUT_GRADIENTS)
+        if not differing:
             return None
         suspects = range(self._next_with_gradient(-1) + 1)
-        return self._found(INPUT_GRADIENTS, beyond[0], None, suspects)
+        return self._found(INPUT_GRADIENTS, differing[0], None, suspects)
 
     def loss_terms(self) -> Difference | None:
-        beyond = self._beyond_of(LOSS_TERMS)
-        if not beyond:
+        differing = self._beyond_of(LOSS_TERMS)
+        if not differing:
             return None
-        owners = self._plain.term_layers.get(beyond[0].name, range(len(self._layers)))
+        owners = self._plain.term_layers.get(differing[0].name, range(len(self._layers)))
         k = owners[0] if len(owners) == 1 else None
-        found = self._found(LOSS_TERMS, beyond[0], k, range(min(owners), max(owners) + 1))
+        found = self._found(LOSS_TERMS, differing[0], k, range(min(owners), max(owners) + 1))
         return replace(found, reason=found.reason or _NO_MEAN)
 
     def _beyond_of(self, kind: str) -> list[Deviation]:
@@ -178,16 +175,7 @@ class _Search:
     def _beyond(
         self, plain: Values, pipelined: Values, perturbed: Values | None
     ) -> list[Deviation]:
-        """The deviations that are more than rounding, in order."""
-        moved = [] if perturbed is None else deviations(plain, perturbed)
-        finite = [each.relative for each in moved if math.isfinite(each.relative)]
-        allowed = max(self._tolerance, _FAR * max(finite, default=0.0))
-        unstable = {each.name for each in moved if not math.isfinite(each.relative)}  # as integers
-        return [
-            each
-            for each in deviations(plain, pipelined)
-            if each.relative > allowed and each.name not in unstable
-        ]
+        return beyond(plain, pipelined, self._tolerance, perturbed)
 
     def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
         value = WORDS[kind].format(deviation.name)
@@ -202,7 +190,7 @@ class _Search:
         reasons = []
         kind_of = "stage" if isinstance(self._pipeline, Programmed) else "layer"
         for k, layer in enumerate(self._layers[:end]):
-            if norm := next(filter(_sees_the_batch, layer.modules()), None):
+            if norm := next(filter(sees_the_batch, layer.modules()), None):
                 kind = type(norm).__name__
                 reasons.append(f"{kind_of} {k} has a {kind}, which normalises by micro-batch")
             if k in self._plain.drew:
@@ -233,5 +221,6 @@ def layer_name(pipeline: Subject, k: int) -> str:
     return f"layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
 
 
-def _sees_the_batch(module: nn.Module) -> bool:
+def sees_the_batch(module: nn.Module) -> bool:
+    """Whether it normalises by the rows that it is given, as a batch norm in training does."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes, tolerance_of
+from lightning_gpipe.core.verify.compare import Deviation, beyond, same_shapes, tolerance_of
 from lightning_gpipe.core.verify.difference import WORDS, Difference
 from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT, Values
 from lightning_gpipe.core.verify.whole import (
@@ -61,8 +61,8 @@ def differs_from_forward(
     value = WORDS[kind].format(deviation.name)
     if kind == OUTPUT:
         for title, before, after in calls.pairs(plain, piped):
-            if same_shapes(before, after) and (beyond := _beyond(before, after, allowed)):
-                value, deviation = f"the output of {title}", beyond[0]
+            if same_shapes(before, after) and (differing := beyond(before, after, allowed)):
+                value, deviation = f"the output of {title}", differing[0]
                 break
     reason = _DRAWS if own.drew else None
     return Difference(kind, deviation, None, range(0), value, reason), repeats
@@ -72,13 +72,9 @@ def _first(
     plain: Mapping[str, Values], piped: Mapping[str, Values], allowed: float
 ) -> tuple[str, Deviation] | None:
     for kind in (OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS):
-        if beyond := _beyond(plain[kind], piped[kind], allowed):
-            return kind, beyond[0]
+        if differing := beyond(plain[kind], piped[kind], allowed):
+            return kind, differing[0]
     return None
-
-
-def _beyond(plain: Values, piped: Values, allowed: float) -> list[Deviation]:
-    return [each for each in deviations(plain, piped) if each.relative > allowed]
 
 
 def _tolerance(whole: Whole, own: Ran) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from typing_extensions import override
 
 from lightning_gpipe.core.verify.compare import Deviation
 from lightning_gpipe.core.verify.difference import Difference
@@ -17,7 +20,7 @@ _CURES = {
     BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
     INPUT_GRADIENTS: _BACKWARD,
 }
-_REPEAT = (
+REPEAT = (
     "The results of a layer depend on what earlier runs left elsewhere than in buffers, attributes "
     "and generators, such as in a global variable, or its operators are not deterministic. Keep "
     "such state in a buffer, or verify without it."
@@ -25,20 +28,16 @@ _REPEAT = (
 
 
 @dataclass(frozen=True)
-class Parity:
-    """Whether a pipeline computed what its layers compute on the whole batch; prints as a message.
+class Verdict(ABC):
+    """What was found by comparing two runs of one batch; prints as a message.
 
     Attributes:
         microbatches: The number of micro-batches.
-        compared: The deviation of each value: lists by kind, which is "output", "gradients",
-            "buffers", "input gradients" or "loss terms".
+        compared: The deviation of each value: lists by kind.
         tolerance: The largest relative deviation that counts as rounding.
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then
             nothing can be said about a difference.
-        of_programs: Whether it has been compared too, with mini-batches in one piece, with what
-            the model's own forward computes; a difference is of that then.
-        asides: The attributes in which layers keep loss terms, which miss in the output.
     """
 
     microbatches: int
@@ -46,8 +45,6 @@ class Parity:
     tolerance: float
     difference: Difference | None
     unrepeatable: Difference | None = None
-    asides: tuple[str, ...] = ()
-    of_programs: bool = False
 
     @property
     def explained(self) -> bool:
@@ -64,25 +61,14 @@ class Parity:
         if self.difference is not None and not self.explained:
             raise RuntimeError(str(self))
 
-    def __str__(self) -> str:
-        runs = f"a plain run and one in {self.microbatches} micro-batches"
-        if self.difference is None:
-            also = ", and with the model's own forward" if self.of_programs else ""
-            said = f"verified: {runs} agree{also}. {self._extent()}"
-        elif self.of_programs:
-            said = _of_programs(self.difference, repeats=self.unrepeatable is None)
-        elif self.unrepeatable is not None:
-            said = _not_verifiable(self.unrepeatable)
-        else:
-            found = self.difference
-            rule = "a pipeline must compute what its layers compute on the whole batch"
-            said = (
-                f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
-                f"{found.deviation}. {_conclusion(found)}\n{self._extent()}"
-            )
-        return "\n".join([said, *map(_aside, self.asides)])
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing that a user must know."""
+        return self.difference is None
 
-    def _extent(self) -> str:
+    @property
+    def extent(self) -> str:
+        """How large the deviations are, as a sentence."""
         found = [
             f"{kind} ({len(each)}) {_number(max(d.relative for d in each))}"
             for kind, each in self.compared.items()
@@ -92,11 +78,59 @@ class Parity:
             f"Largest differences, relative: {', '.join(found)}; allowed: {_number(self.tolerance)}"
         )
 
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Parity(Verdict):
+    """Whether a pipeline computed what its layers compute on the whole batch; prints as a message.
+
+    Attributes:
+        microbatches: The number of micro-batches.
+        compared: The deviation of each value: lists by kind, which is "output", "gradients",
+            "buffers", "input gradients" or "loss terms".
+        tolerance: The largest relative deviation that counts as rounding.
+        difference: The first value that deviates by more, or None.
+        unrepeatable: The first value that deviates by more between two plain runs, or None. Then
+            nothing can be said about a difference.
+        of_programs: Whether it has been compared too, with mini-batches in one piece, with what
+            the model's own forward computes; a difference is of that then.
+        asides: The attributes in which layers keep loss terms, which miss in the output.
+    """
+
+    asides: tuple[str, ...] = ()
+    of_programs: bool = False
+
+    @property
+    @override
+    def clean(self) -> bool:
+        return super().clean and not self.asides
+
+    @override
+    def __str__(self) -> str:
+        runs = f"a plain run and one in {self.microbatches} micro-batches"
+        if self.difference is None:
+            also = ", and with the model's own forward" if self.of_programs else ""
+            said = f"verified: {runs} agree{also}. {self.extent}"
+        elif self.of_programs:
+            said = _of_programs(self.difference, repeats=self.unrepeatable is None)
+        elif self.unrepeatable is not None:
+            said = _not_verifiable(self.unrepeatable)
+        else:
+            found = self.difference
+            rule = "a pipeline must compute what its layers compute on the whole batch"
+            said = (
+                f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
+                f"{found.deviation}. {_conclusion(found)}\n{self.extent}"
+            )
+        return "\n".join([said, *map(_aside, self.asides)])
+
 
 def _not_verifiable(found: Difference) -> str:
     return (
         "the layers of a pipeline must compute the same from the same batch to be verified: "
-        f"between two plain runs, {found.value} {found.deviation}. {_which(found)}{_REPEAT}"
+        f"between two plain runs, {found.value} {found.deviation}. {_which(found)}{REPEAT}"
     )
 
 
@@ -104,7 +138,7 @@ def _of_programs(found: Difference, *, repeats: bool) -> str:
     if not repeats:
         return (
             "a forward must compute the same from the same batch to be verified: between two runs "
-            f"of it, {found.value} {found.deviation}. {_REPEAT}"
+            f"of it, {found.value} {found.deviation}. {REPEAT}"
         )
     said = (
         "what a pipeline runs of a forward must compute what the forward computes: between the "

@@ -7,7 +7,7 @@ nothing is accumulated, and nothing flows into the caller's graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,14 +120,13 @@ def run_plain(
         kind, device_of = "stage", pipeline.device_of()
 
     def visit(k: int, layer: Callable[[Any], Any], x: Any) -> Any:
-        before, library = random_states(device_of[k]), LibraryGenerators().get_state()
+        generators = Generators([device_of[k]])
         with _annotated(kind, k), collect_loss_terms() as found:
             y = layer(x)
         for name, value in found.items():
             terms[name] = terms[name] + value if name in terms else value
             term_layers.setdefault(name, []).append(k)
-        drawn = LibraryGenerators().moved(library)
-        if drawn or not all(map(torch.equal, before, random_states(device_of[k]))):
+        if generators.moved:
             drew.add(k)
         if between is not None:
             y = change_tensors(y, between)
@@ -172,9 +171,26 @@ def _devices_of_layers(pipeline: Subject) -> Mapping[int, torch.device]:
     return {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
 
 
-def random_states(device: torch.device) -> list[Tensor]:
-    """The states of PyTorch's generators of the CPU and of a device."""
-    return [default_generator(each).get_state() for each in {torch.device("cpu"), device}]
+class Generators:
+    """The generators of PyTorch, of the CPU and of some devices, of NumPy and of Python.
+
+    Args:
+        devices: The devices.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = {torch.device("cpu"), *devices}
+        self._states = self._now()
+        self._library = LibraryGenerators().get_state()
+
+    @property
+    def moved(self) -> bool:
+        """Whether any was drawn from, or set, since."""
+        same = all(map(torch.equal, self._states, self._now()))
+        return not same or bool(LibraryGenerators().moved(self._library))
+
+    def _now(self) -> list[Tensor]:
+        return [default_generator(device).get_state() for device in self._devices]
 
 
 # What comes out of them.
@@ -211,13 +227,20 @@ def _gradients(
     roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
     if not roots or not sources:
         return [None] * len(sources)
-    with ExitStack() as stack:  # like a user's backward, which runs after the autocast of forward
-        for device_type in {"cpu", *(device.type for device in devices)}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    with without_autocast(devices):
         gradients = torch.autograd.grad(
             list(roots.values()), sources, _cotangents(roots, mask), allow_unused=True
         )
     return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
+
+
+@contextmanager
+def without_autocast(devices: Sequence[torch.device]) -> Iterator[None]:
+    """A ``with`` block like a user's backward, which runs after the autocast of forward."""
+    with ExitStack() as stack:
+        for device_type in {"cpu", *(device.type for device in devices)}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
 
 
 def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import collect_loss_terms
-from lightning_gpipe.core.faithful import LibraryGenerators, Write
+from lightning_gpipe.core.faithful import Write
 from lightning_gpipe.core.frontends import StandIn
 from lightning_gpipe.core.pipeline import Taken
 from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.profile import change_tensors, following
-from lightning_gpipe.core.verify.runs import copied, promised, random_states, record_output
+from lightning_gpipe.core.verify.runs import Generators, copied, promised, record_output
 from lightning_gpipe.core.verify.values import Values, inexact, on_cpu, tensors
 
 Call = Callable[..., Any]
@@ -135,19 +135,14 @@ def run_call(whole: Whole, call: Call, args: Any, kwargs: Any, like: Ran | None 
         like: Of which run to compare the outputs; others, such as a cache, are left out.
     """
     (args, kwargs), entering = copied((args, kwargs))
-    before, library = _random_states(whole), LibraryGenerators().get_state()
+    generators = Generators(whole.devices)
     with collect_loss_terms() as terms:
         outputs = tensors(call(*args, **kwargs))
-    same = all(map(torch.equal, before, _random_states(whole)))
-    drew = not same or bool(LibraryGenerators().moved(library))
+    drew = generators.moved
     if like is not None:
         outputs = {path: outputs[path] for path in like.outputs if path in outputs}
     values = promised(whole, whole.devices, outputs, terms, entering, {})
     return Ran(values, on_cpu(outputs), drew)
-
-
-def _random_states(whole: Whole) -> list[Tensor]:
-    return [state for device in dict.fromkeys(whole.devices) for state in random_states(device)]
 
 
 @contextmanager
