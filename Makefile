@@ -33,7 +33,8 @@ help:
 	@echo "             (about 7 minutes)"
 	@echo "make test-tools  the tests of the benchmarks, the notebook and what make mutate runs (minutes)"
 	@echo "make test-integrations  loggers of W&B and MLflow, loaders of torchdata (a minute)"
-	@echo "make test-oldest  tests/lightning on the oldest versions that pyproject.toml admits (minutes)"
+	@echo "make test-oldest  tests of the strategy on the oldest versions that pyproject.toml admits"
+	@echo "             (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
@@ -63,7 +64,7 @@ test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations
 
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/pytest $(PARALLEL) tests/lightning
+	.venv-oldest/bin/pytest $(PARALLEL) tests/lightning tests/promises/test_processes.py
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)

@@ -5,7 +5,11 @@ other dropout, another order of the batches. They are saved as they are when the
 
 An epoch in which that was goes on with an iterator over its batches, which was made before, and had
 drawn; one that begins makes its iterator after. Lightning makes one in both cases, before training
-begins. So the states are set before it does, and again after that if an epoch goes on.
+begins. So the states are set before it does, and again after that if an epoch goes on. Lightning
+before 2.5.3 makes the iterator of an epoch that begins a second time: then they are set again, too.
+
+A dataloader may draw the order of its batches from a generator of its own, such as that of
+``DataLoader(generator=...)``. Those are saved and set with the others.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ class States(NamedTuple):
     """The states of the generators of a process, of types that torch.load takes as safe.
 
     Attributes:
-        host: Those of PyTorch, Python and NumPy on the host.
+        host: Those of PyTorch, Python and NumPy on the host, and of what dataloaders hold.
         devices: Those of its devices other than the CPU.
     """
 
@@ -34,17 +38,19 @@ class States(NamedTuple):
     devices: list[Tensor]
 
 
-def states_of(devices: Iterable[torch.device]) -> States:
+def states_of(devices: Iterable[torch.device], loaders: Iterable[Any]) -> States:
     """The states of the generators of this process.
 
     Args:
         devices: Its devices.
+        loaders: Its dataloaders to train on.
     """
     (version, keys, gauss), numpy = LibraryGenerators().get_state()
     host = {
         "python": (version, torch.tensor(keys), gauss),
         "numpy": numpy and (numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]),
         "torch": torch.get_rng_state(),
+        "loaders": [[own.get_state() for own in _held(loader)] for loader in loaders],
     }
     return States(host, [generator.get_state() for generator in _generators(devices)])
 
@@ -69,6 +75,7 @@ class KeptGenerators:
     def __init__(self) -> None:
         self._states: States | None = None
         self._in_an_epoch = False
+        self._loaders: list[Any] = []  # from which training begins
 
     def take(self, checkpoint: Mapping[str, Any], replica: int, place: int, processes: int) -> None:
         """Take what a checkpoint has, if it has any, for a process.
@@ -94,23 +101,37 @@ class KeptGenerators:
         )
         self._in_an_epoch = kept["in_an_epoch"]
 
-    def before_iterator(self, devices: Iterable[torch.device]) -> None:
-        """Set them before an iterator over the batches of the epoch is made."""
-        if self._states is None:
-            return
-        _set(self._states, devices)
-        if not self._in_an_epoch:
-            self.drop()
+    def before_iterator(self, devices: Iterable[torch.device], loader: Any) -> None:
+        """Set them before an iterator over the batches of the epoch is made.
 
-    def on_train_start(self, devices: Iterable[torch.device]) -> None:
-        """Set them before the next batch of an epoch that goes on."""
+        Args:
+            devices: Those of this process.
+            loader: One of the dataloaders to train on, which come in their order.
+        """
         if self._states is not None:
-            _set(self._states, devices)
+            self._loaders.append(loader)
+            _set(self._states, devices, self._loaders)
+
+    def on_train_start(self, devices: Iterable[torch.device], *, again: bool) -> bool:
+        """Set them before the next batch, if its epoch goes on.
+
+        Args:
+            devices: Those of this process.
+            again: Whether an epoch begins, and an iterator over its batches is made again.
+
+        Returns:
+            Whether this is a run that goes on with the first batch of an epoch.
+        """
+        states = self._states
+        if states is not None and (self._in_an_epoch or again):
+            _set(states, devices, self._loaders)
         self.drop()
+        return states is not None and not self._in_an_epoch
 
     def drop(self) -> None:
         """Forget them."""
         self._states = None
+        self._loaders = []
 
 
 def _joined(pipeline: Sequence[States]) -> dict[str, Any]:
@@ -126,7 +147,7 @@ def _plain(value: Any) -> Any:
     return map_tensors(Tensor.tolist, value)
 
 
-def _set(states: States, devices: Iterable[torch.device]) -> None:
+def _set(states: States, devices: Iterable[torch.device], loaders: Iterable[Any]) -> None:
     version, keys, gauss = states.host["python"]
     numpy = states.host["numpy"]
     numpy = numpy and (numpy[0], numpy[1].numpy(), *numpy[2:])
@@ -134,6 +155,17 @@ def _set(states: States, devices: Iterable[torch.device]) -> None:
     torch.set_rng_state(states.host["torch"])
     for generator, state in zip(_generators(devices), states.devices, strict=False):
         generator.set_state(state)
+    for loader, own in zip(loaders, states.host["loaders"], strict=False):
+        for generator, state in zip(_held(loader), own, strict=False):
+            generator.set_state(state)
+
+
+def _held(loader: Any) -> list[Generator]:
+    """The generators that a dataloader and its samplers hold, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    holders = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
+    held = [getattr(holder, "generator", None) for holder in holders]
+    return list(dict.fromkeys(each for each in held if isinstance(each, Generator)))
 
 
 def _generators(devices: Iterable[torch.device]) -> list[Generator]:

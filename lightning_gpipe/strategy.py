@@ -366,6 +366,7 @@ class GPipeStrategy(OverProcesses):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         assert self.lightning_module is not None
         self._compilation.begin_batch()
         self.replicate_again()

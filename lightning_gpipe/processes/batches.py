@@ -143,3 +143,8 @@ def shared(loader: Any, group: Group) -> SharedLoader:
     """A dataloader of the first process, for all."""
     kind = StatefulLoader if isinstance(loader, _Stateful) else SharedLoader
     return kind(loader, group)
+
+
+def unshared(loader: Any) -> Any:
+    """The dataloader itself, of one that all processes get the batches of."""
+    return loader.loader if isinstance(loader, SharedLoader) else loader

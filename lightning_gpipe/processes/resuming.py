@@ -1,6 +1,7 @@
 """The strategy's side of runs that go on from a checkpoint with the random numbers they had.
 
-See ``kept_generators`` for what is saved, and for when it is set.
+See ``kept_generators`` for what is saved, and for when it is set. An epoch that a resumed run
+begins, and for which no batch comes, is warned of.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from typing_extensions import override
 
 from lightning_gpipe.kept_generators import KeptGenerators, States, states_of, with_states
+from lightning_gpipe.processes.batches import unshared
 from lightning_gpipe.processes.launching import Terms
 from lightning_gpipe.processes.saving import Saving
 
@@ -29,6 +32,7 @@ class Resuming(Saving):
     def __init__(self, terms: Terms, save_distributed_checkpoint: bool) -> None:
         super().__init__(terms, save_distributed_checkpoint)
         self._generators = KeptGenerators()
+        self._begun: int | None = None  # the epoch that a resumed run begins, until a batch comes
 
     @override
     def save_checkpoint(
@@ -50,13 +54,36 @@ class Resuming(Saving):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self._trainer.training:
-            self._generators.before_iterator(self._own_devices)
+            self._generators.before_iterator(self._own_devices, dataloader)
         return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._generators.on_train_start(self._own_devices)
+        again = _iterator_is_made_again(self._trainer)
+        begins = self._generators.on_train_start(self._own_devices, again=again)
+        self._begun = self._trainer.current_epoch if begins else None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._warn_of_epochs_without_batches()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._warn_of_epochs_without_batches()
+
+    def _warn_of_epochs_without_batches(self) -> None:
+        begun, now = self._begun, self._trainer.current_epoch
+        self._begun = None
+        if begun is not None and begun < now:
+            rank_zero_warn(
+                f"training went on in epoch {begun}, and no batch came before epoch {now}: a "
+                "dataloader whose state was saved after the last step of an epoch may say that it "
+                "has given all batches. Resume from a checkpoint of another step, or of the end of "
+                "an epoch."
+            )
 
     @override
     def teardown(self) -> None:
@@ -70,7 +97,8 @@ class Resuming(Saving):
 
     def _states_of_all(self) -> list[list[States]]:
         """Those of the processes of each pipeline, in the first process."""
-        own = states_of(self._own_devices)
+        loaders = CombinedLoader(self._trainer.train_dataloader).flattened
+        own = states_of(self._own_devices, map(unshared, loaders))
         if self._circles is None:
             return [[own]]
         everyone = self._circles.everyone
@@ -93,3 +121,10 @@ def _in_an_epoch(trainer: Trainer) -> bool:
         return False
     more = not progress.is_last_batch and batches.ready < trainer.num_training_batches
     return bool(more or batches.completed >= batches.processed)
+
+
+def _iterator_is_made_again(trainer: Trainer) -> bool:
+    """Whether Lightning, before 2.5.3, makes an iterator as a resumed run begins an epoch, too."""
+    loop = trainer.fit_loop
+    made_once = isinstance(getattr(type(loop), "is_resuming", None), property)
+    return not made_once and trainer.current_epoch > 0 and not loop.epoch_loop.restarting

@@ -45,11 +45,25 @@ def fit(root: Path, workers: int, *, seed: int, **options: Any) -> dict[str, Any
     return {"weights": model.state_dict(), "step": made.global_step}
 
 
+WHEN = {"middle": {"step": 5}, "end": {"epoch": 1}}
+
+
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_run(tmp_path: Path, workers: int) -> None:
-    """After the second of three steps of the second epoch."""
-    whole = fit(tmp_path, workers, seed=1, step=5)
+def test_resumed_run(tmp_path: Path, workers: int, when: str) -> None:
+    """At the end of an epoch its own generator would be another one, as in Lightning."""
+    whole = fit(tmp_path, workers, seed=1, **WHEN[when])
 
     resumed = fit(tmp_path, workers, seed=2, ckpt_path=tmp_path / "half.ckpt")
 
     assert_equal(resumed, whole)
+
+
+def test_last_step_of_an_epoch(tmp_path: Path) -> None:
+    """The loader has given all its batches, so the next epoch has none, as in Lightning."""
+    fit(tmp_path, 0, seed=1, step=3)
+
+    with pytest.warns(UserWarning, match="went on in epoch 1, and no batch came before epoch 2"):
+        resumed = fit(tmp_path, 0, seed=2, ckpt_path=tmp_path / "half.ckpt")
+
+    assert resumed["step"] == 6, "of nine"

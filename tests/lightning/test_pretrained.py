@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.pretrained import load_pretrained, parameters_on_meta
 from tests.support.language_models import llama, rows
 from tests.support.lightning_modules import trainer
+
+transformers = pytest.importorskip(
+    "transformers", reason="needs transformers: pip install transformers"
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,9 @@ class Late(Tuned):
 
     def configure_model(self) -> None:
         if self.model is None:
-            config = LlamaConfig.from_pretrained(self.folder)
+            config = transformers.LlamaConfig.from_pretrained(self.folder)
             with parameters_on_meta():
-                self.model = LlamaForCausalLM(config).double()
+                self.model = transformers.LlamaForCausalLM(config).double()
             load_pretrained(self.model, self.folder)
 
 
@@ -67,7 +70,7 @@ def strategy(**options: Any) -> GPipeStrategy:
 
 
 def usual(folder: Path) -> Tuned:
-    return Tuned(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train())
+    return Tuned(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train())
 
 
 def plainly(folder: Path, path: Path, **options: Any) -> L.Trainer:
@@ -123,7 +126,7 @@ def test_half_precision(folder: Path, tmp_path: Path) -> None:
 
 def test_without_parameters_on_meta(folder: Path) -> None:
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
 
     with pytest.raises(TypeError, match=r"got LlamaRotaryEmbedding without.*parameters_on_meta"):
         load_pretrained(model, folder)

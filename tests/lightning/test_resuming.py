@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning_utilities.core.imports import RequirementCache
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.lightning_modules import Classifier, trainer
+from tests.support.lightning_modules import Classifier, rows, trainer
 from tests.support.processes import assert_equal
 from tests.support.ranks import Pool
-from tests.support.resumable import Drawing, ResumableData, SavesAt, seed_all
+from tests.support.resumable import (
+    Drawing,
+    ResumableData,
+    ResumableLoader,
+    SavesAt,
+    seed_all,
+)
 from tests.support.trainers import trainer_over
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread", "own_generator")
@@ -34,8 +39,16 @@ STAGES: Way = ("per_stage", [2, 4], None, {})
 REPLICAS: Way = ("single", [2, 4], (4, 1), {"replicas": 2})
 
 
-def fit(root: Path, way: Way, *, seed: int, resumable: bool = True, **options: Any) -> Any:
-    """A fit from a seed, or from a checkpoint; what it comes to."""
+def fit(root: Path, way: Way, *, seed: int, data: Any = (True,), **options: Any) -> Any:
+    """A fit from a seed, or from a checkpoint; what it comes to.
+
+    Args:
+        root: Where it writes to.
+        way: In which processes it runs.
+        seed: Of all generators.
+        data: Arguments of its data.
+        options: When it saves, or ``ckpt_path``.
+    """
     seed_all(seed)
     model = Drawing()
     processes, balance, machines, strategy = way
@@ -50,8 +63,7 @@ def fit(root: Path, way: Way, *, seed: int, resumable: bool = True, **options: A
         max_epochs=EPOCHS,
         callbacks=[] if saves is None else [saves],
     )
-    data = ResumableData(resumable)
-    made.fit(model, datamodule=data, ckpt_path=path)
+    made.fit(model, datamodule=ResumableData(*data), ckpt_path=path)
     return {
         "weights": {name: x for name, x in model.state_dict().items() if not x.is_meta},
         "step": made.global_step,
@@ -59,21 +71,13 @@ def fit(root: Path, way: Way, *, seed: int, resumable: bool = True, **options: A
     }
 
 
-AT_END = pytest.mark.xfail(
-    bool(RequirementCache("lightning==2.5.0")),
-    reason="Lightning 2.5.0 draws otherwise: not exact there",
-)
-
-
-@pytest.mark.parametrize(
-    "when", [pytest.param(each, marks=AT_END if each == "end" else ()) for each in WHEN]
-)
+@pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("resumable", [True, False])
 def test_resumed_run(tmp_path: Path, when: str, resumable: bool) -> None:
     """With an ordinary loader too, but in the middle of an epoch, of which Lightning warns."""
     if when == "middle" and not resumable:
         pytest.skip("an ordinary loader cannot")
-    run = partial(fit, tmp_path, ALONE, resumable=resumable)
+    run = partial(fit, tmp_path, ALONE, data=(resumable,))
 
     whole = run(seed=1, **WHEN[when])
     resumed = run(seed=2, ckpt_path=tmp_path / "half.ckpt")
@@ -87,6 +91,20 @@ def test_resumed_processes(tmp_path: Path, two_ranks: Pool, way: Way, when: str)
     whole = two_ranks.run(partial(fit, tmp_path, way, seed=1, **WHEN[when]))
 
     resumed = two_ranks.run(partial(fit, tmp_path, way, seed=2, ckpt_path=tmp_path / "half.ckpt"))
+
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("way", [ALONE, STAGES, REPLICAS], ids=["one", "stages", "replicas"])
+def test_loader_with_a_generator_of_its_own(tmp_path: Path, two_ranks: Pool, way: Way) -> None:
+    """Lightning saves none, and goes on in another order; a plain run does."""
+    run = partial(fit, tmp_path, way, data=(False, 7, True))
+
+    def in_all(**options: Any) -> Any:
+        return run(**options) if way is ALONE else two_ranks.run(partial(run, **options))
+
+    whole = in_all(seed=1, **END)
+    resumed = in_all(seed=2, ckpt_path=tmp_path / "half.ckpt")
 
     assert_equal(resumed, whole)
 
@@ -112,6 +130,30 @@ def test_folder_of_parts(tmp_path: Path, two_ranks: Pool) -> None:
 
     assert path.is_dir()
     assert_equal(resumed, whole)
+
+
+class Given(ResumableLoader):
+    """Says that all batches were given, once the last one was."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._goes_on = True
+
+
+class GivenData(ResumableData):
+    def train_dataloader(self) -> Any:
+        return Given(rows(20, seed=1), 7)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+def test_epoch_without_batches(tmp_path: Path, epochs: int) -> None:
+    fit(tmp_path, ALONE, seed=1, **LAST)
+    made = trainer(tmp_path, GPipeStrategy([2, 4]), devices=2, max_epochs=epochs)
+
+    with pytest.warns(UserWarning, match="went on in epoch 1, and no batch came before epoch 2"):
+        made.fit(Drawing(), datamodule=GivenData(), ckpt_path=tmp_path / "half.ckpt")
+
+    assert made.global_step == 3 * (epochs - 1)
 
 
 # What has no part in it.

@@ -59,17 +59,23 @@ class ResumableData(L.LightningDataModule):
     Args:
         resumable: Whether in the middle of an epoch; else they are shuffled by a DataLoader.
         size: Of a batch.
+        generator: Whether the DataLoader has a generator of its own.
     """
 
-    def __init__(self, resumable: bool = True, size: int = 7) -> None:
+    def __init__(self, resumable: bool = True, size: int = 7, generator: bool = False) -> None:
         super().__init__()
         self._resumable = resumable
         self._size = size
+        self._generator = torch.Generator() if generator else None
 
     def train_dataloader(self) -> Any:
         if self._resumable:
             return ResumableLoader(rows(20, seed=1), self._size)
-        return DataLoader(rows(20, seed=1), batch_size=self._size, shuffle=True)
+        if self._generator is not None:
+            self._generator.manual_seed(torch.initial_seed())
+        return DataLoader(
+            rows(20, seed=1), batch_size=self._size, shuffle=True, generator=self._generator
+        )
 
     def val_dataloader(self) -> Any:
         # A DataLoader draws, if only a seed for its processes.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import callbacks as library
+from lightning_utilities.core.imports import RequirementCache
 
 from tests.lightning.features import arguments, callbacks, found, loggers, plugins
 from tests.lightning.features.run import Case, Run, assert_same_run, close, run
@@ -39,6 +40,8 @@ def test_run(tmp_path: Path, name: str) -> None:
         pytest.skip("new in Lightning 2.6")
     if name == "DeviceStatsMonitor":
         pytest.importorskip("psutil")
+    if name == "AsyncCheckpointIO" and not RequirementCache("lightning>=2.5.4"):
+        pytest.skip("it writes tensors that training goes on to change, of a plain run too")
 
     with warnings.catch_warnings():
         if case.warns:
