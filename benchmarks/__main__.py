@@ -74,7 +74,7 @@ KINDS = {
             Run("overhead", 100),
             Run("cpu_pipeline", 180),
             Run("peers", 240),
-            Run("memory", 240),
+            Run("memory", 270),
             Run("trainer_overhead", 180),
             Run("recomputation", 120),
             Run("frontends", 120),

@@ -10,49 +10,33 @@ ours on one device; with four threads, four stages of ours work at the same time
 devices. A narrower model shows the other values of ``activation_checkpointing`` and the plain
 module.
 
-*The largest model*: torchgpipe published that where U-Net (6, 72) trains without a pipeline, on
-batches of 32 images of 192 x 192, one stage with recomputation and 32 chunks trains (11, 128), with
-6.1 times as many parameters. Both need memory for weights, gradients, the batch, and what else is
-alive at the peak of a step; SGD has no state. On a GPU with enough memory it is measured. Elsewhere
-it is counted at full size on fake tensors, which take no memory; the narrower model shows how far
-the count is from the measurement. The last row is the widest (11, C) that would fit. More stages on
-one device would need more: each keeps its inputs of all 32 micro-batches.
+*The largest model* is that of :mod:`benchmarks.largest`, measured or counted; the narrower model
+shows how far the count is from the measurement.
 
     python -m benchmarks.memory
 """
 
 from __future__ import annotations
 
-import gc
 import math
-import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
-from unittest import mock
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.contestants.ours import ours
 from benchmarks.contestants.plain import mean_square, plain
 from benchmarks.contestants.task import Task
 from benchmarks.contestants.torchgpipe import torchgpipe
 from benchmarks.harness import Contestant, Options, Report, agree, options
-from benchmarks.harness.allocations import Counting, peak_bytes
+from benchmarks.harness.allocations import peak_bytes
+from benchmarks.largest import alone, in_stages, largest_model, mib, need_counted, parameters
 from benchmarks.models import unet
-from lightning_gpipe import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
 
 BLOCKS, BALANCE = 5, [30, 66, 84, 61]  # torchgpipe's for U-Net (5, C)
-PLAIN, LARGER = (6, 72), (11, 128)
 MODES: tuple[ActivationCheckpointing, ...] = ("always", "except_last", "never")
-WIDTHS = range(128, 142, 2)  # weights and gradients of the widest alone are as much as PLAIN needs
-
-Forward = Callable[[Tensor], Tensor]
-Wrap = Callable[[nn.Sequential, str], Forward]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -81,7 +65,8 @@ def main(argv: list[str] | None = None) -> None:
         agree_in_double(small_task(2, given.chunks, 64), given.chunks)
         peaks_of_steps(given, report, given.channels, MODES[:1], narrow=False)
         measured = peaks_of_steps(given, report, given.narrow, MODES, narrow=True)
-    largest_model(given, report, measured)
+    largest_model(given, report)
+    report.notes += errors_of_counting(given, measured)
     report.publish()
 
 
@@ -146,7 +131,7 @@ def peaks_of_steps(
 ) -> dict[str, int]:
     """Measure and report U-Net (BLOCKS, C) in each mode; the bytes by the contestants' names."""
     task = small_task(channels, given.batch_size, given.side)
-    gradients = 4 * _parameters(BLOCKS, channels)
+    gradients = 4 * parameters(BLOCKS, channels)
     peaks: dict[str, int] = {}
 
     def measure(each: Contestant) -> str:
@@ -172,124 +157,21 @@ def peaks_of_steps(
             )
     for name in names:
         peak = peaks.get(name)
-        cells = ("not installed", "") if peak is None else (_mib(peak), _mib(peak - gradients))
+        cells = ("not installed", "") if peak is None else (mib(peak), mib(peak - gradients))
         report.rows.append((f"U-Net ({BLOCKS}, {channels}), {name}", *cells, ""))
     return peaks
-
-
-# The largest model.
-
-
-def largest_model(given: Options, report: Report, measured: dict[str, int]) -> None:
-    """Report which U-Nets train in the memory that PLAIN needs without a pipeline."""
-    batch, side = given.large_batch, given.large_side
-    need, how = need_counted, "counted"
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > 24 * 2**30:
-        need, how = need_on_gpu, "measured"
-    one_stage = partial(in_stages, balance=None, chunks=batch)
-    budget = _reported(report, PLAIN, f"plain, {how}", need(*PLAIN, batch, side, alone))
-    needed = _reported(report, LARGER, f"ours, {how}", need(*LARGER, batch, side, one_stage))
-    times = _parameters(*LARGER) / _parameters(*PLAIN)
-    report.target(
-        f"parameters: ours {LARGER} / plain {PLAIN}, in {needed / budget:.3f} of its memory, {how}",
-        times if needed <= budget else 0.0,
-        at_least=6.1,
-    )
-    budget = need_counted(*PLAIN, batch, side, alone)
-    if widest := widest_within(budget, batch, side):
-        size = (LARGER[0], widest)
-        needed = need_counted(*size, batch, side, one_stage)
-        _reported(report, size, "ours, counted", needed)
-        report.target(
-            f"the same of the widest, {size}, in {needed / budget:.3f} of its memory, counted",
-            _parameters(*size) / _parameters(*PLAIN),
-        )
-    report.notes += errors_of_counting(given, measured)
-
-
-def alone(module: nn.Sequential, device: str) -> Forward:
-    """Train without a pipeline."""
-    return module
-
-
-def in_stages(
-    module: nn.Sequential, device: str, *, balance: Sequence[int] | None, chunks: int
-) -> Forward:
-    """Train with a pipeline on one device; without a balance in one stage."""
-    balance = [len(module)] if balance is None else balance
-    return GPipe(
-        module, balance, devices=[device], chunks=chunks, activation_checkpointing="always"
-    )
-
-
-def need_counted(blocks: int, channels: int, batch: int, side: int, wrap: Wrap) -> int:
-    """Weights, batch, and the peak of a step, in bytes, on fake tensors."""
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        module = unet(blocks, channels)
-        x, target = torch.empty(batch, 3, side, side), torch.empty(batch, 1, side, side)
-        with mock.patch.object(nn.Module, "to", lambda self, device: self):  # they cannot move
-            forward = wrap(module, "cpu")
-        with Counting([*module.parameters(), x, target]) as counting:
-            mean_square(forward(x), target).backward()
-    return counting.peak
-
-
-def need_on_gpu(blocks: int, channels: int, batch: int, side: int, wrap: Wrap) -> int:
-    """The same, measured."""
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    with torch.device("cuda"):
-        module = unet(blocks, channels)
-        x, target = torch.randn(batch, 3, side, side), torch.randn(batch, 1, side, side)
-    forward = wrap(module, "cuda")
-    beside = torch.cuda.memory_allocated() - before
-
-    def step() -> None:
-        mean_square(forward(x), target).backward()
-
-    return beside + peak_bytes(step, clear=module.zero_grad, device="cuda")
-
-
-def widest_within(budget: int, batch: int, side: int) -> int | None:
-    """The most of WIDTHS channels that need no more than the budget, of the depth of LARGER."""
-    two = partial(in_stages, balance=None, chunks=2)  # the peak is that of one micro-batch
-    image = side * side * 4 * 4  # bytes: three channels, and one of the target
-
-    def need(channels: int) -> int:
-        return need_counted(LARGER[0], channels, 2, side, two) + (batch - 2) * 2 * image
-
-    fitting = bisect_right(WIDTHS, budget, key=need)
-    return WIDTHS[fitting - 1] if fitting else None
 
 
 def errors_of_counting(given: Options, measured: Mapping[str, int]) -> Iterator[str]:
     """How far counting is from what was measured of the narrow model."""
     batch, side = given.batch_size, given.side
-    beside = 4 * (_parameters(BLOCKS, given.narrow) + batch * side * side * 4)
+    beside = 4 * (parameters(BLOCKS, given.narrow) + batch * side * side * 4)
     pipelined = partial(in_stages, balance=BALANCE, chunks=given.chunks)
     for start, wrap in (("plain", alone), ("ours, one device", pipelined)):
         name = next(name for name in measured if name.startswith(start))
         counted = need_counted(BLOCKS, given.narrow, batch, side, wrap)
         found = counted / (beside + measured[name])
         yield f"{name}: counting finds {found:.3f} of what is measured, weights and batch included."
-
-
-def _reported(report: Report, size: tuple[int, int], how: str, need: int) -> int:
-    parameters = _parameters(*size)
-    cells = (_mib(need), _mib(need - 8 * parameters), f"{parameters:,}")
-    report.rows.append((f"U-Net {size}, {how}", *cells))
-    return need
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"
-
-
-@cache
-def _parameters(blocks: int, channels: int) -> int:
-    with torch.device("meta"):
-        return sum(each.numel() for each in unet(blocks, channels).parameters())
 
 
 if __name__ == "__main__":
