@@ -55,15 +55,27 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    """Equal in structure and, but for the order of floating-point sums, in value."""
+def assert_same(actual: Any, expected: Any, *, within: float | None = None) -> None:
+    """Equal in structure and, but for the order of floating-point sums, in value.
+
+    Args:
+        actual, expected: Any trees.
+        within: The largest difference, as a share of the largest value of all; None for one that
+            fits each value.
+    """
     (found, structure), (wanted, other) = tree_flatten(actual), tree_flatten(expected)
     assert structure == other
+    rtol, atol = (1e-9, 1e-11) if within is None else (0, within * _largest(wanted))
     for one, two in zip(found, wanted, strict=True):
         if isinstance(two, Tensor):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(one, two, rtol=rtol, atol=atol)
         else:
             assert one == two
+
+
+def _largest(leaves: list[Any]) -> float:
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())
+    return max((float(tensor.detach().abs().max()) for tensor in tensors), default=0.0)
 
 
 def assert_same_step(one: nn.Module, other: nn.Module, batch: Any) -> None:
