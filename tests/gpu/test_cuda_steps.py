@@ -69,6 +69,42 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     pipeline.close()
 
 
+@pytest.mark.parametrize("devices", DEVICES[1:])
+def test_draws_of_the_step_and_of_layers(devices: list[str]) -> None:
+    """Of the last device both draw, at the same time: neither may change the other's numbers."""
+    stages = max(2, len(devices))
+    found = []
+    ways: list[tuple[bool, ActivationCheckpointing]] = [
+        (True, "never"), (False, "always"), (True, "always"), (True, "except_last"),
+    ]  # fmt: skip
+    for threads, mode in ways:
+        module = layers(nn.Dropout())
+        around = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).double().to(devices[-1])
+        module.append(nn.Dropout())
+        pipeline = GPipe(
+            module,
+            [1] * (stages - 1) + [len(module) - stages + 1],
+            devices=devices,
+            chunks=4,
+            activation_checkpointing=mode,
+            threads=threads,
+        )
+
+        def step(x: Tensor, pipeline: GPipe = pipeline, around: nn.Module = around) -> Tensor:
+            return around(pipeline(x + torch.randn_like(x))).square().mean()
+
+        torch.manual_seed(5)
+        for _ in range(2):
+            loss = pipeline.by_micro_batch(step, batch().to(devices[-1]), around=around).loss
+            assert loss is not None
+            loss.backward()
+        pipeline.close()
+        found.append((gradients(module), gradients(around)))
+
+    for each in found[1:]:
+        assert_same(each, found[0])
+
+
 @pytest.mark.parametrize("devices", [DEVICES[1], DEVICES[-1]])
 def test_verified_step(devices: list[str]) -> None:
     module = layers()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import M, Pipe, every_mode
@@ -134,3 +135,57 @@ def test_forward_that_runs_again_draws_the_same(pipe: Pipe) -> None:
             module(rows(7)).sum().backward()
         after.append(random.random())
     assert after[0] == after[1]
+
+
+def stepping(pipeline: GPipe, draw: Draw = lambda: 0.0) -> None:
+    """A step with a loss for each micro-batch, which draws too."""
+    loss = pipeline.by_micro_batch(
+        lambda x: pipeline(x).square().mean() * (1 + draw()), rows(7).detach()
+    ).loss
+    assert loss is not None
+    loss.backward()
+
+
+@every_mode
+@every_library
+def test_steps_by_micro_batch_on_one_thread(pipe: Pipe, library: str) -> None:
+    plain = drawing(library)
+    pipeline = pipe(plain, [2, 2], threads=False)
+    ends = []
+
+    for module in (plain, pipeline):
+        seed()
+        for _ in range(3):
+            if isinstance(module, GPipe):
+                stepping(module)
+            else:
+                parts = rows(7).detach().tensor_split(M)
+                torch.cat([module(each) for each in parts]).square().mean().backward()
+        ends.append((gradients(module), random.random(), np.random.rand()))
+
+    assert_same(ends[1], ends[0])
+
+
+@every_mode
+@every_library
+def test_steps_by_micro_batch_on_threads(
+    pipe: Pipe, library: str, mode: ActivationCheckpointing
+) -> None:
+    """Once nothing told of it, and a recomputation drew other numbers."""
+    pipeline = pipe(drawing(library), [2, 2])
+
+    if mode == "never":
+        with pytest.warns(UserWarning, match=f"{library} drew random numbers while the stages"):
+            stepping(pipeline)
+        stepping(pipeline)
+    else:
+        with pytest.raises(RuntimeError, match=f"{library} drew random .* threads=False"):
+            stepping(pipeline)
+
+
+@every_library
+def test_draws_of_a_step_are_not_the_layers(pipe: Pipe, library: str) -> None:
+    pipeline = pipe(perceptron(4))
+
+    for _ in range(4):
+        stepping(pipeline, DRAWS[library])

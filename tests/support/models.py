@@ -75,7 +75,8 @@ def assert_same(actual: Any, expected: Any, *, within: float | None = None) -> N
 
 def _largest(leaves: list[Any]) -> float:
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel())
-    return max((float(tensor.detach().abs().max()) for tensor in tensors), default=0.0)
+    dense = (x.to_dense() if x.layout is not torch.strided else x for x in tensors)
+    return max((float(x.detach().abs().max()) for x in dense), default=0.0)
 
 
 def assert_same_step(one: nn.Module, other: nn.Module, batch: Any) -> None:

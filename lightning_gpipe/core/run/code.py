@@ -85,6 +85,7 @@ class Code:
         self._backward_context = context.without_autocast()
         self._surroundings = surroundings
         self._drawing: Callable[[int], Manager] | None = None
+        self._watched: Callable[[], list[Manager]] = list
         self._managers: dict[int, Manager] = {}
         self._coroutines: dict[int, Coroutine] = {}
         self._called: set[int] = set()
@@ -95,6 +96,10 @@ class Code:
     def draw_by(self, drawing: Callable[[int], Manager] | None) -> None:
         """Set the context managers in which it draws random numbers, one for each micro-batch."""
         self._drawing = drawing
+
+    def watch_by(self, watched: Callable[[], list[Manager]]) -> None:
+        """Set what makes context managers that tell its draws from those of layers."""
+        self._watched = watched
 
     @property
     def current(self) -> bool:
@@ -211,7 +216,7 @@ class Code:
         self._managers.clear()
 
     def _resume(self, i: int, value: Any = None) -> Any:
-        with together([self._context.entered(), *self._own(i)]):
+        with together([*self._watched(), self._context.entered(), *self._own(i)]):
             self._state = ThreadState.capture()
             self.running = i
             try:

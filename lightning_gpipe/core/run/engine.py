@@ -188,6 +188,7 @@ class Engine:
             context,
             transport=self._transport,
             draws=self._draws,
+            library_draws=self._library_draws,
             unfinished=self._unfinished,
             training_flags=self._training_flags,
             division=division,

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_gpipe.core.faithful import LibraryGenerators, LibraryState, TrainingFlags
+from lightning_gpipe.core.faithful import (
+    LibraryGenerators,
+    LibraryState,
+    Manager,
+    TrainingFlags,
+)
 
 _CAPACITY = 64  # training modes
 _BITS = {"random": 8, "numpy.random": 16}  # others than those of SharedGenerators
@@ -34,6 +39,7 @@ class LibraryWatch:
     before: LibraryState | None
     settle: Callable[[list[str]], None]
     heard: int = 0
+    _drawn: frozenset[str] = frozenset()  # from what, before the caller's code last ran
 
     @property
     def bits(self) -> int:
@@ -54,8 +60,38 @@ class LibraryWatch:
         if found := [name for name, bit in _BITS.items() if name in moved or self.heard & bit]:
             self.settle(found)
 
+    def callers(self) -> list[Manager]:
+        """The context manager in which the caller's code runs meanwhile, which may draw."""
+        return [] if self.before is None else [_Callers(self)]
+
+    def pause(self) -> None:
+        """Note what layers have drawn from: what follows is the caller's, until it is resumed."""
+        self._drawn = frozenset(self._moved())
+
+    def resume(self) -> None:
+        """Go on from the states that the caller's code has left."""
+        self.before = LibraryGenerators().get_state()
+
     def _moved(self) -> list[str]:
-        return [] if self.before is None else LibraryGenerators().moved(self.before)
+        if self.before is None:
+            return []
+        now = LibraryGenerators().moved(self.before)
+        return [name for name in _BITS if name in self._drawn or name in now]
+
+
+class _Callers:
+    """Counts what is drawn in a ``with`` block as drawn by the caller's code, not by layers."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, watch: LibraryWatch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._watch.pause()
+
+    def __exit__(self, *error: object) -> None:
+        self._watch.resume()
 
 
 class LibraryDraws:

@@ -34,6 +34,7 @@ from lightning_gpipe.core.run.code import Call, Code
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import sum_gradients
 from lightning_gpipe.core.run.known import with_known_gradients
+from lightning_gpipe.core.run.library_draws import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.run.passes import Passes, begin_passes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.surroundings import Surroundings
@@ -58,6 +59,7 @@ class Stepped:
         context: The caller's thread-local state.
         transport: What connects the workers.
         draws: Records whether layers and code draw random numbers.
+        library_draws: Records whether layers do so from Python's or NumPy's generator.
         unfinished: Other mini-batches whose backward has not run.
         training_flags: Which modules of the stages are in training mode.
         division: Tells how many rows each micro-batch has, if that is known.
@@ -79,6 +81,7 @@ class Stepped:
         *,
         transport: Transport,
         draws: Draws,
+        library_draws: LibraryDraws,
         unfinished: Unfinished,
         training_flags: Callable[[], TrainingFlags],
         division: Callable[[], Division | None],
@@ -93,6 +96,10 @@ class Stepped:
         self._context = context
         self._transport = transport
         self._draws = draws
+        self._library_draws = library_draws
+        self._library: LibraryWatch | None = None
+        # The code draws where its thread is, and on the device of what is around the stages.
+        self._shared = draws.shared and draws.shared | {layout.outside}
         self._unfinished = unfinished
         self._training_flags = training_flags
         self._flags: TrainingFlags = ()
@@ -124,12 +131,17 @@ class Stepped:
                 for stage in self._stages:
                     stage.refresh()
                 self._flags = self._training_flags()
+                library = self._library = self._library_draws.begin(
+                    self._flags, alone=self._inline, recomputed=self._recomputes
+                )
+                code.watch_by(library.callers)
                 self._draws.run_step(
                     self._flags,
                     self._run,
-                    generators=SharedGenerators(self._draws.shared),
+                    generators=SharedGenerators(self._shared),
                     modes=bool(self._context.modes) or self._recomputes,
                 )
+                library.end()
                 self._passes.finish_forward(())
             return None if code.losses.skipped else self._loss()
         except BaseException as raised:
@@ -259,10 +271,11 @@ class Stepped:
         ]
 
     def _randomness(self, shared: SharedGenerators | None, stage: Stage) -> Randomness:
-        devices = {torch.device("cpu"), stage.device} - self._draws.shared
+        devices = {torch.device("cpu"), stage.device} - self._shared
         index = stage.partition.index
         private = None if shared is None else shared.private(index, grad=True)
-        randomness = Randomness(OwnGenerators(devices), private)
+        own = OwnGenerators(devices, None if self._library is None else self._library.saved)
+        randomness = Randomness(own, private)
         randomness.begin_backward(None if shared is None else shared.private_in_backward(index))
         return randomness
 
