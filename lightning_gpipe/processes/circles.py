@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ from lightning_gpipe.processes.group import Group, Watcher
 DIMENSIONS = ("data_parallel", "pipeline_parallel")
 
 
-class Circles(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Circles:
     """The groups that a process is in.
 
     Attributes:

@@ -57,7 +57,7 @@ class Watcher(Protocol):
         ...
 
     def when_in_vain(self, act: Callable[[], None]) -> None:
-        """Call ``act``, on another thread, when it is in vain to wait for another process."""
+        """Call ``act``, a method of an object that lives, when such a wait is in vain."""
 
 
 class Group:
@@ -205,13 +205,15 @@ class Group:
         Raises:
             RuntimeError: Names those that do not come.
         """
+        began = time.monotonic()
         with self.waiting_for(f"the last process to {purpose}"):
             try:
                 dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
             except RuntimeError as error:
+                waited = min(time.monotonic() - began, self._timeout.total_seconds())
                 raise RuntimeError(
-                    f"all processes must {purpose} together: rank {self.rank} of "
-                    f"{self.size} waited for {self._timeout.total_seconds():g} s. {error}"
+                    f"all processes must {purpose} together: rank {self.rank} of {self.size} "
+                    f"waited for {waited:.3g} s. {error}"
                 ) from error
 
     def leave(self) -> None:

@@ -276,18 +276,11 @@ class Launched(ParallelStrategy):
             self._circles = connect(
                 self._arrangement, self.root_device.type, self._timeout, self._lost_after
             )
-        self._circles.lifeline.start()
         check_same(self._circles.everyone, versions())
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._circles.mesh
         if self.pipeline_group is not None:
             Generators().set(self.pipeline_group.broadcast(Generators().state()))
-
-    @override
-    def teardown(self) -> None:
-        if self._circles is not None:
-            self._circles.lifeline.close()
-        super().teardown()
 
     def fetch(self, module: nn.Module) -> None:
         """Give the module of the first process the values of all, on the CPU."""

@@ -89,8 +89,13 @@ class Saving(Launched):
         if not self.replica:
             names = ("state_dict", "optimizer_states")
             parts = {name: checkpoint.pop(name) for name in names if name in checkpoint}
-            group = None if self.pipeline_group is None else self.pipeline_group.process_group
-            save_parts(path, {**on_cpu(checkpoint), **parts}, group, first=self.is_global_zero)
+            whole = {**on_cpu(checkpoint), **parts}
+            group = self.pipeline_group
+            if group is None:
+                save_parts(path, whole, None, first=True)
+                return
+            with group.waiting_for("a part of a checkpoint"):
+                save_parts(path, whole, group.process_group, first=self.is_global_zero)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,7 +1,12 @@
-"""A fit ends in bounded time, with a name, when a process is lost or fails between two steps."""
+"""A Trainer ends in bounded time, with a name, when a process is lost or fails.
 
+In a fit between two steps, and after it.
+"""
+
+import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +14,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_gpipe import GPipeStrategy
@@ -89,6 +95,87 @@ def test_process_that_fails_between_two_steps_is_named(
     assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) {how}")
     if (fault, place) == ("stop", "step"):
         assert message.endswith("nothing was heard for 2 s, while the next batch was awaited")
+
+
+def save_after_fit(root: Path, fault: str, rank: int, folder: bool) -> str:
+    """What a save says after a fit, to which one process does not come."""
+    made = trainer_over(
+        root,
+        "per_stage",
+        [2, 4],
+        {"lost_after": timedelta(seconds=2), "save_distributed_checkpoint": folder},
+        max_epochs=1,
+    )
+    made.fit(Classifier(), datamodule=Data())
+    if made.global_rank == rank:
+        FAULTS[fault]()
+    return said(lambda: made.save_checkpoint(root / "end.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "fault, rank, folder", [("stop", 1, False), ("stop", 0, True), ("die", 1, False)]
+)
+def test_process_that_is_lost_after_a_fit_is_named_by_a_save(
+    tmp_path: Path, fault: str, rank: int, folder: bool
+) -> None:
+    """Once the others waited for their patience, half an hour unless it was given."""
+    with new_ranks(2) as ranks:
+        ranks.start(save_after_fit, tmp_path, fault, rank, folder)
+        message = ranks.result(1 - rank)
+
+    assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) is lost: ")
+    assert message.endswith(", while the last process to save a checkpoint was awaited")
+
+
+def own_threads() -> set[str]:
+    return {each.name for each in threading.enumerate() if each.name.startswith("gpipe")}
+
+
+def train(root: Path) -> set[str]:
+    """The threads of a process that has trained."""
+    made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1)
+    made.fit(Classifier(), datamodule=Data())
+    return own_threads()
+
+
+def save_alone(root: Path) -> str:
+    """What a save says in one process if the other one has ended after the fit."""
+    made = trainer_over(root, "per_stage", [2, 4], {}, max_epochs=1)
+    made.fit(Classifier(), datamodule=Data())
+    return said(lambda: made.save_checkpoint(root / "end.ckpt"))
+
+
+def train_and_end(root: Path, rank: int) -> str:
+    if dist.get_rank() != rank:
+        return save_alone(root)
+    train(root)
+    gc.collect()
+    os._exit(0)
+
+
+def test_process_that_ends_after_a_fit_is_named_by_a_save(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        ranks.start(train_and_end, tmp_path, 1)
+        message = ranks.result(0)
+
+    how = "rank 1 has ended, while the last process to save a checkpoint was awaited"
+    assert message == f"RankFailed | {how}"
+
+
+def train_and_forget(root: Path) -> tuple[set[str], set[str]]:
+    """The same before and after its Trainer is gone."""
+    during = train(root)
+    gc.collect()
+    return during, own_threads()
+
+
+def test_processes_watch_one_another_for_as_long_as_there_is_a_trainer(tmp_path: Path) -> None:
+    with new_ranks(2) as ranks:
+        found = ranks.run(train_and_forget, tmp_path)
+
+    for k, (during, after) in enumerate(found):
+        assert during == {"gpipe-watch", "gpipe-sent", f"gpipe-from-rank-{1 - k}"}
+        assert not after
 
 
 def fit_replicas(root: Path, rank: int) -> str:

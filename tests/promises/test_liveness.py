@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
+from lightning_gpipe.core.transport.process_group import office
 from tests.support.faults import Fuse, OwnError
 from tests.support.models import rows
 from tests.support.processes import layers, said, step
@@ -99,6 +100,47 @@ def test_process_that_pauses_for_longer_than_the_bound_goes_on(
 
     for loss in four_ranks.run(pause, where, 1, among=3):
         torch.testing.assert_close(loss, expected)
+
+
+def close_late() -> list[Tensor]:
+    """The losses of two steps, of which rank 1 closes the pipeline late."""
+    office._TOLD_WITHIN = 0.2
+    pipeline = pipeline_of(layers())
+    found = [step(pipeline)]
+    if torch.distributed.get_rank() == 1:
+        time.sleep(1.0)
+    pipeline.close()
+    found.append(step(pipeline))
+    pipeline.close()
+    return found
+
+
+def test_process_that_closes_later_than_others_are_patient_goes_on(three_ranks: Ranks) -> None:
+    """Once those that ran again before it closed did not hear it any more."""
+    expected = layers()(rows(8)).square().mean()
+
+    for losses in three_ranks.run(close_late):
+        torch.testing.assert_close(torch.stack(losses), expected.detach().expand(2))
+
+
+def stop_before_closing() -> str:
+    """What a step says, after the pipeline was closed, if rank 1 was stopped before that."""
+    office._TOLD_WITHIN = 0.2
+    pipeline = pipeline_of(layers())
+    step(pipeline)
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    pipeline.close()
+    return said(lambda: step(pipeline))
+
+
+def test_process_that_is_stopped_before_it_closes_is_named(three_ranks: Ranks) -> None:
+    """Once nothing was expected of it any more."""
+    three_ranks.start(stop_before_closing)
+
+    for k in (0, 2):
+        message = three_ranks.result(k)
+        assert message.startswith("RankFailed | rank 1 (stage 1) is lost: nothing was heard")
 
 
 def end_early(how: str) -> str:

@@ -76,6 +76,8 @@ class Ledger:
         # By how many runs had failed before: in which exchange, and how.
         self._failures: dict[int, tuple[int, Verdict]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
+        self._ends = 0  # how often this process has ended
+        self._ends_of: dict[int, int] = {}  # how often others have
 
     @property
     def serial(self) -> int:
@@ -117,7 +119,25 @@ class Ledger:
         self.closed += 1
         return follows
 
-    def hear_end(self, rank: int, times: int, serial: int) -> None:
+    def end(self) -> None:
+        """Record that this process ends: it sends nothing more until it starts again."""
+        self._ends += 1
+
+    def hear_end(self, rank: int) -> bool:
+        """Record that another process ends; returns whether it does so after this one did.
+
+        Then it may start again, as this one may have.
+        """
+        self._ends_of[rank] = self._ends_of.get(rank, 0) + 1
+        return self._ends_of[rank] <= self._ends
+
+    @property
+    def ended(self) -> Verdict | None:
+        """Who has ended while this process has not, if anybody has."""
+        ranks = tuple(rank for rank, times in self._ends_of.items() if times > self._ends)
+        return Verdict(ranks, "has ended" if len(ranks) == 1 else "have ended") if ranks else None
+
+    def hear_closed(self, rank: int, times: int, serial: int) -> None:
         """Record that another process has closed for the ``times``-th time, after an exchange."""
         self._closed_by[rank] = times, serial
 

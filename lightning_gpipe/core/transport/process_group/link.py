@@ -79,7 +79,8 @@ class Link:
     Args:
         group: That of all processes.
         rank: The other process.
-        deliver: Called with each header, and the value or the text that came after it.
+        deliver: Called with each header, and the value or the text that came after it; returns
+            whether more will come.
         heard: Called with the rank when anything has come.
         lost: Called with the error when nothing can come any more.
     """
@@ -88,7 +89,7 @@ class Link:
         self,
         group: ProcessGroupGloo,
         rank: int,
-        deliver: Callable[[int, Header, Mail | str | None], None],
+        deliver: Callable[[int, Header, Mail | str], bool],
         heard: Callable[[int], None],
         lost: Callable[[int, BaseException], None],
     ) -> None:
@@ -106,15 +107,21 @@ class Link:
         self._awaited: deque[tuple[Any, Tensor]] = deque()  # frames, and the work of filling them
         self._read = _frame()  # what came last: it is awaited again with the next
         self._thread: threading.Thread | None = None
+        self._rests = True
 
     def start(self) -> None:
         """Receive, if that was not begun or has ended."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._rests:
+            self._rests = False
             # A daemon: no signal reaches a thread that waits for another process.
             self._thread = threading.Thread(
                 target=self._receive, name=f"gpipe-from-rank-{self.rank}", daemon=True
             )
             self._thread.start()
+
+    def rest(self) -> None:
+        """Receive nothing until :meth:`start`; for the receiving thread, which returns then."""
+        self._rests = True
 
     def post(
         self, header: Header, to: Action, way: Way, value: FlatTree, *, hold: bool = False
@@ -213,15 +220,12 @@ class Link:
         try:
             while True:
                 header, content = opened(self._next_frame(), self._receive_after)
-                if header.code == Code.END:
-                    self._deliver(self.rank, header, None)
-                    return
                 if header.code == Code.BEAT:
                     continue
-                if header.code in (Code.FAILURE, Code.LOST):
-                    self._deliver(self.rank, header, bytes(content).decode())
-                    continue
-                self._receive_values(header, content)
+                if header.code == Code.VALUES:
+                    self._receive_values(header, content)
+                elif not self._deliver(self.rank, header, bytes(content).decode()):
+                    return
         except BaseException as error:
             self._lost(self.rank, error)
 

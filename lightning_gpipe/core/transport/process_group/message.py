@@ -28,9 +28,11 @@ class Code(IntEnum):
 
     VALUES = 1  # what actions need
     FAILURE = 2  # that a run failed, and how
-    END = 3  # that nothing more comes
-    BEAT = 4  # that the process lives
-    LOST = 5  # that another one does not, and how that was noticed
+    CLOSED = 3  # that no exchange is begun until others have closed too
+    END = 4  # that nothing more comes
+    ANSWER = 5  # that an end was heard, by one that goes on
+    BEAT = 6  # that the process lives
+    LOST = 7  # that another one does not, and how that was noticed
 
 
 class Header(NamedTuple):
@@ -41,8 +43,8 @@ class Header(NamedTuple):
         serial: The number of the exchange; see :class:`Ledger`.
         label: What the exchange is of.
         size: The bytes that come behind it.
-        bits: Those that are signalled; of an end, whether it follows that of another process.
-        ends: Of an end, how many there have been.
+        bits: Those that are signalled; of one that closes, whether another one did so before.
+        closed: Of one that closes, how often it has.
         version: That of this format.
     """
 
@@ -51,8 +53,8 @@ class Header(NamedTuple):
     label: Label = Label()
     size: int = 0
     bits: int = 0
-    ends: int = 0
-    version: int = 2
+    closed: int = 0
+    version: int = 3
 
     def encoded(self) -> bytes:
         """As bytes to send."""

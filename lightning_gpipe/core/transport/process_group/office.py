@@ -12,11 +12,8 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
@@ -25,8 +22,10 @@ from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Action
 from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
 from lightning_gpipe.core.transport.process_group.link import Broken, Link, Mail, Posted
+from lightning_gpipe.core.transport.process_group.links import Links
 from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
 from lightning_gpipe.core.transport.process_group.outbox import Outbox
+from lightning_gpipe.core.transport.process_group.reception import Reception, Recipient
 from lightning_gpipe.core.transport.process_group.told import note, noted, text_of
 from lightning_gpipe.core.transport.process_group.waits import OtherWaits
 from lightning_gpipe.core.transport.process_group.watch import Watch
@@ -34,16 +33,6 @@ from lightning_gpipe.core.transport.process_group.watch import Watch
 _TOLD_WITHIN = 5.0  # seconds
 _LINGER = 1.0  # the same if one is lost, so that others may read who before this one ends
 START = 10  # times as long to be heard for the first time: one may still load a model
-
-
-class Recipient(Protocol):
-    """An exchange, which gets what comes for it."""
-
-    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
-        """Take a value from a process."""
-
-    def fail(self, verdict: Verdict) -> None:
-        """End, because another process has failed."""
 
 
 class Office:
@@ -61,19 +50,19 @@ class Office:
         self._lock = threading.RLock()  # a garbage collection may close what is no longer used
         self._process = os.getpid()
         self._ledger = Ledger()
-        self._recipient: Recipient | None = None
-        self._early: dict[int, list[tuple[int, Header, Mail]]] = {}
+        self._reception = Reception()
         self._outbox = Outbox()
-        self._links = {
-            rank: Link(group, rank, self._deliver, self._heard, self._disconnect)
+        self._links = Links(
+            Link(group, rank, self._deliver, self._heard, self._disconnect)
             for rank in range(group.size())
             if rank != self._rank
-        }
-        links = list(self._links.values())
+        )
+        links = list(self._links)
         self._watch = Watch(links, lost_after, START * lost_after, self._miss, self._beat)
         self._other_waits = OtherWaits()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
-        self._started = False
+        self._open = False  # for exchanges
+        self._listens = False
 
     @property
     def begun(self) -> int:
@@ -90,13 +79,18 @@ class Office:
         """Who is lost, once anybody is."""
         return self._ledger.lost
 
-    def start(self) -> None:
-        """Receive, and watch whether the others live."""
-        self._started = True
-        self._outbox.start()
-        for link in self._links.values():
-            link.start()
-        self._watch.start()
+    def open(self) -> None:
+        """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
+        self._open = True
+        self.listen()
+
+    def listen(self) -> None:
+        """Receive, and watch whether the others live, until :meth:`close`."""
+        with self._lock:
+            self._listens = True
+            self._outbox.start()
+            self._links.start()
+            self._watch.start()
 
     def begin(self, recipient: Recipient) -> tuple[int, Verdict | None]:
         """Begin the next exchange.
@@ -104,13 +98,12 @@ class Office:
         Returns:
             Its number; and why it cannot run, if another process has failed, closed, or is lost.
         """
-        self.start()
+        self.open()
         with self._lock:
             self._ledger.begun += 1
             serial = self._ledger.serial
-            self._recipient = recipient
+            early = self._reception.begin(serial, recipient)
             failed = self._ledger.failure
-            early = self._early.pop(serial, [])
         if failed is None:
             for each in early:
                 recipient.arrive(*each)
@@ -119,7 +112,7 @@ class Office:
     def end(self) -> Verdict | None:
         """End an exchange; returns how another process has failed in it, if one has."""
         with self._lock:
-            self._recipient = None
+            self._reception.recipient = None
             return self._ledger.failure_in_it
 
     def post(self, rank: int, header: Header, to: Action, way: Way, value: FlatTree) -> None:
@@ -130,13 +123,13 @@ class Office:
         self, header: Header, to: Action, way: Way, value: FlatTree, *, hold: bool = False
     ) -> None:
         """Send a value to all other processes; ``hold``: at :meth:`flush` at the latest."""
-        for rank in self._links:
-            self._send(rank, lambda link: link.post(header, to, way, value, hold=hold))
+        for link in self._links:
+            self._send(link.rank, lambda link: link.post(header, to, way, value, hold=hold))
 
     def flush(self) -> None:
         """Send what is held."""
-        for rank in self._links:
-            self._send(rank, Link.flush)
+        for link in self._links:
+            self._send(link.rank, Link.flush)
 
     def _send(self, rank: int, send: Callable[[Link], list[Posted]]) -> None:
         try:
@@ -162,12 +155,11 @@ class Office:
         with self._lock:
             if noted(error, self._name, self._ledger.serial):
                 return  # and nothing was begun since
-            failing, known = self._ledger.fail(running=self._recipient is not None)
+            failing, known = self._ledger.fail(running=self._reception.recipient is not None)
             now = self._ledger.serial
             note(error, self._name, now)
-            self._recipient = None
-            self._early = {serial: each for serial, each in self._early.items() if serial > now}
-        if not known and self._started:
+            self._reception.fail(now)
+        if not known and self._listens:
             header = Header(Code.FAILURE, failing)
             gone = self._outbox.gone(self._tell_all(header, f"failed: {text_of(error)}"))
             gone.wait(_TOLD_WITHIN)
@@ -182,29 +174,33 @@ class Office:
             self._changed.wait_for(lambda: self._ledger.failure_next, within)
             return self._ledger.failure_next
 
+    def absence(self) -> Verdict | None:
+        """Who cannot come any more, having ended, if anybody has."""
+        with self._lock:
+            return self._ledger.ended
+
     def when_in_vain(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when it is in vain to wait for another process."""
         self._other_waits.add(act)
 
+    def pause(self) -> None:
+        """Begin no exchange until others have closed too; others still hear this process."""
+        if self._open:
+            self._outbox.over(self._tell_all(self._closing(Code.CLOSED)))
+
     def close(self) -> None:
-        """End the threads; others end theirs when they close too."""
-        if not self._started or self._process != os.getpid():  # threads are not forked
+        """End the threads; others end theirs when they close too, or go on."""
+        if not self._listens or self._process != os.getpid():  # threads are not forked
             return
-        self._started = False
         self._watch.stop()
         with self._lock:
-            follows = self._ledger.close()
+            header = self._closing(Code.END)
+            self._listens = False
+            self._ledger.end()
             lost = self._ledger.lost is not None
-            header = Header(Code.END, self._ledger.serial, ends=self._ledger.closed, bits=follows)
-            living = [
-                link for link in self._links.values() if link.rank not in self._ledger.lost_ranks
-            ]
-        gone = self._outbox.gone(self._tell_all(header))
         within = _LINGER if lost else _TOLD_WITHIN
-        deadline = time.monotonic() + within
-        gone.wait(within)
-        for link in living:
-            link.join(max(0.0, deadline - time.monotonic()))
+        self._outbox.over(self._tell_all(header)).wait(within)
+        self._links.join(within, self._ledger.lost_ranks)
         if lost:
             self._cut()
         else:
@@ -223,62 +219,75 @@ class Office:
     def _cut(self) -> None:
         """End all connections, and all threads that wait for them."""
         self._ledger.lose([], Verdict((self._rank,), "has ended its pipeline"))
-        for link in self._links.values():
-            link.cut()
-        for link in self._links.values():
-            link.join(_TOLD_WITHIN)
+        self._links.cut()
+        self._links.join(_TOLD_WITHIN)
         self._outbox.end()
 
+    def _closing(self, code: Code) -> Header:
+        """What tells others that this process closes, or has before if no exchange may run."""
+        with self._lock:
+            follows = self._ledger.close() if self._open else True
+            self._open = False
+            return Header(code, self._ledger.serial, closed=self._ledger.closed, bits=follows)
+
     def _tell_all(self, header: Header, text: str = "") -> list[Posted]:
-        """Send a header and a text to all others that can be reached."""
-        posted: list[Posted] = []
-        for rank, link in self._links.items():
-            if rank not in self._ledger.lost_ranks:
-                with suppress(RuntimeError):  # it is lost, as the receiving thread notices
-                    posted += link.tell(header, text)
-        return posted
+        return self._links.tell(header, text, self._ledger.lost_ranks)
 
     # For the links, on the threads that receive, and for the watch.
 
     def _heard(self, rank: int) -> None:
         self._watch.heard(rank)
 
-    def _deliver(self, rank: int, header: Header, content: Mail | str | None) -> None:
-        """Take what came from a process."""
+    def _deliver(self, rank: int, header: Header, content: Mail | str) -> bool:
+        """Take what came from a process; returns whether more will come."""
         if isinstance(content, Mail):
             with self._lock:
-                if header.serial > self._ledger.serial:
-                    self._early.setdefault(header.serial, []).append((rank, header, content))
-                    return
-                recipient = self._recipient if header.serial == self._ledger.serial else None
-            if recipient is not None:  # else it is of a run that has failed
+                recipient = self._reception.take(self._ledger.serial, rank, header, content)
+            if recipient is not None:
                 recipient.arrive(rank, header, content)
-        elif header.code == Code.END:
-            self._end_of(rank, header)
         elif header.code == Code.LOST:
-            ranks, how = json.loads(str(content))
+            ranks, how = json.loads(content)
             self._lose([], Verdict(tuple(ranks), how))
+        elif header.code == Code.FAILURE:
+            self._fail_with(header, Verdict((rank,), content))
+        elif header.code == Code.CLOSED:
+            self._closed_by(rank, header)
         else:
-            self._fail_with(header, Verdict((rank,), str(content)))
+            return self._ended_by(rank, header)
+        return True
 
     def _fail_with(self, header: Header, verdict: Verdict) -> None:
         with self._lock:
             self._ledger.hear(header.serial, verdict)
             self._changed.notify_all()
             found = self._ledger.failure_in_it
-            recipient = self._recipient
+            recipient = self._reception.recipient
         if recipient is not None and found is not None:
             recipient.fail(found)
 
-    def _end_of(self, rank: int, header: Header) -> None:
-        self._watch.excuse(rank)
+    def _closed_by(self, rank: int, header: Header) -> None:
         if header.bits:  # it was not the first, and who was is heard too
             return
         with self._lock:
-            self._ledger.hear_end(rank, header.ends, header.serial)
-            recipient, failed = self._recipient, self._ledger.failure
+            self._ledger.hear_closed(rank, header.closed, header.serial)
+            recipient, failed = self._reception.recipient, self._ledger.failure
         if recipient is not None and failed is not None:
             recipient.fail(failed)
+
+    def _ended_by(self, rank: int, header: Header) -> bool:
+        """Hear that a process ends, or has heard that this one does; whether more will come."""
+        with self._lock:
+            more = self._listens  # though this process had ended, it has begun again since
+            if header.code == Code.END:
+                self._watch.excuse(rank)
+                if not self._ledger.hear_end(rank) and more:
+                    self._outbox.over(self._links[rank].tell(Header(Code.ANSWER, 0)))
+                    more = False
+            if not more:
+                self._links[rank].rest()
+        if header.code == Code.END:
+            self._closed_by(rank, header)
+        return more
 
     def _disconnect(self, rank: int, error: BaseException) -> None:
         self._lose([rank], Verdict((rank,), f"is lost: {error}"))
@@ -298,7 +307,7 @@ class Office:
         with self._lock:
             first = self._ledger.lose(ranks, verdict)
             self._changed.notify_all()
-            recipient = self._recipient
+            recipient = self._reception.recipient
         if not first:
             return
         if ranks:  # first of all, for the others see next that this one ends
@@ -310,5 +319,5 @@ class Office:
 
     def _beat(self) -> None:
         with self._lock:
-            unheeded = self._recipient is None and self._ledger.failure_next is not None
+            unheeded = self._reception.recipient is None and self._ledger.failure_next is not None
         self._other_waits.beat(self._watch.limit, unheeded=unheeded)

@@ -56,23 +56,37 @@ class Outbox:
 
     def gone(self, posted: Sequence[Posted]) -> threading.Event:
         """An event that is set when all that was posted has gone."""
-        gone = threading.Event()
+        return self._event(posted, all)
+
+    def over(self, posted: Sequence[Posted]) -> threading.Event:
+        """An event that is set when all that was posted has gone, or cannot go any more."""
+        return self._event(posted, lambda gone: True)
+
+    def _event(
+        self, posted: Sequence[Posted], suffices: Callable[[list[bool]], bool]
+    ) -> threading.Event:
+        """An event that is set once it is known of each whether it has gone, if that suffices."""
+        event = threading.Event()
 
         def wait_for_all() -> None:
-            for each in posted:
-                try:
-                    wait(each)
-                except RuntimeError:  # the receiving thread notices that it is lost
-                    break
-            else:
-                gone.set()
+            if suffices(list(map(_has_gone, posted))):
+                event.set()
 
         assert self._waiter is not None, "it was started"
         self._waiter.put(wait_for_all)
-        return gone
+        return event
 
     def end(self) -> None:
         """End the thread."""
         if self._waiter is not None:
             self._waiter.join(_JOIN)
             self._waiter = None
+
+
+def _has_gone(posted: Posted) -> bool:
+    """Wait until it has gone; False if it cannot, since the connection is lost."""
+    try:
+        wait(posted)
+    except RuntimeError:  # as the receiving thread notices
+        return False
+    return True

@@ -58,6 +58,7 @@ class Shared:
         self._number = next(_NUMBERS)
         self.pipelines: list[str] = []
         self._users = 0
+        self._keepers: WeakSet[object] = WeakSet()
         _SHARED.add(self)
 
     @classmethod
@@ -83,6 +84,23 @@ class Shared:
         self._users += 1
         self.pipelines += pipelines
         return len(self.pipelines) - len(pipelines)
+
+    def keep(self, keeper: object) -> None:
+        """Let other processes hear this one for as long as ``keeper`` lives, or releases it."""
+        self._keepers.add(keeper)
+        self.office.listen()
+
+    def release(self, keeper: object) -> None:
+        """End that, with all pipelines unless another keeper lives."""
+        self._keepers.discard(keeper)
+        self.close()
+
+    def close(self) -> None:
+        """End the pipelines: to end is no failure from here on."""
+        if self._keepers:
+            self.office.pause()
+        else:
+            self.office.close()
 
     def leave(self) -> None:
         """Do not share it any more; it ends with the last."""
@@ -113,8 +131,21 @@ class Connection:
         self.ranks = shared.ranks
         self.office = shared.office
         self.pipelines = shared.pipelines
+        self._shared = shared
         self._first = shared.enter(pipelines)
         weakref.finalize(self, shared.leave)
+
+    def keep(self, keeper: object) -> None:
+        """See :meth:`Shared.keep`."""
+        self._shared.keep(keeper)
+
+    def release(self, keeper: object) -> None:
+        """See :meth:`Shared.release`."""
+        self._shared.release(keeper)
+
+    def close(self) -> None:
+        """See :meth:`Shared.close`."""
+        self._shared.close()
 
     def number(self, k: int) -> int:
         """The number of pipeline ``k`` among all over these processes."""

@@ -51,7 +51,7 @@ class ProcessGroupTransport(Transport):
 
     def start(self) -> None:
         """Watch the other processes from now on."""
-        self._office.start()
+        self._office.open()
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -115,7 +115,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._office.close()
+        self._connection.close()
         self._runner.close()
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from weakref import WeakMethod
 
 
 class OtherWaits:
@@ -14,12 +15,12 @@ class OtherWaits:
     """
 
     def __init__(self) -> None:
-        self._acts: list[Callable[[], None]] = []
+        self._acts: set[WeakMethod[Callable[[], None]]] = set()
         self._beats = 0  # since there is a failure to heed
 
     def add(self, act: Callable[[], None]) -> None:
-        """Let ``act`` end some waits."""
-        self._acts.append(act)
+        """Let a method of an object end some waits, for as long as the object lives."""
+        self._acts.add(WeakMethod(act))
 
     def end(self) -> None:
         """End them, on a thread of its own: others must hear this process meanwhile."""
@@ -27,8 +28,10 @@ class OtherWaits:
             threading.Thread(target=self._act, name="gpipe-end-waits", daemon=True).start()
 
     def _act(self) -> None:
-        for act in self._acts:
-            act()
+        for each in list(self._acts):
+            act = each()
+            if act is not None:
+                act()
 
     def beat(self, limit: int, *, unheeded: bool) -> None:
         """End them at the ``limit``-th beat in which there is a failure that is unheeded."""

@@ -72,13 +72,11 @@ class Watch:
             self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; when others start again is up to them."""
+        """End the thread; who has not said that it ends is still expected after a start."""
         thread, self._thread = self._thread, None
         self._stop.set()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN)
-        for rank in self._allowed:
-            self.excuse(rank)
 
     def heard(self, rank: int) -> None:
         """Take note that a process lives."""

@@ -64,7 +64,7 @@ def test_first_of_several_failures_counts() -> None:
 
 def test_closed_by_another_until_it_closes_too() -> None:
     ledger = begun(2)
-    ledger.hear_end(1, 1, begun(1).serial)
+    ledger.hear_closed(1, 1, begun(1).serial)
 
     assert ledger.failure == Verdict((1,), "closed the pipeline")
     assert ledger.failure_in_it is None
@@ -74,7 +74,7 @@ def test_closed_by_another_until_it_closes_too() -> None:
 
 def test_closed_after_its_part_in_an_exchange_that_another_begins_later() -> None:
     ledger = Ledger()
-    ledger.hear_end(1, 1, begun(1).serial)
+    ledger.hear_closed(1, 1, begun(1).serial)
 
     ledger.begun += 1
     assert ledger.failure is None
@@ -85,7 +85,7 @@ def test_closed_after_its_part_in_an_exchange_that_another_begins_later() -> Non
 def test_one_that_fails_and_closes_has_failed() -> None:
     ledger = Ledger()
     ledger.hear((0 << 32) + 1, BURNT)
-    ledger.hear_end(1, 1, ledger.serial)
+    ledger.hear_closed(1, 1, ledger.serial)
 
     ledger.begun += 1
 
@@ -99,3 +99,22 @@ def test_who_is_lost_first_stays() -> None:
     assert not ledger.lose([2], Verdict((2,), "is lost"))
     assert ledger.failure == Verdict((1,), "is lost")
     assert ledger.lost_ranks == {1, 2}
+
+
+def test_end_that_follows_that_of_this_process() -> None:
+    ledger = Ledger()
+    ledger.end()
+
+    assert ledger.hear_end(1)
+    assert ledger.ended is None
+
+
+def test_end_of_a_process_while_this_one_goes_on() -> None:
+    ledger = Ledger()
+
+    assert not ledger.hear_end(1)
+    assert ledger.ended == Verdict((1,), "has ended")
+    assert not ledger.hear_end(2)
+    assert ledger.ended == Verdict((1, 2), "have ended")
+    ledger.end()
+    assert ledger.ended is None

@@ -347,7 +347,7 @@ def test_empty_value_after_one_that_cannot_be_compared() -> None:
 
 
 def test_header() -> None:
-    header = Header(Code.VALUES, 1 << 40, Label(1, 2, 3, state=1 << 62), size=5, bits=6, ends=4)
+    header = Header(Code.VALUES, 1 << 40, Label(1, 2, 3, state=1 << 62), size=5, bits=6, closed=4)
     content = header.encoded()
 
     assert len(content) == HEADER_SIZE
