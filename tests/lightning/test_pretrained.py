@@ -70,7 +70,9 @@ def strategy(**options: Any) -> GPipeStrategy:
 
 
 def usual(folder: Path) -> Tuned:
-    return Tuned(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train())
+    return Tuned(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    )
 
 
 def plainly(folder: Path, path: Path, **options: Any) -> L.Trainer:

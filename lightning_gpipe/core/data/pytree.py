@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ class FlatTree(NamedTuple):
         A tensor that appears twice stays one tensor.
         """
         if len(self.leaves) == 1:
-            return FlatTree([_detached(self.leaves[0])], self.spec)
+            return _flat(([_detached(self.leaves[0])], self.spec))
         detached = {id(leaf): _detached(leaf) for leaf in self.leaves}
         return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
 
@@ -72,6 +72,10 @@ class FlatTree(NamedTuple):
         return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
 
 
+# Of a tuple, at once: several are made for each micro-batch on each stage.
+_flat: Callable[[tuple[list[Any], Structure | None]], FlatTree] = partial(tuple.__new__, FlatTree)
+
+
 def tree_flatten(tree: Any) -> FlatTree:
     """Flatten ``tree``.
 
@@ -79,7 +83,7 @@ def tree_flatten(tree: Any) -> FlatTree:
         TypeError: If a leaf is an object that holds tensors.
     """
     if type(tree) is Tensor:
-        return FlatTree([tree], LEAF_SPEC)
+        return _flat(([tree], LEAF_SPEC))
     leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
     if any(map(_is_opaque, leaves)):
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)

@@ -27,6 +27,7 @@ NOTHING: Manager = nullcontext()
 
 def together(managers: Sequence[Manager]) -> Manager:
     """One manager that enters all of ``managers``, in order."""
+    managers = [manager for manager in managers if manager is not NOTHING]
     if not managers:
         return NOTHING
     return managers[0] if len(managers) == 1 else Lazily(lambda: managers)

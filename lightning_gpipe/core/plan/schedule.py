@@ -81,6 +81,11 @@ class Schedule:
         return self._recomputed[j]
 
     @cached_property
+    def forwards(self) -> bool:
+        """Whether any action is a forward."""
+        return any(action.kind is Kind.FORWARD for row in self.rows for action in row)
+
+    @cached_property
     def split(self) -> bool:
         """Whether the gradients of the weights are actions of their own."""
         return any(action.kind is Kind.WEIGHTS for row in self.rows for action in row)

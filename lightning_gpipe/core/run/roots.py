@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 Root = GradientEdge | Tensor
+
+# Of a tuple, at once: one is made for each micro-batch on each stage.
+_edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 
 
 def root_of(leaf: Any) -> Root | None:
@@ -27,7 +31,7 @@ def root_of(leaf: Any) -> Root | None:
         return get_gradient_edge(leaf)
     # Before torch 2.9 backward cannot start at the edge of a node that is written in Python.
     written_in_python = isinstance(node, torch._C._FunctionBase)
-    return leaf if written_in_python else GradientEdge(node, leaf.output_nr)
+    return leaf if written_in_python else _edge((node, leaf.output_nr))
 
 
 def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
@@ -48,8 +52,8 @@ def run_backward(
     This is what ``torch.autograd.backward`` does after it has checked its arguments, which takes as
     long as backward through a small layer.
     """
-    if given := with_gradients(roots, gradients):
-        starts, values = zip(*given, strict=True)
+    starts, values = with_gradients(roots, gradients)
+    if starts:
         _engine_run_backward(
             starts, values, keep, False, (), allow_unreachable=True, accumulate_grad=True
         )
@@ -62,10 +66,9 @@ def gradients_of(
 
     Otherwise the same as :func:`run_backward`.
     """
-    given = with_gradients(roots, gradients)
-    if not given or not leaves:
+    starts, values = with_gradients(roots, gradients)
+    if not starts or not leaves:
         return [None] * len(leaves)
-    starts, values = zip(*given, strict=True)
     found: Sequence[Tensor | None] = _engine_run_backward(
         starts, values, True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
     )
@@ -162,13 +165,14 @@ def _node_of(root: Root) -> Any:
 
 def with_gradients(
     roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
-) -> list[tuple[Root, Tensor]]:
-    """The roots that have a gradient."""
-    return [
-        (r, _shaped_as(r, g) if isinstance(r, Tensor) else g)
-        for r, g in zip(roots, gradients, strict=True)
-        if r is not None and g is not None
-    ]
+) -> tuple[tuple[Root, ...], tuple[Tensor, ...]]:
+    """The roots that have a gradient, and the gradients."""
+    starts, values = [], []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root is not None and gradient is not None:
+            starts.append(root)
+            values.append(_shaped_as(root, gradient) if isinstance(root, Tensor) else gradient)
+    return tuple(starts), tuple(values)
 
 
 def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:

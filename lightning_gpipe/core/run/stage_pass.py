@@ -188,8 +188,12 @@ class StagePass:
             gradients = _filled(gradients, kept.sizes)
         elif not gradients.leaves:
             roots = []
-        with self.randomness.drawing_in_backward(i):
+        drawing = self.randomness.drawing_in_backward(i)
+        if drawing is NOTHING:
             self._captures.run_backward(i, leaves, roots, gradients.leaves)
+        else:
+            with drawing:
+                self._captures.run_backward(i, leaves, roots, gradients.leaves)
         if kept.former:
             self.asides.check_inputs(kept.former)
         return FlatTree(gradients_in(leaves), kept.inputs.spec)
@@ -291,7 +295,7 @@ class StagePass:
         if bare and hooks is NOTHING:  # to enter what does nothing takes as long as a small layer
             outputs, *leaving = work.run(arrived, guard)
         else:
-            with hooks, self._around(i, terms, first=first):
+            with self._around(i, terms, hooks, first=first):
                 outputs, *leaving = work.run(arrived, guard)
         guard.close()
         if guard.first:
@@ -302,9 +306,10 @@ class StagePass:
             outputs = join([outputs, *leaving])
         return outputs, tree_flatten(terms) if terms else _NO_TERMS
 
-    def _around(self, i: int, terms: list[Term], *, first: bool) -> Manager:
+    def _around(self, i: int, terms: list[Term], hooks: Manager, *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
-        found = self.randomness.drawing(i) if first else self.randomness.replaying(i)
+        draws = self.randomness.drawing(i) if first else self.randomness.replaying(i)
+        found = [hooks, *draws]
         if not self.shadows.in_place:
             found.append(self.shadows.swapped_in(self.stage.journal))
         if self.statistics is not None:

@@ -57,7 +57,7 @@ class Weights:
             gradients: Those of the roots.
         """
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-        given = with_gradients(roots, gradients)
+        given = list(zip(*with_gradients(roots, gradients), strict=True))
         if leaves and given and all(map(_can_be_split, given)):
             graph = Graph.behind([root for root, _ in given], leaves)
             if (split := self._splits.of(graph)) is not None:

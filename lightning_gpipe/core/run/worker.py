@@ -92,6 +92,7 @@ class WorkerTask(Task):
         self._now = worker.clock.now
         self._row = phase.rows[worker.index]
         self._m, self._n = phase.m, phase.n
+        self._forwards = phase.forwards
         self._exchange = exchange
         self._context = context
         self._record = timeline.records.append
@@ -116,7 +117,7 @@ class WorkerTask(Task):
             self._context.entered(),
             using_table({}),
         ]
-        if any(action.kind is Kind.FORWARD for action in self._row):
+        if self._forwards:
             managers += [
                 each.shadows.swapped_in(each.stage.journal)
                 for each in self._passes.values()
