@@ -15,6 +15,7 @@ from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.run import greenlets
 from lightning_gpipe.core.verify import Verdict, verify_step
 from lightning_gpipe.steps.logs import CollectedLogs
+from lightning_gpipe.steps.old_gradients import drop_old_gradients
 from lightning_gpipe.steps.results import result_of
 
 ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble"]
@@ -115,6 +116,7 @@ class Steps:
 
         scale = self._scale(precision)
         self._verify(step, batch, precision, scale)
+        drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
         with precision.train_step_context(), logs:
             outcome = stepping.run(step, batch, around=module.modules(), scale=scale)

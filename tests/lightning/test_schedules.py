@@ -189,6 +189,46 @@ class Positive(Classifier):
         return {"loss": loss, "loss_weight": (y >= 0).sum()}
 
 
+class Watching(Classifier):
+    """Sees whether old gradients are alive while a step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[bool] = []
+        own = list(self.parameters())  # in a step shadows are in their places
+        self.any_alive = lambda: any(each.grad is not None for each in own)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.alive.append(self.any_alive())
+        return super().training_step(batch, batch_idx)
+
+
+class Looking(Watching):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.global_step:
+            assert self.any_alive()
+
+
+@pytest.mark.parametrize(
+    "build, accumulated, alive",
+    [
+        (Watching, 1, [False, False, False]),
+        (Watching, 2, [False, True, False]),
+        (Looking, 1, [False, True, True]),
+    ],
+)
+def test_old_gradients_go_early_where_nobody_sees_them(
+    build: Any, accumulated: int, alive: list[bool], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": accumulated}
+    gpipe = fitted(tmp_path, build=build, **options, **piped())
+
+    found = gpipe.lightning_module
+    assert isinstance(found, Watching)
+    assert found.alive == [each for each in alive for _ in range(4)]
+    assert_same_weights(gpipe, fitted(tmp_path, build=build, **options))
+
+
 def test_loss_weight(tmp_path: Path) -> None:
     plain = fitted(tmp_path, build=Positive)
     gpipe = fitted(tmp_path, build=Positive, **piped())

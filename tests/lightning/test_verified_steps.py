@@ -178,6 +178,7 @@ def test_training_is_the_same_to_the_bit(threads: bool, tmp_path: Path) -> None:
     assert len(one[-1]) == 3 * 3 * 3, "epochs, batches and micro-batches, each run once"
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_first_batch_that_is_not_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen: list[tuple[int, int]] = []
 
@@ -186,8 +187,7 @@ def test_first_batch_that_is_not_skipped(tmp_path: Path, caplog: pytest.LogCaptu
             seen.append((batch_idx, len(batch[0])))
             return None if batch_idx == 0 else super().training_step(batch, batch_idx)
 
-    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
-        fitted(tmp_path, build=Skipping, max_epochs=2, **piped())
+    fitted(tmp_path, build=Skipping, max_epochs=2, **piped())
 
     assert len(verdicts(caplog)) == 2
     assert [each for each in seen if each[1] == 7] == [(1, 7)], "of the second batch"
