@@ -39,7 +39,7 @@ class Job(Task):
         return contextvars.copy_context()
 
     @override
-    def session(self) -> AbstractContextManager[Any]:
+    def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
         return nullcontext()
 
     @override

@@ -109,14 +109,13 @@ class WorkerTask(Task):
         return self._context.variables
 
     @override
-    def session(self) -> Manager:
+    def session(self, *, joined: bool = False) -> Manager:
         # The thread that runs the layers swaps in their shadows, because Ctrl-C only interrupts the
         # caller's. Backward reaches the shadows through the graphs.
-        managers: list[Manager] = [
-            self._worker.streams.entered(),
-            self._context.entered(),
-            using_table({}),
-        ]
+        managers: list[Manager] = []
+        if not joined:
+            streams = self._worker.streams
+            managers = [streams.entered(), self._context.entered(), using_table({})]
         if self._forwards:
             managers += [
                 each.shadows.swapped_in(each.stage.journal)

@@ -125,8 +125,8 @@ class InlineTransport(Transport):
             task_of[len(self._layout.devices)] = caller
         with ExitStack() as sessions:
             sessions.enter_context(self.sharing())
-            for task in tasks:
-                sessions.enter_context(task.session())
+            for k, task in enumerate(tasks):
+                sessions.enter_context(task.session(joined=k > 0))
             for worker, row in exchange.phase.turns:
                 if worker in task_of:
                     task_of[worker].perform(row)

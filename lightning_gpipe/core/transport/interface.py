@@ -123,8 +123,13 @@ class Task(ABC):
         """Python's context variables; another thread performs the task in a copy of them."""
 
     @abstractmethod
-    def session(self) -> AbstractContextManager[Any]:
-        """A context manager around all actions, entered on the thread that performs them."""
+    def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
+        """A context manager around all actions, entered on the thread that performs them.
+
+        Args:
+            joined: Whether this is in the session of another worker of the run, which has given
+                the thread its state.
+        """
 
     @abstractmethod
     def perform(self, actions: Sequence[Action]) -> None:

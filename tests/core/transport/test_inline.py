@@ -23,12 +23,12 @@ class Noted(Job):
         self._name, self._place = name, place
 
     @override
-    def session(self) -> AbstractContextManager[None]:
-        return self._session()
+    def session(self, *, joined: bool = False) -> AbstractContextManager[None]:
+        return self._session("joins" if joined else "begins")
 
     @contextmanager
-    def _session(self) -> Iterator[None]:
-        self._place.append(f"{self._name} begins")
+    def _session(self, verb: str) -> Iterator[None]:
+        self._place.append(f"{self._name} {verb}")
         yield
         self._place.append(f"{self._name} ends")
 
@@ -42,7 +42,7 @@ def test_sessions_last_as_long_as_all_actions() -> None:
 
     transport.run(transport.open(PHASE), [Noted("one", place), Noted("other", place)])
 
-    assert place[:2] == ["one begins", "other begins"]
+    assert place[:2] == ["one begins", "other joins"]
     assert place[-2:] == ["other ends", "one ends"]
     assert len(place) > 4
 
