@@ -15,7 +15,7 @@ about as long, but two cores are not four devices.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -38,14 +38,14 @@ class Way(NamedTuple):
 
     Attributes:
         name: As the report has it.
-        stages: The number of stages; eight are two on each device.
+        looped: Whether each device has two stages, of half the size.
         schedule: Of a loss for each micro-batch; None for the loss of the mini-batch.
         split: Whether backwards are split.
         at_most: The target.
     """
 
     name: str
-    stages: int = N
+    looped: bool = False
     schedule: ByMicroBatch | None = None
     split: bool = False
     at_most: float | None = None
@@ -54,12 +54,12 @@ class Way(NamedTuple):
 WAYS = (
     Way(BASE),
     Way("fill-drain, W", split=True, at_most=0.96),
-    Way("looped fill-drain", stages=2 * N),
-    Way("looped fill-drain, W", stages=2 * N, split=True),
+    Way("looped fill-drain", looped=True),
+    Way("looped fill-drain, W", looped=True, split=True),
     Way("1F1B", schedule="1f1b", at_most=1.03),
     Way("1F1B, W", schedule="1f1b", split=True),
-    Way("interleaved", stages=2 * N, schedule="1f1b", at_most=0.95),
-    Way("interleaved, W", stages=2 * N, schedule="1f1b", split=True),
+    Way("interleaved", looped=True, schedule="1f1b", at_most=0.95),
+    Way("interleaved, W", looped=True, schedule="1f1b", split=True),
     Way("zero bubble", schedule="zero_bubble", at_most=0.84),
 )
 
@@ -121,13 +121,12 @@ def main(argv: list[str] | None = None) -> None:
     title = f"One step, {N} devices, m = {m}, {given.layers} layers"
     report = Report(given, title, ("", "ms, median", "quartiles", "simulated / fill-drain"))
     with ExitStack() as stack:
-        made = [(way, *stack.enter_context(running(way, task, m))) for way in WAYS]
+        made = [(way, *stack.enter_context(running(way, task, N, m))) for way in WAYS]
         contestants = [contestant for _, contestant, _ in made]
         agree(contestants)
         times = contest(contestants, rounds=given.rounds)
         schedules = {way.name: schedule_of() for way, _, schedule_of in made}
-    lengths = {name: simulated(schedule) for name, schedule in schedules.items()}
-    report.times(times, {name: f"{each / lengths[BASE]:.3f}" for name, each in lengths.items()})
+    report.times(times, relative(schedules))
     for way in WAYS[1:]:
         bound = way.at_most if given.layers == "sleeping" else None
         report.target(f"{way.name} / {BASE}", ratio(times, way.name, BASE), at_most=bound)
@@ -135,13 +134,15 @@ def main(argv: list[str] | None = None) -> None:
 
 
 @contextmanager
-def running(way: Way, task: Task, m: int) -> Iterator[tuple[Contestant, Callable[[], Schedule]]]:
+def running(
+    way: Way, task: Task, devices: int, m: int
+) -> Iterator[tuple[Contestant, Callable[[], Schedule]]]:
     """A contestant, and what knows the schedule that it ran."""
-    module = task.copy_of_module()
+    module, stages = task.copy_of_module(), devices * (1 + way.looped)
     pipeline = GPipe(
         module,
-        [len(module) // way.stages] * way.stages,
-        devices=["cpu"] * N,
+        [len(module) // stages] * stages,
+        devices=["cpu"] * devices,
         chunks=m,
         activation_checkpointing="never",
         split_backward=way.split,
@@ -175,13 +176,19 @@ def running(way: Way, task: Task, m: int) -> Iterator[tuple[Contestant, Callable
         pipeline.close()
 
 
+def relative(schedules: Mapping[str, Schedule]) -> dict[str, str]:
+    """How long each takes in the simulation, relative to fill-drain."""
+    lengths = {name: simulated(schedule) for name, schedule in schedules.items()}
+    return {name: f"{each / lengths[BASE]:.3f}" for name, each in lengths.items()}
+
+
 def simulated(schedule: Schedule) -> float:
-    """How long it takes in the simulation, in units of half a stage."""
-    size = 2 * N / schedule.n
+    """How long it takes in the simulation, where each device has as much to do in all of them."""
+    size = schedule.workers / schedule.n
     whole = 1.0 if schedule.split else 2.0
 
     def cost(action: Action) -> float:
-        if action.kind in (Kind.PREPARE, Kind.LOSS) or action.j < 0:
+        if action.by_caller:
             return 0.0
         return size * (whole if action.kind is Kind.BACKWARD else 1.0)
 

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: one process for each stage, over Gloo.
+"""torch.distributed.pipelining: one process for each device, over Gloo.
 
 It is configured to be fast: it is given the shapes between the stages, which it otherwise infers by
 running the layers on uninitialised memory, and collects no outputs.
@@ -8,61 +8,83 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from typing_extensions import override
 
 from benchmarks.contestants.processes import Orders, Role, in_processes
 from benchmarks.contestants.task import Loss, Task
 from benchmarks.harness import Contestant
 
+Schedule = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
 
-@dataclass
-class Part(Role):
+
+class Slice(NamedTuple):
     """One stage.
 
     Attributes:
+        j: Its place among all.
         module: Its layers.
         input: A micro-batch that goes in; its values are of no interest.
         output: The same for what comes out.
-        x: The mini-batch, in the first stage.
-        target: Its target, in the last.
+    """
+
+    j: int
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+@dataclass
+class Part(Role):
+    """One process.
+
+    Attributes:
+        stages: Its stages, in order.
+        count: The number of all stages.
+        x: The mini-batch, if it has the first stage.
+        target: Its target, if it has the last.
         loss: Of the output and the target.
         chunks: The number of micro-batches.
         schedule: The class of theirs that says what is done when.
         untimed, threads: See :class:`~benchmarks.contestants.processes.Role`.
     """
 
-    module: nn.Module
-    input: Tensor
-    output: Tensor
+    stages: list[Slice]
+    count: int
     x: Tensor | None
     target: Tensor | None
     loss: Loss
     chunks: int
-    schedule: type[PipelineScheduleSingle]
+    schedule: Schedule
     untimed: int
     threads: int
 
     @override
     def prepare(self, rank: int, world_size: int) -> Orders:
-        stage = PipelineStage(
-            self.module,
-            rank,
-            world_size,
-            torch.device("cpu"),
-            input_args=self.input,
-            output_args=self.output,
-        )
+        device = torch.device("cpu")
+        stages = [
+            PipelineStage(
+                each.module,
+                each.j,
+                self.count,
+                device,
+                input_args=each.input,
+                output_args=each.output,
+            )
+            for each in self.stages
+        ]
+        several = issubclass(self.schedule, PipelineScheduleMulti)
+        given: Any = stages if several else stages[0]
         # They divide the gradients by the number of micro-batches: the losses are means.
-        schedule = self.schedule(stage, self.chunks, loss_fn=self.loss)
+        schedule = self.schedule(given, self.chunks, loss_fn=self.loss)
         inputs = () if self.x is None else (self.x,)
-        parameters = list(self.module.parameters())
+        parameters = [p for each in self.stages for p in each.module.parameters()]
 
         def step() -> None:
             for parameter in parameters:
@@ -78,45 +100,64 @@ def pipelining(
     balance: Sequence[int],
     *,
     chunks: int,
-    schedule: type[PipelineScheduleSingle] = ScheduleGPipe,
+    schedule: Schedule = ScheduleGPipe,
+    ranks: Sequence[int] | None = None,
     untimed: int = 0,
     name: str = "torch.distributed.pipelining",
     threads: int = 1,
 ) -> Iterator[Contestant]:
-    """A process for each stage, for the duration of a ``with`` block.
+    """A process for each device, for the duration of a ``with`` block.
 
     Args:
         task: What to do.
         balance: The number of layers in each stage.
         chunks: The number of micro-batches; they must be equally large.
         schedule: The class of theirs that says what is done when.
+        ranks: The process of each stage; one for each by default.
         untimed: How many steps they do before each that is timed.
         name: As the report has it.
         threads: The number of intra-op threads in each process.
     """
-    parts = _cut(task, balance, chunks=chunks, schedule=schedule, untimed=untimed, threads=threads)
+    ranks = range(len(balance)) if ranks is None else ranks
+    stages = _cut(task, balance, chunks)
+    own = [[each for each in stages if ranks[each.j] == rank] for rank in sorted({*ranks})]
+    parts = [
+        Part(
+            stages=each,
+            count=len(stages),
+            x=task.x if each[0].j == 0 else None,
+            target=task.target if each[-1].j == len(stages) - 1 else None,
+            loss=task.loss,
+            chunks=chunks,
+            schedule=schedule,
+            untimed=untimed,
+            threads=threads,
+        )
+        for each in own
+    ]
+    # The gradients come process by process.
+    counts = [len(list(each.module.parameters())) for each in stages]
+    begins = [sum(counts[:j]) for j in range(len(stages))]
+    came = [
+        begins[each.j] + k for part in parts for each in part.stages for k in range(counts[each.j])
+    ]
     with in_processes(parts, name) as contestant:
-        yield contestant
+
+        def gradients() -> list[Tensor]:
+            pairs = zip(came, contestant.gradients(), strict=True)
+            return [gradient for _, gradient in sorted(pairs, key=lambda pair: pair[0])]
+
+        yield replace(contestant, gradients=gradients)
 
 
-def _cut(task: Task, balance: Sequence[int], *, chunks: int, **common: Any) -> list[Part]:
+def _cut(task: Task, balance: Sequence[int], chunks: int) -> list[Slice]:
     """The stages, with the shapes between them."""
     assert len(task.x) % chunks == 0, "all micro-batches have the shape of the first"
-    module, parts, done = task.copy_of_module(), [], 0
+    module, found, done = task.copy_of_module(), list[Slice](), 0
     x = task.x.chunk(chunks)[0].clone()
     for j, size in enumerate(balance):
         stage = module[done : done + size]
         y = stage(x).detach().requires_grad_()
-        part = Part(
-            module=stage,
-            input=x,
-            output=y,
-            x=task.x if j == 0 else None,
-            target=task.target if j == len(balance) - 1 else None,
-            loss=task.loss,
-            chunks=chunks,
-            **common,
-        )
-        parts.append(part)
+        found.append(Slice(j, stage, x, y))
         x, done = y, done + size
-    return parts
+    return found

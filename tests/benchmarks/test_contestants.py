@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from benchmarks.contestants.fairscale import fairscale
 from benchmarks.contestants.ours import ours, ours_in_processes
@@ -57,6 +61,20 @@ def test_pipelining() -> None:
         assert len(times.seconds) == 2
 
     assert not names()
+
+
+@pytest.mark.parametrize(
+    "schedule, ranks",
+    [(ScheduleInterleaved1F1B, (0, 1, 0, 1)), (ScheduleZBVZeroBubble, (0, 1, 1, 0))],
+)
+def test_two_stages_in_each_process(schedule: Any, ranks: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(3, 3, bias=k > 1) for k in range(4)))
+    task = Task(layers, torch.randn(8, 3), torch.randn(8, 3), mean_square)
+
+    shared: dict[str, Any] = {"chunks": 4, "schedule": schedule, "ranks": ranks}
+    with pipelining(task, [1] * 4, **shared) as processes:
+        agree([plain(task), processes])
 
 
 def test_ours_in_processes() -> None:
