@@ -61,6 +61,9 @@ class Processes(Protocol):
     def owns(self, j: int) -> bool:
         """Whether stage ``j`` is in this process."""
 
+    def tell(self, error: BaseException) -> None:
+        """Tell the others of an error, which the user's code may catch: none of them waits then."""
+
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.
 

@@ -130,6 +130,10 @@ class Pipeline:
         """Whether stage ``j`` is in this process."""
         return self.layout.owner_of(j) == self.layout.rank
 
+    def tell(self, error: BaseException) -> None:
+        """See :class:`~lightning_gpipe.core.frontends.Processes`."""
+        self.engine.tell(error)
+
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """See :class:`~lightning_gpipe.core.frontends.Processes`."""
         return self.engine.everywhere(j, compute)

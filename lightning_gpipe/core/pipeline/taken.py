@@ -240,7 +240,11 @@ class Layers(Taken):
 
     def run_layers(self, input: Any) -> Any:
         """Run the layers on ``input`` in micro-batches."""
-        self._check_layers()
+        try:
+            self._check_layers()
+        except RuntimeError as error:
+            self.pipeline.tell(error)  # the user's code may catch it
+            raise
         return self.pipeline.run(input)
 
     def _check_layers(self) -> None:

@@ -70,6 +70,7 @@ class Calls:
         processes: Processes | None = None,
     ) -> None:
         self._rehearse = only_here if processes is None else processes.everywhere
+        self._tell = _nobody if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
         self._remembered: dict[ThreadState, Remembered] = {}
@@ -99,6 +100,9 @@ class Calls:
             if module is self._owners[-1] and not (self.runs or self._plain):
                 self._refuse_unused()
             return result
+        except BaseException as error:
+            self._tell(error)
+            raise
         finally:
             session.forwards.pop()
             if session.depth == depth:
@@ -106,6 +110,13 @@ class Calls:
 
     def block(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of block k, and run all if it is the last one."""
+        try:
+            return self._called(k, args, kwargs)
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _called(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         block, session = self._blocks[k], self._session
         if self._plain:
             return block.run(*args, **kwargs)
@@ -115,7 +126,7 @@ class Calls:
                 return block.run(*args, **kwargs)
             recording = self._begun(session, block, args, kwargs)
         try:
-            made = self._made(recording, block, calling_line(above=2), (args, kwargs))
+            made = self._made(recording, block, calling_line(above=3), (args, kwargs))
             session.expected = k = k + 1
             if k < len(self._blocks):
                 return made
@@ -228,3 +239,7 @@ def _call_of(block: Block, collector: Collector | None, line: str, device: torch
         (block.module,),
         block.parameters,
     )
+
+
+def _nobody(error: BaseException) -> None:
+    """Tells an error to no other process."""

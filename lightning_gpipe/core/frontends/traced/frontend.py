@@ -106,7 +106,12 @@ class Traced(Frontend):
             if is_traced((args, kwargs), self._module.parameters()):
                 check_recordable(self._module)
                 return self._forward(*args, **kwargs)
-            return self._run(run, args, kwargs)
+            try:
+                return self._run(run, args, kwargs)
+            except BaseException as error:
+                if processes is not None:
+                    processes.tell(error)
+                raise
 
         self._installed = install(self._module, call, self._name)
 
