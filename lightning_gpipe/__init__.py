@@ -1,7 +1,5 @@
 """Pipeline parallelism for PyTorch Lightning: GPipe as a strategy."""
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
 from lightning_gpipe.core.data import (
     MicroBatching,
@@ -24,6 +22,7 @@ from lightning_gpipe.core.plan import (
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.transport import OutOfStep, RankFailed
 from lightning_gpipe.core.verify import LossParity, Parity, StepParity, verify, verify_step
+from lightning_gpipe.foreign_trainers import registries
 from lightning_gpipe.strategy import GPipeStrategy
 
 __version__ = "0.1.0"
@@ -61,6 +60,7 @@ __all__ = [
 ]
 
 # The second is the path of the class, as a configuration may have it; a Trainer takes no capitals.
-for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
-    if _name not in StrategyRegistry:  # importlib.reload comes here twice
-        StrategyRegistry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)
+for _registry in registries():
+    for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
+        if _name not in _registry:  # importlib.reload comes here twice
+            _registry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)

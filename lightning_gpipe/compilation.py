@@ -7,6 +7,10 @@ So what is compiled here is a function that calls the layer.
 The compiler keeps a few variants of a function, and gives up if it needs more. One function for all
 layers would come to that with the ninth kind of layer; one for each layer would compile forty equal
 blocks forty times. So there is one for each kind of layer, on each device, in each mode.
+
+The list of variants is searched on several threads, and each search reorders it: one may miss what
+it looks for, and compile it again in mid-training. So what makes variants of every layer, whether
+its inputs need gradients, tells functions apart, too. What is left are micro-batches of one row.
 """
 
 from __future__ import annotations
@@ -106,7 +110,7 @@ class Compilation:
             rank_zero_info(
                 f"GPipe: the first training batch took {taken:.1f} s, to compile "
                 f"{len(self._functions)} functions included. Others of these kinds, on "
-                "micro-batches of any size, use the same code."
+                "micro-batches of other sizes, use the same code; one row has code of its own."
             )
 
     def release(self) -> None:
@@ -136,7 +140,12 @@ class _Compiled:
         tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
         device = next((each.device for each in tensors), None)
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
-        return self._function((self._kind, device, mode))(layer, *args, **kwargs)
+        inputs = tuple(_needs_gradient(each) for each in (*args, *kwargs.values()))
+        return self._function((self._kind, device, mode, inputs))(layer, *args, **kwargs)
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _caller() -> _Call:

@@ -8,18 +8,29 @@ So they are told that it is a strategy, and what they ask of it first raises an 
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import StrategyRegistry
 
 
 def accept(kind: type) -> None:
     """Let Fabric and Trainers of ``pytorch_lightning`` take objects of ``kind`` for strategies."""
     FabricStrategy.register(kind)
-    twin = sys.modules.get("pytorch_lightning.strategies")
-    if twin is not None:
+    for twin in _twins():
         twin.Strategy.register(kind)
+
+
+def registries() -> list[Any]:
+    """What knows strategies by their names, that of ``pytorch_lightning`` if it is imported."""
+    return [StrategyRegistry, *(twin.StrategyRegistry for twin in _twins())]
+
+
+def _twins() -> list[Any]:
+    """The strategies of ``pytorch_lightning``, if it is imported."""
+    twin = sys.modules.get("pytorch_lightning.strategies")
+    return [] if twin is None else [twin]
 
 
 def refuse_fabric() -> NoReturn:

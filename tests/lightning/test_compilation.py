@@ -127,6 +127,18 @@ def test_micro_batches_of_other_sizes_compile_nothing_again(tmp_path: Path) -> N
     assert later == [first, first]
 
 
+@needs_modes
+@pytest.mark.parametrize("threads", [True, "auto"])
+def test_functions_have_one_variant(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, threads: Any
+) -> None:
+    """Threads that search several at once miss some, and once compiled them again in mid-fit."""
+    with caplog.at_level(logging.INFO):
+        *_, graphs = compiled_fit(tmp_path, threads=threads)
+
+    assert f"to compile {len(graphs)} functions included" in caplog.text
+
+
 class Deep(Classifier):
     """Many layers: all of one kind, or each of its own."""
 
