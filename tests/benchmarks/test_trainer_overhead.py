@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchmarks import trainer_overhead
-from benchmarks.trainer_overhead import LanguageModel, fitting, language_model, quiet
+from benchmarks.harness.fits import fitting, quiet
+from benchmarks.trainer_overhead import LanguageModel, language_model
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
