@@ -30,6 +30,7 @@ from lightning_gpipe.core.frontends import (
 )
 from lightning_gpipe.core.pipeline import (
     Entry,
+    Given,
     GPipe,
     Layers,
     Measuring,
@@ -38,7 +39,6 @@ from lightning_gpipe.core.pipeline import (
     balances_for,
     chosen,
     laid_out,
-    measured_with,
     parameters_around,
     take_all,
     taken_at,
@@ -46,6 +46,7 @@ from lightning_gpipe.core.pipeline import (
 from lightning_gpipe.core.plan import (
     ActivationCheckpointing,
     Around,
+    ScheduleName,
     check_balance,
     check_even,
     check_outside,
@@ -111,6 +112,9 @@ class Piped:
         devices: One per worker.
         chunks: The number of micro-batches; None takes 4 per stage, ``"auto"`` what is planned.
         activation_checkpointing: Which of them are recomputed; ``"auto"`` those that are planned.
+        schedule: What runs when; ``"auto"`` what is planned.
+        split_backward: Whether the gradients of the weights are computed apart; ``"auto"`` if that
+            is planned.
         around: Which stage's device has what is around the pipelines.
         verify: Whether to verify each pipeline on its first mini-batch.
         kept: Balances that were measured before; gets those of this one.
@@ -123,6 +127,7 @@ class Piped:
     Attributes:
         found: What runs as a pipeline.
         pipeline: The pipeline; of several modules, all of them.
+        schedule: What runs when.
     """
 
     def __init__(
@@ -134,6 +139,8 @@ class Piped:
         *,
         chunks: int | Literal["auto"] | None,
         activation_checkpointing: ActivationCheckpointing | Literal["auto"],
+        schedule: ScheduleName | Literal["auto"],
+        split_backward: bool | Literal["auto"],
         around: Around,
         verify: bool,
         kept: KeptBalance,
@@ -145,20 +152,20 @@ class Piped:
     ) -> None:
         balances = balance_of_each(paths, balance)
         self.found = taken_of(root, paths, balances)
-        several = chunks or _CHUNKS_PER_STAGE * len(devices)
-        by_memory = {"memory", "auto"} & {*map(str, balances), chunks, activation_checkpointing}
+        sizes_given = kept.given(self.found, balances, len(devices))
+        lists = [len(each) for each in sizes_given if not isinstance(each, str)]
+        several = chunks or _CHUNKS_PER_STAGE * max([len(devices), *lists])
+        given = Given(several, activation_checkpointing, schedule, split_backward)
+        by_memory = given.planned or "memory" in map(str, balances)
         measuring = Measuring(
             self.found,
             partial(sample, self.found),
             devices,
-            **measured_with(several, activation_checkpointing),
+            **given.measured_with(),
             microbatching=options["microbatching"],
             optimizer=optimizers() if by_memory else None,
         )
-        given = kept.given(self.found, balances, len(devices))
-        choice = agree(
-            chosen(self.found, given, measuring, several, activation_checkpointing, around)
-        )
+        choice = agree(chosen(self.found, sizes_given, measuring, given, around))
         sizes = agree(cut_evenly(self.found, choice.balances, measuring, around))
         profiles = measuring.profiles if measured else measuring.done
         kept.keep(self.found, balances, sizes)
@@ -170,10 +177,13 @@ class Piped:
             "devices": devices,
             "chunks": choice.chunks if chunks else _CHUNKS_PER_STAGE * max(map(len, sizes)),
             "activation_checkpointing": choice.activation_checkpointing,
+            "split_backward": choice.split_backward,
             "around": around,
         }
-        self._pipe(sizes, verify=verify, **options)
+        whole = choice.order.schedule == "fill_drain"  # else steps are verified
+        self._pipe(sizes, verify=verify and whole, **options)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, profiles
+        self.schedule = choice.order.schedule
 
     def _pipe(self, sizes: Sequence[Sequence[int]], *, verify: bool, **options: Any) -> None:
         """Make the pipelines."""

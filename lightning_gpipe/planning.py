@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_gpipe.check import OF_ONE_STEP
 from lightning_gpipe.core.pipeline import Measuring, profiles_of, rows_of
-from lightning_gpipe.core.plan import NoPlan, Place, Plan, plan_for
+from lightning_gpipe.core.plan import NoPlan, Place, Plan, ScheduleName, plan_for
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.device_options import places_of
 from lightning_gpipe.sampled import entries_in, optimizers_of
@@ -109,6 +109,7 @@ class _Planning(CPUAccelerator):
             [torch.device(self._options.measure_on)] * len(self._places),
             microbatching=given.microbatching,
             optimizer=optimizers_of(module, trainer),
+            split=True,
         )
         self.plan = self._plan(measuring, given)
         raise _Ended
@@ -132,6 +133,8 @@ class _Planning(CPUAccelerator):
             stages=asked.stages,
             chunks=asked.chunks,
             most=measuring.most(16 * len(self._places)),
+            schedule=asked.schedule or given.schedule,
+            split_backward=True if given.split_backward is True else None,
             around=given.around,
         )
 
@@ -215,6 +218,8 @@ def _parser() -> ArgumentParser:
     )
     add("--stages", type=int, help="their number; by default what is fastest")
     add("--chunks", type=int, help="the number of micro-batches; by default what is fastest")
+    names = [*get_args(ScheduleName), "auto"]
+    add("--schedule", choices=names, help="what runs when; auto: what is fastest of all")
     add("--measure-on", default="cpu", metavar="DEVICE", help="cpu, cuda, or meta to count")
     add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")
     add("--json", action="store_true", help="print the plan as JSON")

@@ -38,8 +38,8 @@ from lightning_gpipe.checkpoint_io import (
 from lightning_gpipe.compilation import Compilation, check_compile
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.frontends import undispatch
-from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each, check_auto
-from lightning_gpipe.core.plan import check_around
+from lightning_gpipe.core.pipeline import Given, GPipe, Taken, balance_of_each
+from lightning_gpipe.core.plan import ScheduleName, check_around
 from lightning_gpipe.core.run import check_threads, explain_second_backward
 from lightning_gpipe.core.show import show
 from lightning_gpipe.core.transport import Twins
@@ -73,7 +73,7 @@ from lightning_gpipe.refusals import (
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.sharded import load_model, load_optimizer
-from lightning_gpipe.steps import ScheduleName, Steps, check_schedule, checkpointing_for
+from lightning_gpipe.steps import Steps, check_schedule, checkpointing_for
 from lightning_gpipe.typed import typed
 from lightning_gpipe.watch import Watches
 from lightning_gpipe.whole_files import WholeFiles
@@ -113,7 +113,8 @@ class GPipeStrategy(OverProcesses):
             micro-batch, so that backwards begin early and few micro-batches are alive at a time;
             the loss is their mean, weighted by rows, or by the ``"loss_weight"`` that training_step
             returns beside ``"loss"``. It needs automatic optimization, and the package greenlet.
-            ``"zero_bubble"`` also splits backwards, so that devices wait less.
+            ``"zero_bubble"`` also splits backwards, so that devices wait less. ``"auto"`` plans it,
+            as ``chunks``: it takes one of these if training_step may be called so.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
@@ -130,6 +131,7 @@ class GPipeStrategy(OverProcesses):
             batches, and says which is faster; the results are the same.
         split_backward: Whether the gradients of the weights are computed apart from those for which
             the stage before waits, so that it waits for less; see :class:`~lightning_gpipe.GPipe`.
+            ``"auto"`` plans it, as ``chunks``.
         around: Which stage's device has what is around the pipeline, and the batch, the loss and
             the metrics: ``"last"`` or ``"first"``, see :class:`~lightning_gpipe.GPipe`.
         verify: Whether to compare the pipeline with a plain run on the first training batch; this
@@ -176,7 +178,7 @@ class GPipeStrategy(OverProcesses):
         chunks: int | Literal["auto"] | None = None,
         *,
         module: str | list[str] | None = None,
-        schedule: ScheduleName = "fill_drain",
+        schedule: ScheduleName | Literal["auto"] = "fill_drain",
         activation_checkpointing: Literal["always", "except_last", "never", "auto"]
         | int
         | None = None,
@@ -184,7 +186,7 @@ class GPipeStrategy(OverProcesses):
         microbatching: MicroBatching | None = None,
         compile: bool | dict[str, Any] = False,
         threads: bool | Literal["auto"] = "auto",
-        split_backward: bool = False,
+        split_backward: bool | Literal["auto"] = False,
         verify: bool = False,
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
@@ -205,10 +207,10 @@ class GPipeStrategy(OverProcesses):
         check_module(module)
         for each in balance_of_each(module, balance):
             check_any_balance(each)
-        auto = chunks, activation_checkpointing
-        check_schedule(schedule, processes, replicas, *auto)
+        check_schedule(schedule, processes, replicas)
         activation_checkpointing = checkpointing_for(activation_checkpointing, schedule)
-        check_auto(1 if chunks is None else chunks, activation_checkpointing)
+        number = 1 if chunks is None else chunks
+        Given(number, activation_checkpointing, schedule, split_backward).check()
         check_microbatching(microbatching)
         check_around(around)
         check_threads(threads)
@@ -286,6 +288,16 @@ class GPipeStrategy(OverProcesses):
     def around(self) -> Literal["last", "first"]:
         """As given."""
         return self._around
+
+    @property
+    def schedule(self) -> ScheduleName | Literal["auto"]:
+        """As given."""
+        return self._schedule
+
+    @property
+    def split_backward(self) -> bool | Literal["auto"]:
+        """As given."""
+        return self._split_backward
 
     def taken(self, module: LightningModule) -> list[Taken]:
         """What of a LightningModule would run as pipelines."""
@@ -425,12 +437,13 @@ class GPipeStrategy(OverProcesses):
             self._workers,
             chunks=self._chunks,
             around=self._around,
-            verify=self._verify and self._schedule == "fill_drain",  # else steps do so
+            verify=self._verify,
             kept=self._kept,
             measured=self._measured,
             sample=partial(entries_in, module, trainer),
             optimizers=partial(optimizers_of, module, trainer),
             activation_checkpointing=self._activation_checkpointing,
+            schedule=self._allowed(module),
             deferred_batch_norm=self._deferred_batch_norm,
             microbatching=self._microbatching,
             threads=self._threads,
@@ -447,10 +460,15 @@ class GPipeStrategy(OverProcesses):
             show(piped.pipeline.listing())
         runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
         self._watch = Watches(module, runs)
-        if self._schedule != "fill_drain":
+        if piped.schedule != "fill_drain":
             told = report if self._verify else None
-            self._steps = Steps(self._schedule, module, piped.pipeline, told)
+            self._steps = Steps(piped.schedule, module, piped.pipeline, told)
         self._logs.guard(module)
+
+    def _allowed(self, module: LightningModule) -> ScheduleName | Literal["auto"]:
+        """What schedule there may be: a training_step that calls backward is for a whole batch."""
+        free = self._schedule == "auto" and not module.automatic_optimization
+        return "fill_drain" if free else self._schedule
 
     # The pipeline ran, or the user is told.
 

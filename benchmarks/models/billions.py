@@ -1,7 +1,8 @@
 r"""A transformer of 100 billion parameters, on the meta device, to be planned and not to be run.
 
 python -m lightning_gpipe plan --model benchmarks.models.billions.Billions \
-        --trainer.strategy gpipe --devices 1024 --device-memory 80GiB --device-speed 312TFLOPS
+        --trainer.strategy gpipe --devices 1024 --device-memory 80GiB --device-speed 312TFLOPS \
+        --schedule 1f1b
 """
 
 from __future__ import annotations

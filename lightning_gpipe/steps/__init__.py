@@ -5,10 +5,9 @@ same: a result, values that were logged once, a loss that a gradient scaler may 
 """
 
 from lightning_gpipe.steps.training import (
-    ScheduleName,
     Steps,
     check_schedule,
     checkpointing_for,
 )
 
-__all__ = ["ScheduleName", "Steps", "check_schedule", "checkpointing_for"]
+__all__ = ["Steps", "check_schedule", "checkpointing_for"]

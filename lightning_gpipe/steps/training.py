@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -11,29 +11,28 @@ from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_gpipe.core.pipeline import GPipe, Stepping
-from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.plan import (
+    ActivationCheckpointing,
+    ByMicroBatch,
+    check_schedule_name,
+)
 from lightning_gpipe.core.run import greenlets
 from lightning_gpipe.core.verify import Verdict, verify_step
 from lightning_gpipe.steps.logs import CollectedLogs
 from lightning_gpipe.steps.old_gradients import drop_old_gradients
 from lightning_gpipe.steps.results import result_of
 
-ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble"]
 _WHOLE = "fill_drain"  # whose loss is that of the batch
 
 
-def check_schedule(
-    schedule: str, processes: str, replicas: int, chunks: object, checkpointing: object
-) -> None:
+def check_schedule(schedule: str, processes: str, replicas: int) -> None:
     """Refuse a schedule that there is not, or that other arguments do not allow.
 
     Raises:
         ValueError: Names the argument.
         ModuleNotFoundError: If it needs greenlet, which is not installed.
     """
-    if schedule not in get_args(ScheduleName):
-        choices = ", ".join(map(repr, get_args(ScheduleName)))
-        raise ValueError(f"schedule must be one of {choices}: got {schedule!r}.")
+    check_schedule_name(schedule)
     if schedule == _WHOLE:
         return
     found = []
@@ -41,13 +40,9 @@ def check_schedule(
         found.append(f"processes={processes!r}")
     if replicas != 1:
         found.append(f"replicas={replicas}")
-    if chunks == "auto":
-        found.append("chunks='auto', which plans fill-drain")
-    if checkpointing == "auto":
-        found.append("activation_checkpointing='auto', which plans fill-drain")
     if found:
         raise ValueError(
-            f"schedule={schedule!r} runs in one process, and is not planned: got "
+            f"schedule={schedule!r} runs in one process: got "
             f"{' and '.join(found)}. Leave that out, or write schedule='fill_drain'."
         )
     greenlets()
@@ -59,9 +54,12 @@ def checkpointing_for(
     """Which micro-batches are recomputed, where the user has not said it.
 
     With a loss for each micro-batch few of them are alive at a time, so none need be recomputed.
+    Which schedule is planned, that is planned with.
     """
     if given is not None:
         return given
+    if schedule == "auto":
+        return "auto"
     return "except_last" if schedule == _WHOLE else "never"
 
 

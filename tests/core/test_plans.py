@@ -115,7 +115,7 @@ def test_auto_without_devices(clock: Clock) -> None:
 def test_auto_of_several_modules(clock: Clock) -> None:
     model = nn.ModuleDict({"a": layers(clock), "b": layers(clock)})
 
-    with pytest.raises(ValueError, match="plan one pipeline: got 2"):
+    with pytest.raises(ValueError, match="must be for one pipeline: got 2"):
         GPipe(model, [[2, 2], [2, 2]], module=["a", "b"], chunks="auto", devices=["cpu"] * 2)
 
 

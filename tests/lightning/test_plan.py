@@ -100,6 +100,38 @@ def test_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["memory"] == first["memory"]["total"] + last["memory"]["total"]
 
 
+@pytest.mark.parametrize(
+    "asked, configured_as, found",
+    [
+        ([], "fill_drain", "fill_drain"),
+        ([], "1f1b", "1f1b"),
+        (["--schedule", "zero_bubble"], "1f1b", "zero_bubble"),
+    ],
+)
+def test_schedule(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    asked: list[str],
+    configured_as: str,
+    found: str,
+) -> None:
+    strategy = {
+        "class_path": "lightning_gpipe.GPipeStrategy",
+        "init_args": {"schedule": configured_as},
+    }
+    config = configured(tmp_path, f"{HERE}.OnMeta", strategy=strategy)
+    devices = ["--devices", "4", "--stages", "4", "--chunks", "8"]
+    assert plan_command(["--config", config, *devices, *asked, "--json"]) == 0
+
+    chosen = json.loads(capsys.readouterr().out)
+    assert chosen["schedule"] == found
+    assert {each["schedule"] for each in chosen["alternatives"]} == {
+        "fill_drain",
+        "1f1b",
+        "zero_bubble",
+    }
+
+
 def test_model_on_the_meta_device_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

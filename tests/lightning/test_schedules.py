@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.core.plan import Plan
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import (
     Classifier,
@@ -284,16 +285,73 @@ def test_manual_optimization(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "options, schedules",
+    [
+        ({"schedule": "1f1b"}, {"1f1b"}),
+        ({"schedule": "zero_bubble", "activation_checkpointing": "auto"}, {"zero_bubble"}),
+        ({"schedule": "auto"}, {"fill_drain", "1f1b", "zero_bubble"}),
+        ({"split_backward": "auto", "schedule": "fill_drain"}, {"fill_drain"}),
+    ],
+)
+def test_planned(options: dict[str, Any], schedules: set[str], tmp_path: Path) -> None:
+    plain = fitted(tmp_path, build=Embedded)
+    strategy = GPipeStrategy("time", "auto", module="layers", **options)
+    gpipe = fitted(
+        tmp_path, build=Embedded, strategy=strategy, devices=2, callbacks=[chosen := Chosen()]
+    )
+
+    assert_same_weights(gpipe, plain)
+    assert chosen.plan is not None
+    settings = chosen.plan.settings
+    assert settings.order.schedule in schedules
+    assert chosen.phases == (1 if settings.order.by_micro_batch else 2)
+    assert chosen.chunks == settings.chunks
+
+
+class Chosen(Callback):
+    """What was planned, and what ran."""
+
+    plan: Plan | None = None
+    phases = chunks = 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, GPipeStrategy) and strategy.pipeline is not None
+        timeline = strategy.pipeline.timeline
+        assert timeline is not None
+        self.plan, self.phases = strategy.pipeline.plan, len(timeline.schedule.phases)
+        self.chunks = strategy.pipeline.chunks
+
+
+def test_schedule_is_not_planned_for_manual_optimization(tmp_path: Path) -> None:
+    """Its training_step calls backward, with the loss of the batch."""
+
+    class Manual(Embedded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.example_input_array = torch.zeros(8, 6).double()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"])
+            optimizer.step()
+
+    strategy = GPipeStrategy("time", "auto", module="layers", schedule="auto")
+    fitted(tmp_path, build=Manual, strategy=strategy, devices=2, callbacks=[chosen := Chosen()])
+
+    assert chosen.plan is not None and not chosen.plan.settings.order.by_micro_batch
+
+
+@pytest.mark.parametrize(
     "options, message",
     [
         ({"schedule": "2f2b"}, "schedule must be one of"),
         ({"schedule": "1f1b", "processes": "per_stage"}, "runs in one process"),
         ({"schedule": "1f1b", "replicas": 2}, "replicas=2"),
-        ({"schedule": "1f1b", "chunks": "auto"}, "chunks='auto'"),
-        (
-            {"schedule": "1f1b", "activation_checkpointing": "auto"},
-            "activation_checkpointing='auto'",
-        ),
+        ({"schedule": "auto", "replicas": 2}, "replicas=2"),
+        ({"split_backward": "some"}, "split_backward must be"),
     ],
 )
 def test_refused_arguments(options: dict[str, Any], message: str) -> None:

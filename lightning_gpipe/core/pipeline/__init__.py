@@ -12,18 +12,11 @@ from lightning_gpipe.core.pipeline.balancing import (
     parameters_around,
 )
 from lightning_gpipe.core.pipeline.by_measure import balance_by_memory, balance_by_time
+from lightning_gpipe.core.pipeline.given import AUTO, Choice, Given
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.measuring import Measuring, profile
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
-from lightning_gpipe.core.pipeline.planning import (
-    Choice,
-    check_auto,
-    chosen,
-    measured_with,
-    plan,
-    profiles_of,
-    rows_of,
-)
+from lightning_gpipe.core.pipeline.planning import chosen, plan, profiles_of, rows_of
 from lightning_gpipe.core.pipeline.sampling import Entry, calling, entries_of, entries_with
 from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
 from lightning_gpipe.core.pipeline.taken import Check, Layers, Programs, Taken, checked
@@ -34,11 +27,13 @@ from lightning_gpipe.core.pipeline.taking import (
 )
 
 __all__ = [
+    "AUTO",
     "FOUND",
     "Check",
     "Choice",
     "Entry",
     "GPipe",
+    "Given",
     "Handles",
     "Layers",
     "Measuring",
@@ -52,14 +47,12 @@ __all__ = [
     "balance_of_each",
     "balances_for",
     "calling",
-    "check_auto",
     "checked",
     "chosen",
     "entries_of",
     "entries_with",
     "is_found",
     "laid_out",
-    "measured_with",
     "parameters_around",
     "plan",
     "profile",

@@ -81,8 +81,13 @@ def _by_parameters(found: Sequence[Taken], _: Measuring) -> Weights:
 def _by_time(_: Sequence[Taken], measuring: Measuring) -> Weights:
     """The times for a mini-batch."""
     profiles, mode = measuring.profiles, measuring.activation_checkpointing
+
+    def costs(k: int) -> LayerCosts:
+        recomputed = count_recomputed(mode, profiles[k].chunks)
+        return time_costs(profiles[k], recomputed, split=measuring.split)
+
     return Weights(
-        lambda k: time_costs(profiles[k], count_recomputed(mode, profiles[k].chunks)),
+        costs,
         lasting=False,
         speeds=measuring.speeds(),
         memory=measuring.memory,

@@ -28,11 +28,12 @@ from lightning_gpipe.core.pipeline.balancing import (
     balances_for,
     measured_costs,
 )
+from lightning_gpipe.core.pipeline.given import Given
 from lightning_gpipe.core.pipeline.measuring import Measuring
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
 from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.planning import check_auto, chosen, measured_with
+from lightning_gpipe.core.pipeline.planning import chosen
 from lightning_gpipe.core.pipeline.sampling import entries_with
 from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
 from lightning_gpipe.core.pipeline.taken import Taken
@@ -122,6 +123,8 @@ class GPipe(StandIn):
             thread in the schedule's order, for a debugger, as is always done on one device.
             ``"auto"`` runs some of the first mini-batches either way, and then all by the faster
             one: with small operators one thread is. The results are the same.
+        split_backward: Whether the gradients of the weights are computed apart from those for which
+            the stage before waits, so that it waits for less. ``"auto"`` plans it, as ``chunks``.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
             what is ``"auto"``: a tuple of arguments, a dict of named ones, or one argument. An
             nn.Sequential has one argument, which may be a tuple.
@@ -165,7 +168,7 @@ class GPipe(StandIn):
         deferred_batch_norm: bool = True,
         microbatching: MicroBatching | None = None,
         threads: Threads = "auto",
-        split_backward: bool = False,
+        split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
         sample: Any = None,
         optimizer: Optimizers = None,
@@ -173,7 +176,8 @@ class GPipe(StandIn):
         group: ProcessGroup | None = None,
         lost_after: timedelta | None = None,
     ) -> None:
-        check_auto(chunks, activation_checkpointing)
+        given = Given(chunks, activation_checkpointing, split_backward=split_backward)
+        given.check()
         check_settings(1, "never", microbatching, around)
         check_threads(threads)
         balances = balance_of_each(module, balance)
@@ -184,11 +188,11 @@ class GPipe(StandIn):
             found,
             partial(entries_with, found, sample),
             devices or (),
-            **measured_with(chunks, activation_checkpointing),
+            **given.measured_with(),
             microbatching=microbatching,
             optimizer=optimizer,
         )
-        choice = chosen(found, balances, measuring, chunks, activation_checkpointing, around)
+        choice = chosen(found, balances, measuring, given, around)
         sizes = balances_for(found, choice.balances, measuring, around)
         parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
         workers_on = choose_devices(devices, *map(len, parts))
@@ -218,7 +222,7 @@ class GPipe(StandIn):
                 microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
                 deferred_batch_norm=deferred_batch_norm,
                 threads=threads,
-                split_backward=split_backward,
+                split_backward=choice.split_backward,
                 workers=workers,
                 connection=connection,
                 number=found.index(taken),

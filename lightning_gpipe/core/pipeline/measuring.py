@@ -29,9 +29,10 @@ class Measuring:
         microbatching: How it is cut.
         optimizer: What tells the bytes of the optimizer's state, see :func:`profile`.
         memory: The bytes of each device; empty if stages need not fit them.
+        split: Whether backwards in two parts are measured, too.
 
     Attributes:
-        devices, activation_checkpointing, memory: As given.
+        devices, activation_checkpointing, memory, split: As given.
         done: What was measured so far.
     """
 
@@ -46,6 +47,7 @@ class Measuring:
         microbatching: MicroBatching | None = None,
         optimizer: Optimizers = None,
         memory: Sequence[float] = (),
+        split: bool = False,
     ) -> None:
         self.devices = list(map(torch.device, devices))
         self.activation_checkpointing = activation_checkpointing
@@ -53,6 +55,7 @@ class Measuring:
         self.done: list[ModelProfile] = []
         self._found, self._find = found, entries
         self._chunks, self._microbatching, self._optimizer = chunks, microbatching, optimizer
+        self.split = split
 
     @property
     def profiles(self) -> list[ModelProfile]:
@@ -104,7 +107,8 @@ class Measuring:
             beside = [each.module for each in self._found if each is not taken]
             subject = subject_of(taken, entry, chunks or self._chunks, self._microbatching, beside)
             with intra_op_threads(torch.get_num_threads() // len(self.devices)):
-                profiles.append(profile_layers(subject, device, self._optimizer))
+                found = profile_layers(subject, device, self._optimizer, split=self.split)
+            profiles.append(found)
         return profiles
 
 
@@ -117,6 +121,7 @@ def profile(
     chunks: int = 1,
     microbatching: MicroBatching | None = None,
     optimizer: Optimizers = None,
+    split_backward: bool = False,
 ) -> ModelProfile:
     """Measure what the layers of a model cost, one by one.
 
@@ -141,6 +146,7 @@ def profile(
         microbatching: How it is cut, see :class:`~lightning_gpipe.GPipe`.
         optimizer: An optimizer, its class, or a function that makes one of a list of parameters:
             tells the bytes that are kept for each parameter.
+        split_backward: Whether to measure backwards in two parts, too.
 
     Raises:
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
@@ -156,6 +162,7 @@ def profile(
         chunks=chunks,
         microbatching=microbatching,
         optimizer=optimizer,
+        split=split_backward,
     )
     return measuring.profiles[0]
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.pipeline.balancing import balances_for
+from lightning_gpipe.core.pipeline.given import AUTO, Choice, Given
 from lightning_gpipe.core.pipeline.measuring import Measuring
 from lightning_gpipe.core.pipeline.sampling import entries_with
 from lightning_gpipe.core.pipeline.taken import Taken
@@ -27,64 +28,21 @@ from lightning_gpipe.core.plan import (
     ModelProfile,
     Place,
     Plan,
-    check_activation_checkpointing,
+    ScheduleName,
     check_around,
     plan_for,
 )
 from lightning_gpipe.core.profile import Optimizers
 
-AUTO: Literal["auto"] = "auto"
 _MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
 _USABLE = 0.9  # of a GPU's memory: its libraries and the gaps between tensors take the rest
-
-
-class Choice(NamedTuple):
-    """What a pipeline is made with.
-
-    Attributes:
-        balances: The balance of each module.
-        chunks: The number of micro-batches.
-        activation_checkpointing: Which of them are recomputed.
-        plan: The plan that says so; None if the user did.
-    """
-
-    balances: list[Any]
-    chunks: int
-    activation_checkpointing: ActivationCheckpointing
-    plan: Plan | None = None
-
-
-def check_auto(chunks: Any, activation_checkpointing: Any) -> None:
-    """Check both, which may be ``"auto"``.
-
-    Raises:
-        TypeError, ValueError: If they have the wrong type, or a value that they cannot have.
-    """
-    if chunks != AUTO:
-        check_chunks(chunks)
-    if activation_checkpointing != AUTO:
-        check_activation_checkpointing(activation_checkpointing)
-
-
-def measured_with(chunks: Any, activation_checkpointing: Any) -> dict[str, Any]:
-    """The arguments of :class:`Measuring` for both, one of which may be ``"auto"``.
-
-    A balance by memory goes by one number of micro-batches.
-    """
-    return {
-        "chunks": 1 if chunks == AUTO else chunks,
-        "activation_checkpointing": (
-            "except_last" if activation_checkpointing == AUTO else activation_checkpointing
-        ),
-    }
 
 
 def chosen(
     found: Sequence[Taken],
     balances: Sequence[Any],
     measuring: Measuring,
-    chunks: int | Literal["auto"],
-    activation_checkpointing: ActivationCheckpointing | Literal["auto"],
+    given: Given,
     around: Around,
 ) -> Choice:
     """What a pipeline is made with, planned where the user leaves it.
@@ -93,49 +51,65 @@ def chosen(
         found: What runs as pipelines.
         balances: Their balances, as the user gave them.
         measuring: Measures them; knows the devices.
-        chunks: As the user gave it.
-        activation_checkpointing: As the user gave it.
+        given: What the user has said.
         around: Which stage what is around is with.
 
     Raises:
         ValueError: If there are several pipelines.
         NoPlan: If nothing fits the devices.
     """
-    if chunks != "auto" and activation_checkpointing != "auto":
-        return Choice(list(balances), chunks, activation_checkpointing)
+    if not given.planned:
+        return given.choice._replace(balances=list(balances))
+    asked = " and ".join(given.planned)
     if len(found) > 1:
         raise ValueError(
-            "chunks='auto' and activation_checkpointing='auto' plan one pipeline: got "
-            f"{len(found)}, {', '.join(taken.name for taken in found)}. Write numbers."
+            f"a plan, as of {asked}, must be for one pipeline: got {len(found)}, "
+            f"{', '.join(taken.name for taken in found)}. Write what you want in its place."
         )
     if not measuring.devices:
         raise ValueError(
-            "chunks='auto' and activation_checkpointing='auto' plan for devices, so they must be "
-            "given: got devices=None. Write devices=['cuda:0', 'cuda:1']."
+            f"a plan, as of {asked}, must be for devices: got devices=None. Write "
+            "devices=['cuda:0', 'cuda:1']."
         )
     balance = None
     if balances[0] != "time":
         balance = balances_for(found, balances, measuring, around)[0]
-    places = [_place(device) for device in measuring.devices]
+    plan = _plan(measuring, list(map(_place, measuring.devices)), balance, given, around)
+    settings, sizes = plan.settings, plan.prediction.rows
+    measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
+    return Choice(
+        [list(settings.balance)],
+        settings.chunks,
+        settings.activation_checkpointing,
+        settings.order,
+        plan,
+    )
+
+
+def _plan(
+    measuring: Measuring,
+    places: Sequence[Place],
+    balance: Sequence[int] | None,
+    given: Given,
+    around: Around,
+) -> Plan:
+    """The plan for devices with a stage each, or with those of a balance."""
+    mode, split = given.activation_checkpointing, given.split_backward
+    chunks = None if given.chunks == AUTO else given.chunks
     n = len(balance or places)
-    profiles = profiles_of(measuring, None if chunks == AUTO else chunks, n)
-    plan = plan_for(
+    profiles = profiles_of(measuring, chunks, n)
+    return plan_for(
         profiles,
         places,
         rows=rows_of(profiles),
         most=measuring.most(_MOST * n),
         stages=n,
         balance=balance,
-        chunks=None if chunks == AUTO else chunks,
-        activation_checkpointing=(
-            None if activation_checkpointing == AUTO else activation_checkpointing
-        ),
+        chunks=chunks,
+        activation_checkpointing=None if mode == AUTO else mode,
+        schedule=given.schedule,
+        split_backward=None if split == AUTO else split,
         around=around,
-    )
-    settings, sizes = plan.settings, plan.prediction.rows
-    measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
-    return Choice(
-        [list(settings.balance)], settings.chunks, settings.activation_checkpointing, plan
     )
 
 
@@ -150,6 +124,8 @@ def plan(
     balance: Sequence[int] | None = None,
     chunks: int | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
+    schedule: ScheduleName | Literal["auto"] = "fill_drain",
+    split_backward: bool | None = None,
     microbatching: MicroBatching | None = None,
     optimizer: Optimizers = None,
     around: Around = "last",
@@ -172,9 +148,13 @@ def plan(
         module: The path of what is to run as a pipeline; None takes the model itself.
         device: Where to measure; on ``"meta"`` operations are counted.
         stages: Their number; None takes up to one per device.
-        balance: The number of layers in each stage; None finds the best one.
+        balance: The number of layers in each stage, with one or several stages on each device; None
+            finds the best one.
         chunks: The number of micro-batches; None tries powers of two.
         activation_checkpointing: Which of them are recomputed; None finds as few as fit.
+        schedule: What runs when; ``"auto"`` chooses also among those with a loss for each
+            micro-batch, which are among the alternatives otherwise.
+        split_backward: Whether the gradients of the weights are computed apart; None chooses.
         microbatching: How a mini-batch is cut, see :class:`~lightning_gpipe.GPipe`.
         optimizer: What counts as optimizer state; None counts none.
         around: Which stage what is around the layers is with.
@@ -183,7 +163,8 @@ def plan(
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         NoPlan: If nothing fits; says what is missing where, and what would fit.
     """
-    check_auto(AUTO if chunks is None else chunks, activation_checkpointing or AUTO)
+    mode = AUTO if activation_checkpointing is None else activation_checkpointing
+    Given(AUTO if chunks is None else chunks, mode, schedule).check()
     check_microbatching(microbatching)
     check_around(around)
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
@@ -196,6 +177,7 @@ def plan(
         [device] * len(places),
         microbatching=microbatching,
         optimizer=optimizer,
+        split=True,
     )
     profiles = profiles_of(measuring, chunks, len(places))
     return plan_for(
@@ -207,6 +189,8 @@ def plan(
         balance=balance,
         chunks=chunks,
         activation_checkpointing=activation_checkpointing,
+        schedule=schedule,
+        split_backward=split_backward,
         around=around,
     )
 

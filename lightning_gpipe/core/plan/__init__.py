@@ -46,6 +46,7 @@ from lightning_gpipe.core.plan.layout import (
 )
 from lightning_gpipe.core.plan.measured import Carried, LayerProfile, ModelProfile, PerRow, slowest
 from lightning_gpipe.core.plan.no_plan import NoPlan
+from lightning_gpipe.core.plan.orders import Order, ScheduleName, check_schedule_name, orders_for
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -56,14 +57,8 @@ from lightning_gpipe.core.plan.partition import (
     is_plain,
 )
 from lightning_gpipe.core.plan.planner import Alternative, Plan, plan_for
-from lightning_gpipe.core.plan.prediction import (
-    Memory,
-    Planned,
-    Prediction,
-    Settings,
-    StagePrediction,
-    sizes_of,
-)
+from lightning_gpipe.core.plan.predicted_stage import Memory, StagePrediction
+from lightning_gpipe.core.plan.prediction import Planned, Prediction
 from lightning_gpipe.core.plan.program import Part, Program
 from lightning_gpipe.core.plan.recompute import (
     ActivationCheckpointing,
@@ -80,6 +75,7 @@ from lightning_gpipe.core.plan.route import (
     sender,
 )
 from lightning_gpipe.core.plan.schedule import Schedule
+from lightning_gpipe.core.plan.settings import Settings
 from lightning_gpipe.core.plan.sharing import (
     Slot,
     check_copies,
@@ -88,6 +84,7 @@ from lightning_gpipe.core.plan.sharing import (
     followed_slots,
     shared_with_outside,
 )
+from lightning_gpipe.core.plan.stage_cost import sizes_of
 from lightning_gpipe.core.plan.step import Method, Step
 
 __all__ = [
@@ -110,6 +107,7 @@ __all__ = [
     "Method",
     "ModelProfile",
     "NoPlan",
+    "Order",
     "Part",
     "Partition",
     "PerRow",
@@ -121,6 +119,7 @@ __all__ = [
     "Route",
     "RouteName",
     "Schedule",
+    "ScheduleName",
     "Settings",
     "Shift",
     "SkipName",
@@ -142,6 +141,7 @@ __all__ = [
     "check_enough_layers",
     "check_even",
     "check_outside",
+    "check_schedule_name",
     "check_sequential",
     "check_sharing",
     "contents",
@@ -159,6 +159,7 @@ __all__ = [
     "lay_out",
     "memory_costs",
     "one_each",
+    "orders_for",
     "parameter_costs",
     "parameter_holders",
     "plan_for",

@@ -50,6 +50,9 @@ class PerRow:
         return cls(cost - slope * rows, slope)
 
 
+_TIMES = ("forward", "dropping", "backward", "inputs", "weights")  # of a layer
+
+
 @dataclass(frozen=True)
 class LayerProfile:
     """What one layer costs, by itself.
@@ -62,6 +65,11 @@ class LayerProfile:
         dropping: The time of a forward that drops them.
         backward: The time of a backward, recomputation not included.
         saved: The bytes that are saved for a backward, but for what an earlier layer has saved.
+        inputs: The time of that part of a backward for which the layer before waits; None if
+            backwards in two parts were not measured.
+        weights: The time of the other part, the gradients of the weights.
+        left: The bytes that are kept between the two.
+        waited: Whether a layer before waits for a gradient: any of its inputs requires one.
         parameters: The number of elements of its parameters; a shared one counts for the first
             layer that has it.
         parameter_bytes: Their bytes.
@@ -75,6 +83,10 @@ class LayerProfile:
     dropping: PerRow = field(default_factory=PerRow)
     backward: PerRow = field(default_factory=PerRow)
     saved: PerRow = field(default_factory=PerRow)
+    inputs: PerRow | None = None
+    weights: PerRow | None = None
+    left: PerRow | None = None
+    waited: bool = True
     parameters: int = 0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
@@ -87,9 +99,19 @@ class LayerProfile:
         held = self.parameter_bytes + self.gradient_bytes
         return held + self.optimizer_bytes + self.buffer_bytes
 
-    def time(self, rows: int, *, recomputed: bool = False) -> float:
-        """The time of a micro-batch, forward and backward, the recomputation included."""
-        time = self.forward.at(rows) + self.backward.at(rows)
+    def time(self, rows: int, *, recomputed: bool = False, split: bool = False) -> float:
+        """The time of a micro-batch, forward and backward, the recomputation included.
+
+        Args:
+            rows: Its number of rows.
+            recomputed: Whether it is recomputed.
+            split: Whether backward is in two parts, if they were measured.
+        """
+        time = self.forward.at(rows)
+        if split and self.inputs and self.weights:
+            time += self.inputs.at(rows) + self.weights.at(rows)
+        else:
+            time += self.backward.at(rows)
         return time + (self.dropping.at(rows) if recomputed else 0.0)
 
 
@@ -118,6 +140,7 @@ class ModelProfile:
         layers: Each layer, in order.
         carried: What layers hand to later ones.
         around: What is around the layers: its parameters, gradients, optimizer state and buffers.
+        output: The bytes of what the last layer makes of a micro-batch.
         rows: The number of rows of the micro-batches that were measured.
         chunks: The number of micro-batches that the sample made.
         unit: The unit of time: ``"s"``, or ``"FLOP"`` if nothing was run.
@@ -131,30 +154,33 @@ class ModelProfile:
     chunks: int
     unit: Literal["s", "FLOP"]
     device: str
+    output: PerRow = field(default_factory=PerRow)
 
-    def times(self, *, recomputed: float = 0.0) -> list[float]:
+    @property
+    def split(self) -> bool:
+        """Whether backwards in two parts were measured."""
+        return all(layer.weights is not None for layer in self.layers)
+
+    def times(self, *, recomputed: float = 0.0, split: bool = False) -> list[float]:
         """The time of each layer for a micro-batch as measured.
 
         Args:
             recomputed: The share of micro-batches that are recomputed.
+            split: Whether backwards are in two parts.
         """
         return [
-            layer.time(self.rows) + recomputed * layer.dropping.at(self.rows)
+            layer.time(self.rows, split=split) + recomputed * layer.dropping.at(self.rows)
             for layer in self.layers
         ]
 
     def in_seconds(self, per_second: float) -> ModelProfile:
         """The same in seconds, on a device that makes so many operations in each."""
-        layers = tuple(
-            replace(
-                layer,
-                forward=layer.forward.over(per_second),
-                dropping=layer.dropping.over(per_second),
-                backward=layer.backward.over(per_second),
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=layers, unit="s")
+        layers = []
+        for layer in self.layers:
+            costs = {name: getattr(layer, name) for name in _TIMES}
+            times = {name: each.over(per_second) for name, each in costs.items() if each}
+            layers.append(replace(layer, **times))
+        return replace(self, layers=tuple(layers), unit="s")
 
     def as_dict(self) -> dict[str, Any]:
         """The same as nested dicts and lists of numbers and strings, as for JSON."""
@@ -174,6 +200,7 @@ class ModelProfile:
                 "layers": tuple(map(_layer, found["layers"])),
                 "carried": tuple(carried),
                 "around": _layer(found["around"]),
+                "output": PerRow(**found["output"]),
             }
         )
 

@@ -1,4 +1,4 @@
-"""Chooses the stages, the balance, the micro-batches and the recomputation of a pipeline.
+"""Chooses stages, balance, schedule, micro-batches and recomputation of a pipeline.
 
 What is fastest depends on all of them at once: more micro-batches make the bubble smaller and each
 of them less efficient, recomputation makes room and takes time, more stages make the bubble larger.
@@ -8,18 +8,21 @@ So all combinations are candidates, and the least predicted time wins of those t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from lightning_gpipe.core.plan.balance.costs import Place
+from lightning_gpipe.core.plan.by_micro_batch import check_by_micro_batch
 from lightning_gpipe.core.plan.candidates import Asked, Candidate, near
-from lightning_gpipe.core.plan.layout import Around
+from lightning_gpipe.core.plan.layout import Around, check_even, looped
 from lightning_gpipe.core.plan.measured import ModelProfile
 from lightning_gpipe.core.plan.no_plan import NoPlan, that_fits
-from lightning_gpipe.core.plan.prediction import Prediction, Settings
+from lightning_gpipe.core.plan.orders import ORDERS, ScheduleName, orders_for
+from lightning_gpipe.core.plan.prediction import Prediction
+from lightning_gpipe.core.plan.reasons import reason
 from lightning_gpipe.core.plan.recompute import ActivationCheckpointing
 from lightning_gpipe.core.plan.search import Search
+from lightning_gpipe.core.plan.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def plan_for(
     chunks: int | None = None,
     most: int | None = None,
     activation_checkpointing: ActivationCheckpointing | None = None,
+    schedule: ScheduleName | Literal["auto"] = "fill_drain",
+    split_backward: bool | None = False,
     around: Around = "last",
 ) -> Plan:
     """The plan with the least predicted time of those that fit the devices.
@@ -85,10 +90,15 @@ def plan_for(
         places: The devices: their speeds and memory.
         rows: The number of rows of a mini-batch; None takes what was measured.
         stages: Their number; None takes up to one per device.
-        balance: The number of layers in each stage; None finds the best one.
+        balance: The number of layers in each stage, with one or several stages on each device; None
+            finds the best one.
         chunks: The number of micro-batches; None tries the powers of two.
         most: The most micro-batches to try; None tries as many as there are rows.
         activation_checkpointing: Which of them are recomputed; None finds as few as fit.
+        schedule: What runs when; ``"auto"`` chooses also among schedules in which each micro-batch
+            has a loss of its own. Others are among the alternatives.
+        split_backward: Whether backwards are split; None chooses. What was not measured with
+            backwards in two parts is not split.
         around: Which stage what is around the layers is with.
 
     Raises:
@@ -106,41 +116,58 @@ def plan_for(
         most,
         activation_checkpointing,
         around,
+        orders_for(schedule, split_backward),
     )
-    if asked.stages is not None and not 1 <= asked.stages <= len(places):
-        raise ValueError(
-            f"a plan has a device for each stage: got {asked.stages} stages and {len(places)} "
-            "devices. Give as many devices as stages."
-        )
+    if split_backward is None or schedule == "auto":
+        asked = replace(asked, orders=tuple(filter(asked.known, asked.orders)))
+    _check(asked)
     search, candidates = Search(asked), asked.candidates()
     best = search.fastest(candidates)
     if best is None:
         raise NoPlan(search.nearest(candidates), that_fits(asked))
     chosen = search.predicted(best)
-    others = [
-        Alternative(other, _reason(chosen, other, best, each))
-        for each in near(best, candidates)
-        if each != best
-        for other in [search.predicted(each)]
-    ]
-    return Plan(chosen, tuple(others))
+    beside = [each for each in near(best, candidates) if each != best]
+    beside += _in_other_orders(search, asked, best)
+    others = [(each, search.predicted(each)) for each in beside]
+    reasons = [reason(chosen, other, best, each, asked.orders) for each, other in others]
+    alternatives = zip((other for _, other in others), reasons, strict=True)
+    return Plan(chosen, tuple(Alternative(*each) for each in alternatives))
 
 
-def _reason(chosen: Prediction, other: Prediction, best: Candidate, candidate: Candidate) -> str:
-    """Why another candidate was not chosen."""
-    lacking = [(lack, j) for j, lack in enumerate(other.missing) if lack]
-    if lacking:
-        lack, j = max(lacking)
-        return f"lacks {lack / 2**30:.3g} GiB on stage {j}"
-    slower = other.time / chosen.time - 1 if chosen.time else inf
-    if slower <= 0:
-        return "as fast, and no simpler"
-    if candidate.recomputed > best.recomputed and candidate.chunks == best.chunks:
-        why = "more is recomputed"
-    elif other.bubble > chosen.bubble:
-        why = f"bubble {other.bubble:.0%}, not {chosen.bubble:.0%}"
-    elif candidate.stages < best.stages:
-        why = "fewer devices compute"
-    else:
-        why = "smaller micro-batches take longer for each row"
-    return f"{slower:.1%} slower: {why}"
+def _check(asked: Asked) -> None:
+    """Refuse numbers of stages that devices cannot have.
+
+    Raises:
+        ValueError: Says what could be.
+    """
+    stages, devices = asked.stages, len(asked.places)
+    if stages is None or 1 <= stages <= devices:
+        return
+    if asked.balance is None:
+        raise ValueError(
+            f"a plan has a device for each stage: got {stages} stages and {devices} devices. Give "
+            "as many devices as stages, or a balance."
+        )
+    check_even(stages, devices, "Use a number of devices that divides the number of stages.")
+    for order in asked.orders:
+        if order.by_micro_batch:
+            m = asked.numbers_of_micro_batches(stages, order)[0]
+            check_by_micro_batch(order.schedule, m, looped(stages, devices))
+
+
+def _in_other_orders(search: Search, asked: Asked, best: Candidate) -> list[Candidate]:
+    """The fastest candidate of each other order, with as many stages and micro-batches."""
+    found = []
+    several = best.stages > len(asked.places)
+    for order in ORDERS:
+        if order == best.order or not asked.known(order):
+            continue
+        if (
+            several
+            and order.by_micro_batch
+            and (order.schedule == "zero_bubble" or best.chunks % len(asked.places))
+        ):
+            continue
+        same = replace(asked, stages=best.stages, chunks=best.chunks, orders=(order,)).candidates()
+        found.append(search.fastest(same) or same[-1])
+    return found

@@ -10,9 +10,10 @@ With C[j], what the stages up to j take for this micro-batch, this is a running 
 
     end[i, j] = C[j] + max over l <= j of (end[i - 1, l] - C[l - 1])
 
-which numpy finds for all stages at once. Backward is the same from the last stage to the first, and
-a recomputation, which needs nothing from another stage, starts as soon as its stage is free. The
-tests compare this with the simulation of the schedule itself.
+which numpy finds for all stages at once. Backward is the same from the last stage to the first; a
+recomputation, which needs nothing from another stage, starts as soon as its stage is free, and so
+do the gradients of the weights, for which nobody waits. The tests compare this with the simulation
+of the schedule itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 
 from lightning_gpipe.core.plan.action import Kind
 
-Times = NDArray[np.float64]  # one for each stage
+Times = NDArray[np.float64]  # one for each stage, or for each action
+Indices = NDArray[np.int64]
 
 
 class Passing(NamedTuple):
@@ -35,25 +37,29 @@ class Passing(NamedTuple):
         forward: Its forward.
         again: Its recomputation; None if it is not recomputed.
         backward: Its backward.
+        weights: The gradients of the weights; None if they are a part of backward.
     """
 
     forward: Times
     again: Times | None
     backward: Times
+    weights: Times | None = None
 
 
 class Wave(NamedTuple):
-    """An action of a micro-batch on all stages.
+    """Actions of one kind, at most one for each worker.
 
     Attributes:
-        kind: What it does.
-        i: The index of the micro-batch.
-        start: When it starts on each stage; the mini-batch begins at 0.
-        end: When it ends.
+        kind: What they do.
+        i: The micro-batch of each.
+        j: The stage of each.
+        start: When each starts; the mini-batch begins at 0.
+        end: When each ends.
     """
 
     kind: Kind
-    i: int
+    i: Indices
+    j: Indices
     start: Times
     end: Times
 
@@ -64,19 +70,27 @@ def waves(passings: Sequence[Passing]) -> Iterator[Wave]:
     Args:
         passings: What each micro-batch takes.
     """
-    free = np.zeros_like(passings[0].forward)
+    n = len(passings[0].forward)
+    stages, free = np.arange(n), np.zeros(n)
+
+    def wave(kind: Kind, i: int, start: Times, end: Times) -> Wave:
+        return Wave(kind, np.full(n, i), stages, start, end)
+
     for i, costs in enumerate(passings):
         start, free = _through(free, costs.forward)
-        yield Wave(Kind.FORWARD, i, start, free)
+        yield wave(Kind.FORWARD, i, start, free)
     free = np.full_like(free, free.max())  # the caller has had its turn
     for i in reversed(range(len(passings))):
-        again, backward = passings[i].again, passings[i].backward
+        again, backward, weights = passings[i][1:]
         if again is not None:
-            yield Wave(Kind.RECOMPUTE, i, free, free + again)
+            yield wave(Kind.RECOMPUTE, i, free, free + again)
             free = free + again
         start, end = _through(free[::-1], backward[::-1])
         free = end[::-1]
-        yield Wave(Kind.BACKWARD, i, start[::-1], free)
+        yield wave(Kind.BACKWARD, i, start[::-1], free)
+        if weights is not None:
+            yield wave(Kind.WEIGHTS, i, free, free + weights)
+            free = free + weights
 
 
 def _through(free: Times, costs: Times) -> tuple[Times, Times]:

@@ -22,10 +22,10 @@ from lightning_gpipe.core.skip import using_table
 
 @contextmanager
 def alone(
-    stage: Stage, program: Program | None, recomputed: Collection[int] = ()
+    stage: Stage, program: Program | None, recomputed: Collection[int] = (), *, split: bool = False
 ) -> Iterator[StagePass]:
     """A stage that runs by itself in a ``with`` block; who takes no gradients drops them."""
-    found = pass_alone(stage, program, recomputed=recomputed)
+    found = pass_alone(stage, program, recomputed=recomputed, split=split)
     with found.shadows.swapped_in(stage.journal), using_table({}):
         yield found
     found.take_gradients()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import partial
 
+from torch import Tensor
+
 from lightning_gpipe.core.data import FlatTree, parted
 from lightning_gpipe.core.plan import CALLER, Program, Route
 from lightning_gpipe.core.profile.alike import Alike, Ran
 from lightning_gpipe.core.profile.alone import alone, gradients_for, tensors_in
 from lightning_gpipe.core.profile.flow import Flow
 from lightning_gpipe.core.profile.meters import Meter
-from lightning_gpipe.core.profile.saved import SavedBytes
+from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
 from lightning_gpipe.core.run import Stage
 
 Ends = tuple[int, int]  # the layer that makes a value, and the one that uses it
@@ -23,18 +25,23 @@ class Counting:
     Args:
         program: What they run, if that is not one after another.
         meter: Measures one run.
+        split: Whether to count backwards in two parts, too.
 
     Attributes:
         costs: For each layer the bytes that it saves, and what a run costs.
         sizes: The bytes of what layers hand to later ones.
         saved: The bytes of it that the user is the first to save.
+        output: The bytes of what the last layer makes.
+        waited: For each layer, whether any of its inputs requires a gradient.
     """
 
-    def __init__(self, program: Program | None, meter: Meter) -> None:
+    def __init__(self, program: Program | None, meter: Meter, *, split: bool) -> None:
         self.costs: list[dict[str, float]] = []
         self.sizes: defaultdict[Ends, float] = defaultdict(float)
         self.saved: defaultdict[Ends, float] = defaultdict(float)
-        self._program, self._meter = program, meter
+        self.output = 0
+        self.waited: list[bool] = []
+        self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
         self._alike = Alike()
 
@@ -51,6 +58,8 @@ class Counting:
         inputs = flow.arriving(j, arriving)
         ran = self._ran(stage, inputs)
         self.costs.append(ran.costs)
+        tensors = (leaf for leaf in inputs.leaves if isinstance(leaf, Tensor))
+        self.waited.append(any(each.requires_grad for each in tensors))
         first = FlatTree(ran.first, inputs.spec)
         makers = [j - 1, *(route.source for route in arriving)]
         for maker, way in zip(makers, parted(first) if arriving else [first], strict=True):
@@ -60,6 +69,7 @@ class Counting:
         self._bytes.keep(flow.leaves)
         for user, size in flow.sizes(j, last + 1, leaving):
             self.sizes[j, user] += size
+        self.output = flow.bytes
 
     def _ran(self, stage: Stage, inputs: FlatTree) -> Ran:
         run = partial(self._run, stage, inputs)
@@ -78,7 +88,18 @@ class Counting:
             _, backward = self._meter(partial(second.backward, 0, gradients_for(outputs)))
         saved = float(self._bytes.number)
         costs = {"saved": saved, "forward": forward, "dropping": forward, "backward": backward}
+        if self._split:
+            costs |= self._parts(stage, inputs)
         return Ran(costs, self._bytes.since(before, inputs.leaves), outputs)
+
+    def _parts(self, stage: Stage, inputs: FlatTree) -> dict[str, float]:
+        """What the two parts of a backward cost, and keep between them."""
+        with alone(stage, self._program, split=True) as third:
+            outputs = third.forward(0, inputs.detached())
+            _, of_inputs = self._meter(partial(third.backward, 0, gradients_for(outputs)))
+            left = bytes_beside(third.kept_for_weights(0), tensors_in(stage))
+            _, of_weights = self._meter(partial(third.weights, 0))
+        return {"inputs": of_inputs, "weights": of_weights, "left": float(left)}
 
 
 def ends_of(stage: Stage, program: Program | None) -> tuple[tuple[Route, ...], tuple[Route, ...]]:

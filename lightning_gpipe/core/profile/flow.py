@@ -56,6 +56,11 @@ class Flow:
                 yield route.target, _bytes(self._by_route[route.name, route.target])
 
     @property
+    def bytes(self) -> int:
+        """Those of all that is on its way."""
+        return sum(map(_bytes, (self._main, *self._by_route.values())))
+
+    @property
     def leaves(self) -> Iterator[Any]:
         """All that is on its way."""
         for tree in (self._main, *self._by_route.values()):

@@ -43,7 +43,7 @@ class Subject:
 
 
 def profile_layers(
-    subject: Subject, device: torch.device, optimizer: Optimizers = None
+    subject: Subject, device: torch.device, optimizer: Optimizers = None, *, split: bool = False
 ) -> ModelProfile:
     """Measure what each layer costs.
 
@@ -55,6 +55,7 @@ def profile_layers(
         device: Where the layers run; on the meta device operations are counted and nothing is
             computed.
         optimizer: As for :func:`~.optimizers.optimizer_bytes`.
+        split: Whether to measure backwards in two parts, too.
 
     Raises:
         TypeError, ValueError: If the optimizer is none.
@@ -64,7 +65,7 @@ def profile_layers(
     modules = [module for stage in stages for module in stage.modules]
     kept = optimizer_bytes(subject.root.parameters(), optimizer)
     (empty,) = _stages([Partition(0, 0, (nn.Identity(),))], device)
-    measured = Rounds(subject.program, subject.microbatches, stages, empty, device)
+    measured = Rounds(subject.program, subject.microbatches, stages, empty, device, split=split)
     with preserved(modules, [device]), torch.enable_grad():
         measured.run()
     held = held_by(
@@ -85,6 +86,7 @@ def profile_layers(
         subject.chunks,
         measured.meter.unit,
         str(device),
+        measured.output,
     )
 
 

@@ -33,6 +33,7 @@ class Rounds:
         stages: A stage for each layer.
         empty: A stage without layers: what it takes, a stage of several layers takes once.
         device: Where they run.
+        split: Whether to measure backwards in two parts, too.
 
     Attributes:
         meter: What measures.
@@ -45,11 +46,13 @@ class Rounds:
         stages: Sequence[Stage],
         empty: Stage,
         device: torch.device,
+        *,
+        split: bool = False,
     ) -> None:
         self.meter: Meter = Operations() if device.type == "meta" else Seconds(device)
         self._program, self._microbatches = program, microbatches
-        self._stages, self._empty, self._device = stages, empty, device
-        self._counted = {rows: Counting(program, self.meter) for rows in microbatches}
+        self._stages, self._empty, self._device, self._split = stages, empty, device, split
+        self._counted = {rows: Counting(program, self.meter, split=split) for rows in microbatches}
         self._times = {rows: [Times() for _ in stages] for rows in microbatches}
         self._overhead, self._gradients = Times(), Gradients()
 
@@ -69,13 +72,17 @@ class Rounds:
         for k in range(len(self._stages)):
             by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self._microbatches}
             names = next(iter(by_rows.values()))
-            found.append(
-                {
-                    name: PerRow.through({rows: each[name] for rows, each in by_rows.items()})
-                    for name in names
-                }
-            )
+            costs: dict[str, Any] = {
+                name: PerRow.through({rows: each[name] for rows, each in by_rows.items()})
+                for name in names
+            }
+            found.append(costs | {"waited": any(c.waited[k] for c in self._counted.values())})
         return found
+
+    @property
+    def output(self) -> PerRow:
+        """The bytes of what the last layer makes."""
+        return PerRow.through({rows: each.output for rows, each in self._counted.items()})
 
     @property
     def carried(self) -> tuple[Carried, ...]:
@@ -109,13 +116,20 @@ class Rounds:
         j = stage.partition.index
         arriving, leaving = ends_of(stage, self._program)
         outputs = self._times[rows][j].measure(
-            stage, self._program, flow.arriving(j, arriving), self.meter, self._gradients
+            stage,
+            self._program,
+            flow.arriving(j, arriving),
+            self.meter,
+            self._gradients,
+            split=self._split,
         )
         flow.leave(outputs, leaving)
         if j % _OFTEN == 0:
             x = torch.zeros(1, device=self._device, requires_grad=True)
             nothing = FlatTree(*tree_flatten(x))
-            self._overhead.measure(self._empty, None, nothing, self.meter, self._gradients)
+            self._overhead.measure(
+                self._empty, None, nothing, self.meter, self._gradients, split=self._split
+            )
 
     def _costs_of(self, k: int, rows: int, chunks: int) -> dict[str, float]:
         """What layer ``k`` costs."""

@@ -71,6 +71,12 @@ class SavedBytes:
         self._counted &= {_key(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
 
+def bytes_beside(tensors: Iterable[Tensor], held: Iterable[Tensor]) -> int:
+    """The bytes of some tensors, without what others hold anyway."""
+    beside = set(map(_key, held))
+    return sum({_key(each): _size(each) for each in tensors if _key(each) not in beside}.values())
+
+
 def _key(tensor: Tensor) -> int:
     """That of its storage, which lives as long as the graph that has saved it."""
     return tensor.untyped_storage()._cdata if _has_storage(tensor) else id(tensor)

@@ -44,14 +44,35 @@ class Gradients:
         self._bytes = 0
 
 
+class Backward:
+    """What a backward takes, or a part of it: the first of a mini-batch, and each later one."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._later: list[float] = []
+
+    def add(self, first: float, later: float) -> None:
+        """Take a measurement of both."""
+        self._first.append(first)
+        self._later.append(later)
+
+    @property
+    def measured(self) -> bool:
+        """Whether it was measured."""
+        return bool(self._first)
+
+    def of(self, chunks: int) -> float:
+        """The mean in a mini-batch of so many micro-batches, by the medians."""
+        return (median(self._first) + (chunks - 1) * median(self._later)) / chunks
+
+
 class Times:
     """What a stage took for micro-batches of one size, a round after another."""
 
     def __init__(self) -> None:
         self._forward: list[float] = []
         self._dropping: list[float] = []
-        self._first: list[float] = []
-        self._later: list[float] = []
+        self._backward, self._inputs, self._weights = Backward(), Backward(), Backward()
 
     def measure(
         self,
@@ -60,8 +81,12 @@ class Times:
         inputs: FlatTree,
         meter: Meter,
         gradients: Gradients,
+        *,
+        split: bool = False,
     ) -> FlatTree:
         """Run two micro-batches, one of which is recomputed: F0 F1 R1 B1 B0.
+
+        To measure backwards in two parts, two others: F0 F1 B1 W1 B0 W0.
 
         Args:
             stage: The stage.
@@ -69,6 +94,7 @@ class Times:
             inputs: What it takes.
             meter: Measures seconds.
             gradients: Gets the gradients of the stage's parameters.
+            split: Whether to measure backwards in two parts.
 
         Returns:
             What the stage makes.
@@ -82,15 +108,38 @@ class Times:
             gradients.keep(each.take_gradients())
         self._forward.append(forward)
         self._dropping.append(dropping)
-        self._first.append(first)
-        self._later.append(later)
+        self._backward.add(first, later)
+        if split:
+            self._measure_parts(stage, program, inputs, meter, gradients)
         return outputs
+
+    def _measure_parts(
+        self,
+        stage: Stage,
+        program: Program | None,
+        inputs: FlatTree,
+        meter: Meter,
+        gradients: Gradients,
+    ) -> None:
+        with alone(stage, program, split=True) as each:
+            outputs = [each.forward(i, inputs.detached()) for i in (0, 1)]
+            taken = []
+            for i in (1, 0):
+                _, of_inputs = meter(partial(each.backward, i, gradients_for(outputs[i])))
+                _, of_weights = meter(partial(each.weights, i))
+                taken.append((of_inputs, of_weights))
+            gradients.keep(each.take_gradients())
+        firsts, laters = taken
+        self._inputs.add(firsts[0], laters[0])
+        self._weights.add(firsts[1], laters[1])
 
     def of(self, chunks: int) -> dict[str, float]:
         """The time of each action in a mini-batch of so many micro-batches: the medians."""
-        first, later = median(self._first), median(self._later)
-        return {
+        found = {
             "forward": median(self._forward),
             "dropping": median(self._dropping),
-            "backward": (first + (chunks - 1) * later) / chunks,
+            "backward": self._backward.of(chunks),
         }
+        if self._inputs.measured:
+            found |= {"inputs": self._inputs.of(chunks), "weights": self._weights.of(chunks)}
+        return found

@@ -15,7 +15,11 @@ from lightning_gpipe.core.run.work import work_of
 
 
 def pass_alone(
-    stage: Stage, program: Program | None = None, *, recomputed: Collection[int] = ()
+    stage: Stage,
+    program: Program | None = None,
+    *,
+    recomputed: Collection[int] = (),
+    split: bool = False,
 ) -> StagePass:
     """A pass through one stage, in the caller's thread-local state.
 
@@ -26,6 +30,7 @@ def pass_alone(
         stage: The stage.
         program: What the stages run, if that is not their layers.
         recomputed: The micro-batches whose activations are dropped.
+        split: Whether backward leaves the gradients of the weights to an action of their own.
     """
     devices = {torch.device("cpu"), stage.device} - {torch.device("meta")}
     context = Context.capture(devices)
@@ -38,4 +43,5 @@ def pass_alone(
         Randomness(OwnGenerators(devices, None), None),
         shadows,
         Participation([shadows]),
+        split=split,
     )

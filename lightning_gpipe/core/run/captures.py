@@ -114,6 +114,10 @@ class Captures:
                 explain_second_backward(error)
                 raise
 
+    def kept_for_weights(self, i: int) -> list[Tensor]:
+        """What is kept for what backward of micro-batch ``i`` has left."""
+        return [] if self._weights is None else self._weights.kept(i)
+
     def clear(self) -> None:
         """Forget what backwards have left."""
         if self._weights is not None:

@@ -177,7 +177,7 @@ class _Search:
         if isinstance(node, torch._C._FunctionBase):
             return True
         # Hooks on what it has saved, such as those of checkpointing, may compute that anew.
-        saved = (each for name in _saved_by(node) for each in saved_tensors(node, name))
+        saved = (each for name in saved_by(node) for each in saved_tensors(node, name))
         return any(getattr(each, "unpack_hook", None) is not None for each in saved)
 
     def _parts(self, late: set[int]) -> Iterator[Part]:
@@ -204,17 +204,24 @@ class _Search:
     def _freed(self, again: set[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
         """The nodes whose saved tensors W does not need, with the names of these."""
         for k in self._to_inputs:
-            if k not in again and (names := _saved_by(self._nodes[k])):
+            if k not in again and (names := saved_by(self._nodes[k])):
                 yield k, names
 
 
-def _saved_by(node: Any) -> tuple[str, ...]:
+def saved_by(node: Any) -> tuple[str, ...]:
+    """The names under which a node has saved tensors."""
     return tuple(name for name in dir(node) if name.startswith("_raw_saved"))
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:
     """What a node has saved under a name: one tensor, or several."""
     found = getattr(node, name)
+    return found if isinstance(found, tuple | list) else (found,)
+
+
+def unpacked(node: Any, name: str) -> Sequence[Any]:
+    """The same as tensors, in the same memory; None where it has saved none."""
+    found = getattr(node, name.replace("_raw_saved", "_saved", 1))
     return found if isinstance(found, tuple | list) else (found,)
 
 

@@ -203,6 +203,10 @@ class StagePass:
         with self.randomness.drawing_in_backward(i):
             self._captures.run_weights(i)
 
+    def kept_for_weights(self, i: int) -> list[Tensor]:
+        """What is kept until then; the parameters and what a tensor shares memory with included."""
+        return self._captures.kept_for_weights(i)
+
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """The sums of the gradients of parameters and captured leaves, no longer held here."""
         return [*self.shadows.take_gradients(), *self._captures.take_gradients()]

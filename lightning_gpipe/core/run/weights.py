@@ -15,7 +15,7 @@ passed the hooks is recorded there, and W calls the node itself, which leaves al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,14 @@ from lightning_gpipe.core.run.roots import (
     run_backward_to,
     with_gradients,
 )
-from lightning_gpipe.core.run.split import Part, Split, Splits, saved_tensors
+from lightning_gpipe.core.run.split import (
+    Part,
+    Split,
+    Splits,
+    saved_by,
+    saved_tensors,
+    unpacked,
+)
 
 Gradients = Sequence[Tensor | None]
 
@@ -72,6 +79,10 @@ class Weights:
         if left is not None:
             left.run()
 
+    def kept(self, i: int) -> list[Tensor]:
+        """What is kept for W of micro-batch ``i``."""
+        return list(self._left[i].kept()) if i in self._left else []
+
     def clear(self) -> None:
         """Forget what is left."""
         self._left.clear()
@@ -98,6 +109,17 @@ class _Left:
             for name in names:
                 for saved in saved_tensors(graph.nodes[k], name):
                     _free(saved)
+
+    def kept(self) -> Iterator[Tensor]:
+        """The gradients that entered the operators of W, and what these have saved."""
+        for entered in self._entered.values():
+            yield from (each for each in entered if each is not None)
+        for part in self._split.parts:
+            for operator in part.operators:
+                node = self._graph.nodes[operator.node]
+                for name in saved_by(node):
+                    found = unpacked(node, name)
+                    yield from (each for each in found if isinstance(each, Tensor))
 
     def run(self) -> None:
         """Run W."""

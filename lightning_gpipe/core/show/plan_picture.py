@@ -35,7 +35,7 @@ def plan_picture(prediction: Prediction) -> Figure:
 
     figure = Figure(figsize=(12.8, 7.2), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    workers = [f"device {stage.device}" for stage in prediction.stages]
+    workers = [f"device {device}" for device in prediction.workers]
     scale = 1.0 if prediction.unit == "s" else 1e-12  # as many "milliseconds" as GFLOP
     spans = [
         Span(worker, action, scale * start, scale * end)

@@ -34,7 +34,7 @@ def plan_table(prediction: Prediction) -> Table:
     table = Table(title=headline(prediction))
     for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction)):
         table.add_column(name, justify="left" if name == "layers" else "right")
-    for name in ("GiB", "of", "held", "activations", "boundaries", "sent"):
+    for name in ("GiB", "of", "held", "activations", "boundaries", "outputs", "sent"):
         table.add_column(name, justify="right")
     cells = [_cells(prediction, stage) for stage in prediction.stages]
     numbered = enumerate(zip(prediction.stages, cells, strict=True))
@@ -54,13 +54,14 @@ def plan_table(prediction: Prediction) -> Table:
 def _cells(prediction: Prediction, stage: StagePrediction) -> tuple[str, ...]:
     """What is shown of a stage, but for which it is."""
     memory = stage.memory
-    sizes = (memory.held, memory.activations, memory.boundaries, stage.sent)
+    sizes = (*memory[4:], stage.sent)
     return (
         f"{len(stage.layers)}",
         f"{stage.parameters:,}",
         _time(prediction, stage.time),
         _gib(memory.total),
         "" if stage.limit == inf else _gib(stage.limit),
+        _gib(memory.held),
         *map(_gib, sizes),
     )
 
@@ -72,12 +73,16 @@ def _from_to(first: object, last: object) -> str:
 def alternatives_table(plan: Plan) -> Table:
     """List what was not chosen, and why::
 
-    stages  chunks  recomputed       ms  GiB   why not
-         8      16           0            26.1  lacks 2.1 GiB on stage 0
-         8      32           8  512.3     22.0  3.1% slower: ...
+    stages  chunks  recomputed  schedule    split      ms   GiB   why not
+         8      16           0  fill_drain  no              26.1  lacks 2.1 GiB on stage 0
+         8      32           8  fill_drain  no      512.3   22.0  3.1% slower: ...
     """
     table = Table(title="alternatives")
-    for name in ("stages", "chunks", "recomputed", time_unit(plan.prediction), "bubble", "GiB"):
+    for name in ("stages", "chunks", "recomputed"):
+        table.add_column(name, justify="right")
+    table.add_column("schedule")
+    table.add_column("split")
+    for name in (time_unit(plan.prediction), "bubble", "GiB"):
         table.add_column(name, justify="right")
     table.add_column("why not")
     for each in plan.alternatives:
@@ -87,9 +92,11 @@ def alternatives_table(plan: Plan) -> Table:
             f"{len(found.settings.balance)}",
             f"{found.settings.chunks}",
             f"{max(found.settings.recomputed)}",
+            found.settings.order.schedule,
+            "yes" if found.settings.order.split else "no",
             _time(found, found.time) if fits else "",
             f"{found.bubble:.1%}" if fits else "",
-            _gib(max(stage.memory.total for stage in found.stages)),
+            _gib(max(stage.needed for stage in found.stages)),
             each.reason,
         )
     return table
@@ -98,9 +105,10 @@ def alternatives_table(plan: Plan) -> Table:
 def headline(prediction: Prediction) -> str:
     """What was chosen, and what it is predicted to take, in a line."""
     chosen = prediction.settings
+    written = f", {chosen.order.written}" if chosen.order.written else ""
     text = (
         f"{len(chosen.balance)} stages, chunks={chosen.chunks}, activation_checkpointing="
-        f"{chosen.activation_checkpointing!r}: {_time(prediction, prediction.time)} "
+        f"{chosen.activation_checkpointing!r}{written}: {_time(prediction, prediction.time)} "
         f"{time_unit(prediction)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
         f"{prediction.bubble:.1%}"
     )

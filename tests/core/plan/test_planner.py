@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from lightning_gpipe.core.plan import (
     Carried,
     Kind,
     LayerProfile,
+    Memory,
     ModelProfile,
     NoPlan,
+    Order,
     PerRow,
     Place,
     Prediction,
@@ -20,6 +23,7 @@ from lightning_gpipe.core.plan import (
     plan_for,
     sizes_of,
 )
+from lightning_gpipe.core.plan.orders import FILL_DRAIN, ORDERS
 
 GIB = 2**30
 
@@ -33,6 +37,9 @@ def profile(*times: float, saved: float = 0, held: int = 0, fixed: float = 0) ->
             dropping=PerRow(fixed, time),
             backward=PerRow(2 * fixed, 2 * time),
             saved=PerRow(0, saved),
+            inputs=PerRow(fixed, time),
+            weights=PerRow(1.1 * fixed, 1.1 * time),
+            left=PerRow(0, 0.6 * saved),
             parameters=held // 4,
             parameter_bytes=held,
         )
@@ -43,11 +50,15 @@ def profile(*times: float, saved: float = 0, held: int = 0, fixed: float = 0) ->
 
 
 def predict(
-    costs: ModelProfile, balance: tuple[int, ...], chunks: int, recomputed: int
+    costs: ModelProfile,
+    balance: tuple[int, ...],
+    chunks: int,
+    recomputed: int,
+    order: Order = FILL_DRAIN,
 ) -> Prediction:
     n = len(balance)
     return Prediction(
-        Settings(balance, chunks, (recomputed,) * n),
+        Settings(balance, chunks, (recomputed,) * n, order),
         costs,
         (Place(),) * n,
         sizes_of(16, chunks),
@@ -97,23 +108,26 @@ def test_memory_at_the_peak_is_the_most_over_time(recomputed: int) -> None:
 def test_memory_by_kind() -> None:
     first, last = predict(profile(1, 1, saved=10, held=100), (1, 1), 4, recomputed=3).stages
 
-    assert first.memory == (100, 0, 0, 0, 10 * 4, 0)
-    assert last.memory == (100, 0, 0, 0, 10 * 4, 16)
+    assert first.memory == Memory(100, 0, 0, 0, 10 * 4, 0)
+    assert last.memory == Memory(100, 0, 0, 0, 10 * 4, 16)
     assert (first.sent, last.sent) == (16, 0)
 
 
-def test_fastest_of_all_is_found() -> None:
+@pytest.mark.parametrize("schedule, split", [("fill_drain", False), ("auto", None)])
+@pytest.mark.parametrize("room", [0, 60, 1000])
+def test_fastest_of_all_is_found(schedule: Any, split: bool | None, room: int) -> None:
     costs = profile(3, 1, 2, 2, saved=7, held=50, fixed=0.7)
-    places = [Place(memory=320), Place(memory=340), Place(memory=300)]
+    places = [Place(memory=size + room) for size in (320, 340, 300)]
 
-    best = plan_for(costs, places).prediction
+    best = plan_for(costs, places, schedule=schedule, split_backward=split).prediction
 
     fitting = []
-    for n, m in product((1, 2, 3), (1, 2, 4, 8, 16)):
+    orders = ORDERS if schedule == "auto" else (FILL_DRAIN,)
+    for order, n, m in product(orders, (1, 2, 3), (1, 2, 4, 8, 16)):
         for k in range(m + 1):
             for cuts in product(range(1, 5), repeat=n):
                 if sum(cuts) == 4:
-                    each = replace(predict(costs, cuts, m, k), places=tuple(places[:n]))
+                    each = replace(predict(costs, cuts, m, k, order), places=tuple(places[:n]))
                     if not any(each.missing):
                         fitting.append(each.time)
     assert best.time == pytest.approx(min(fitting))
@@ -200,3 +214,75 @@ def test_plan_is_json() -> None:
     assert found["stages"][0]["layers"] == ["layer 0"]
     assert all("reason" in each for each in found["alternatives"])
     assert str(plan).startswith("balance=[1, 1], chunks=16, activation_checkpointing='never': ")
+
+
+# Schedules.
+
+
+def test_schedule_with_a_loss_for_each_micro_batch_is_not_chosen_unless_asked_for() -> None:
+    costs = profile(1, 1, saved=10)
+    places = [Place(memory=50)] * 2
+
+    plan = plan_for(costs, places, stages=2, chunks=8)
+    asked = plan_for(costs, places, stages=2, chunks=8, schedule="auto", split_backward=None)
+
+    assert plan.settings.order == FILL_DRAIN
+    assert asked.settings.order.by_micro_batch
+    (other,) = [a for a in plan.alternatives if a.prediction.settings.order == Order("1f1b")]
+    assert "less time, but needs a loss for each micro-batch" in other.reason
+    assert "write schedule='1f1b'" in other.reason
+
+
+def test_backwards_are_split_where_that_is_faster_and_may_be() -> None:
+    costs = profile(1, 1, 1, 1)
+    places = [Place()] * 4
+
+    chosen = plan_for(costs, places, chunks=4, split_backward=None)
+    kept = plan_for(costs, places, chunks=4, split_backward=False)
+
+    assert chosen.settings.order == Order(split=True)
+    assert kept.settings.order == FILL_DRAIN
+    assert any("write split_backward=True" in each.reason for each in kept.alternatives)
+    assert str(chosen.settings).endswith(", split_backward=True")
+    assert chosen.as_dict()["schedule"] == "fill_drain"
+    assert chosen.as_dict()["split_backward"] is True
+
+
+def test_backwards_that_were_not_measured_in_two_parts_are_not_split() -> None:
+    layers = tuple(replace(each, weights=None, inputs=None) for each in profile(1, 1).layers)
+
+    plan = plan_for(
+        replace(profile(1, 1), layers=layers), [Place()] * 2, schedule="auto", split_backward=None
+    )
+
+    assert not plan.settings.order.split
+    assert {each.prediction.settings.order.split for each in plan.alternatives} == {False}
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_schedule_that_is_given_is_kept(order: Order) -> None:
+    plan = plan_for(
+        profile(1, 1, 1),
+        [Place()] * 3,
+        chunks=4,
+        schedule=order.schedule,
+        split_backward=order.split,
+    )
+
+    assert plan.settings.order == order
+    assert {each.prediction.settings.order for each in plan.alternatives} == set(ORDERS)
+
+
+def test_several_stages_on_each_device_by_a_balance() -> None:
+    costs = profile(1, 1, 1, 1)
+
+    plan = plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], schedule="1f1b")
+
+    assert plan.prediction.devices == (0, 1, 0, 1)
+    assert plan.settings.chunks % 2 == 0
+    with pytest.raises(ValueError, match="needs a device for each stage"):
+        plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], schedule="zero_bubble")
+    with pytest.raises(ValueError, match="multiple of the number of devices"):
+        plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], chunks=3, schedule="1f1b")
+    with pytest.raises(ValueError, match="divides the number of stages"):
+        plan_for(costs, [Place()] * 2, balance=[2, 1, 1])

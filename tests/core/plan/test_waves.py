@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.plan import Action, Kind, fill_drain
-from lightning_gpipe.core.plan.layout import one_each
-from lightning_gpipe.core.plan.waves import Passing, waves
+from lightning_gpipe.core.plan import Action, Kind, Order, Schedule, by_micro_batch, fill_drain
+from lightning_gpipe.core.plan.layout import looped, one_each
+from lightning_gpipe.core.plan.orders import ORDERS
+from lightning_gpipe.core.plan.rows import Pattern
+from lightning_gpipe.core.plan.turns import turns
+from lightning_gpipe.core.plan.waves import Passing, Wave, waves
 
 Span = tuple[float, float]
 
 
-def drawn(random: Random, m: int, n: int, recomputed: int) -> list[Passing]:
+def drawn(random: Random, m: int, n: int, recomputed: int, *, split: bool) -> list[Passing]:
     """Micro-batches of a few sizes, some of whose costs are 0."""
     kinds = [
-        [np.array([float(random.choice([0, 1, 2, 5, 9])) for _ in range(n)]) for _ in range(3)]
+        [np.array([float(random.choice([0, 1, 2, 5, 9])) for _ in range(n)]) for _ in range(4)]
         for _ in range(3)
     ]
     return [
-        Passing(forward, again if i < recomputed else None, backward)
+        Passing(forward, again if i < recomputed else None, backward, weights if split else None)
         for i in range(m)
-        for forward, again, backward in [random.choice(kinds)]
+        for forward, again, backward, weights in [random.choice(kinds)]
     ]
 
 
-def by_simulation(passings: Sequence[Passing], recomputed: int) -> dict[Action, Span]:
+def by_simulation(passings: Sequence[Passing], schedule: Schedule) -> dict[Action, Span]:
     """What the simulator says: a phase starts when the one before has ended."""
-    schedule = fill_drain(len(passings), one_each(len(passings[0].forward)), recomputed=recomputed)
 
     def cost(action: Action) -> float:
-        forward, again, backward = passings[action.i]
-        times = {Kind.FORWARD: forward, Kind.RECOMPUTE: again, Kind.BACKWARD: backward}
-        of_kind = times[action.kind]
-        assert of_kind is not None
+        forward, again, backward, weights = passings[action.i]
+        times = {
+            Kind.FORWARD: forward,
+            Kind.RECOMPUTE: again,
+            Kind.BACKWARD: backward,
+            Kind.WEIGHTS: weights,
+        }
+        of_kind = times.get(action.kind)
+        if action.j < 0 or of_kind is None:  # the caller's
+            return 0.0
         return float(of_kind[action.j])
 
     found: dict[Action, Span] = {}
@@ -45,25 +53,67 @@ def by_simulation(passings: Sequence[Passing], recomputed: int) -> dict[Action, 
         phase = schedule.phase(k).simulate(cost)
         found |= {a: (at + start, at + start + cost(a)) for a, start in phase.start.items()}
         at += phase.makespan
-    return found
+    stages = range(schedule.n)
+    return {a: span for a, span in found.items() if a.j in stages and a.kind is not Kind.LOSS}
 
 
-def by_waves(passings: Sequence[Passing]) -> dict[Action, Span]:
+def by_waves(found: Iterable[Wave]) -> dict[Action, Span]:
     return {
-        Action(wave.kind, wave.i, j): (float(start), float(end))
-        for wave in waves(passings)
-        for j, (start, end) in enumerate(zip(wave.start, wave.end, strict=True))
+        Action(wave.kind, i, j): (start, end)
+        for wave in found
+        for i, j, start, end in zip(*(each.tolist() for each in wave[1:]), strict=True)
     }
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_every_action_of_a_drawn_case_has_the_times_of_the_simulation(seed: int) -> None:
     random = Random(seed)
-    m, n = random.randint(1, 7), random.randint(1, 6)
+    m, n, split = random.randint(1, 7), random.randint(1, 6), random.random() < 0.5
     recomputed = random.randint(0, m)
-    passings = drawn(random, m, n, recomputed)
+    passings = drawn(random, m, n, recomputed, split=split)
+    schedule = fill_drain(m, one_each(n), recomputed=recomputed, split=split)
 
-    assert by_waves(passings) == by_simulation(passings, recomputed)
+    assert by_waves(waves(passings)) == by_simulation(passings, schedule)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("seed", range(25))
+def test_times_of_any_schedule_are_those_of_the_simulation(order: Order, seed: int) -> None:
+    random = Random(seed)
+    workers = random.randint(1, 5)
+    loops = 1 if order.schedule == "zero_bubble" else random.randint(1, 3)
+    m = random.randint(1, 7) * (workers if loops > 1 else 1)
+    placement, recomputed = looped(loops * workers, workers), random.randint(0, m)
+    passings = drawn(random, m, len(placement), recomputed, split=order.split)
+    options = {"recomputed": recomputed, "split": order.split}
+
+    if order.by_micro_batch:
+        schedule = by_micro_batch(order.schedule, m, placement, **options)
+    else:
+        schedule = fill_drain(m, placement, **options)
+    patterns = order.patterns(m, placement, recomputed)
+    found = turns(patterns, passings, at_once=not order.by_micro_batch)
+
+    assert by_waves(found) == by_simulation(passings, schedule)
+
+
+def test_actions_of_each_worker_come_in_its_order() -> None:
+    passings = drawn(Random(0), 6, 6, 2, split=True)
+    order = Order("1f1b", split=True)
+    schedule = by_micro_batch("1f1b", 6, looped(6, 3), recomputed=2, split=True)
+
+    found = by_waves(turns(order.patterns(6, schedule.placement, 2), passings, at_once=False))
+
+    for worker, row in enumerate(schedule.rows):
+        assert [a for a in found if schedule.worker_of(a) == worker] == list(row)
+
+
+def test_workers_that_wait_for_one_another() -> None:
+    passings = drawn(Random(0), 1, 2, 0, split=False)
+    nobody_first = [Pattern([(0, j)], [(0, j)], 0) for j in (1, 1)]
+
+    with pytest.raises(RuntimeError, match="wait for one another"):
+        list(turns(nobody_first, passings, at_once=False))
 
 
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:

@@ -61,7 +61,7 @@ def stage_costs(
     return found
 
 
-def time_costs(profile: ModelProfile, recomputed: int) -> LayerCosts:
+def time_costs(profile: ModelProfile, recomputed: int, *, split: bool = False) -> LayerCosts:
     """What counts for the speed of a pipeline, with what a stage must hold as its memory.
 
     What is around the layers does not count: it runs before and after them, while all stages wait.
@@ -69,8 +69,9 @@ def time_costs(profile: ModelProfile, recomputed: int) -> LayerCosts:
     Args:
         profile: What was measured.
         recomputed: How many of the micro-batches are recomputed.
+        split: Whether backwards are in two parts.
     """
-    times = profile.times(recomputed=recomputed / profile.chunks)
+    times = profile.times(recomputed=recomputed / profile.chunks, split=split)
     return LayerCosts(times, memory_costs(profile, recomputed).times)
 
 

@@ -41,6 +41,8 @@ class LayerCosts:
     Attributes:
         times: The time of each layer, on a device of speed 1.
         memory: The bytes of each layer; empty if memory does not matter.
+        live: The bytes that each layer needs besides for a micro-batch that is alive; empty if
+            there are none.
         transfers: What layers hand to later ones, such as the output of each to the next, and skip
             connections.
     """
@@ -48,10 +50,12 @@ class LayerCosts:
     times: Sequence[float]
     memory: Sequence[float] = ()
     transfers: Sequence[Transfer] = ()
+    live: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         _check_costs("costs", self.times)
         _check_costs("memory", self.memory)
+        _check_costs("live", self.live)
         _check_costs("the time of transfers", [each.time for each in self.transfers])
         if self.memory and len(self.memory) != len(self.times):
             raise ValueError(
@@ -75,19 +79,21 @@ class Place:
         memory: The bytes that it has.
         busy: The time that it needs beside that of its layers, as for an embedding or a loss.
         taken: The bytes that it needs beside those of its layers.
+        alive: How many micro-batches are alive on it at once.
     """
 
     speed: float = 1.0
     memory: float = inf
     busy: float = 0
     taken: float = 0
+    alive: float = 0
 
     def __post_init__(self) -> None:
         if not (isfinite(self.speed) and self.speed > 0):
             raise ValueError(f"the speed of a device must be positive: got {self.speed}.")
         if not self.memory >= 0:
             raise ValueError(f"the memory of a device must not be negative: got {self.memory}.")
-        _check_costs("busy, taken", [self.busy, self.taken])
+        _check_costs("busy, taken, alive", [self.busy, self.taken, self.alive])
 
 
 def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:

@@ -188,8 +188,10 @@ def _longest(table: Table) -> int:
 def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:
     """The bytes that each stage of a cut lacks."""
     memory = iter(costs.memory or [0] * len(costs.times))
+    live = iter(costs.live or [0] * len(costs.times))
     for place, size in zip(places, sizes, strict=True):
-        yield max(0.0, place.taken + sum(islice(memory, size)) - place.memory)
+        needed = sum(islice(memory, size)) + place.alive * sum(islice(live, size))
+        yield max(0.0, place.taken + needed - place.memory)
 
 
 def _check_parts(parts: int, n: int) -> None:

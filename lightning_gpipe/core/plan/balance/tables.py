@@ -40,18 +40,21 @@ def priced(costs: LayerCosts, places: Iterable[Place]) -> dict[Place, Priced]:
     """The tables of each place."""
     distinct = list(dict.fromkeys(places))
     memory = costs.memory or [0] * len(costs.times)
+    live = costs.live or [0] * len(costs.times)
+    alive = {place: [place.alive * each for each in live] for place in distinct}
     in_time = _Unit(
         [each / place.speed for place in distinct for each in costs.times]
         + [place.busy for place in distinct]
         + [each.time for each in costs.transfers]
     )
-    in_bytes = _Unit([*memory, *(place.taken for place in distinct)])
+    most = max(distinct, key=lambda place: place.alive)
+    in_bytes = _Unit([*memory, *alive[most], *(place.taken for place in distinct)])
     crossing = _crossing(costs.transfers, len(costs.times), in_time)
     held = _sums(in_bytes.whole(memory))
     found = {}
     for place in distinct:
         time = _sums(in_time.whole([each / place.speed for each in costs.times])) + crossing
-        needed = held + in_bytes.whole([place.taken])
+        needed = held + _sums(in_bytes.whole(alive[place])) + in_bytes.whole([place.taken])
         limit = NEVER if place.memory == inf else min(NEVER, int(place.memory / in_bytes.size))
         found[place] = Priced(
             _runs(time + in_time.whole([place.busy])),
