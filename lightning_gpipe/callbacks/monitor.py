@@ -28,7 +28,7 @@ from lightning_gpipe.callbacks.required import (
     strategy_of,
 )
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Layout, changes
+from lightning_gpipe.core.plan import Layout, changes, parts_of
 from lightning_gpipe.core.run import Observation, Span, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
 from lightning_gpipe.profiling import path_of
@@ -193,7 +193,7 @@ class PipelineMonitor(Callback):
         if not trainer.is_global_zero:
             return
         for name, observation in self._latest.items():
-            rank_zero_info(_said(name, pipeline, observation))
+            rank_zero_info(_said(name, pipeline, observation, steps=self._steps_may_be(trainer)))
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         runs = [run for step in self._steps for run in step.runs]
@@ -206,6 +206,13 @@ class PipelineMonitor(Callback):
             return
         self._draw(type(model).__name__, folder / PICTURE)
         rank_zero_info(f"PipelineMonitor: {folder / PICTURE} shows step {self._steps[-1].number}.")
+
+    def _steps_may_be(self, trainer: Trainer) -> bool:
+        """Whether training_step could be called for each micro-batch."""
+        pipeline, module = pipeline_of(trainer, self), trainer.lightning_module
+        alone = len(pipeline.taken) == 1 and not pipeline.layout.spread
+        several = strategy_of(trainer, self).is_distributed
+        return alone and not several and module.automatic_optimization
 
     def _draw(self, title: str, path: Path) -> None:
         step = self._steps[-1]
@@ -241,11 +248,16 @@ def _metrics(observation: Observation) -> dict[str, float]:
     return found
 
 
-def _said(name: str, pipeline: GPipe, observation: Observation) -> str:
-    """What a mini-batch took, and what to change."""
+def _said(name: str, pipeline: GPipe, observation: Observation, *, steps: bool) -> str:
+    """What a mini-batch took, and what to change; ``steps``: micro-batches may have own losses."""
     paths = [""] if len(pipeline.taken) == 1 else [taken.path for taken in pipeline.taken]
-    best = partial(best_balance, pipeline, paths.index(name)) if pipeline.profiles else None
-    found = changes(observation.schedule, observation.times, observation.busy, best)
+    k = paths.index(name)
+    best = partial(best_balance, pipeline, k) if pipeline.profiles else None
+    parts = None
+    if pipeline.profiles and pipeline.profiles[k].split:
+        parts = parts_of(pipeline.profiles[k], pipeline.balances[k])
+    seen = observation.schedule, observation.times, observation.busy
+    found = changes(*seen, best, parts=parts, steps=steps)
     worth = [str(each) for each in found if each.gain > _WORTH]
     what = f" of {name}" if name else ""
     advice = "; ".join(worth) if worth else f"no other setting would bring more than {_WORTH:.0%}"

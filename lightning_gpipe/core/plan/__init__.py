@@ -84,7 +84,7 @@ from lightning_gpipe.core.plan.sharing import (
     followed_slots,
     shared_with_outside,
 )
-from lightning_gpipe.core.plan.stage_cost import sizes_of
+from lightning_gpipe.core.plan.stage_cost import parts_of, sizes_of
 from lightning_gpipe.core.plan.step import Method, Step
 
 __all__ = [
@@ -162,6 +162,7 @@ __all__ = [
     "orders_for",
     "parameter_costs",
     "parameter_holders",
+    "parts_of",
     "plan_for",
     "predecessors",
     "sender",

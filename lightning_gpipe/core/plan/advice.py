@@ -7,13 +7,14 @@ upper bounds, and say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.balance.shift import Shift
 from lightning_gpipe.core.plan.by_micro_batch import remade
+from lightning_gpipe.core.plan.orders import ORDERS, Order
 from lightning_gpipe.core.plan.schedule import Schedule
 
 Times = Mapping[tuple[Kind, int], float]
@@ -47,6 +48,9 @@ def changes(
     times: Times,
     busy: Sequence[float],
     costs: Callable[[Sequence[float]], Shift] | None = None,
+    *,
+    parts: Sequence[tuple[float, float]] | None = None,
+    steps: bool = False,
 ) -> list[Change]:
     """What other settings would bring, the best first.
 
@@ -55,6 +59,9 @@ def changes(
         times: The mean time of an action of each kind, on each stage and of the caller.
         busy: The time in which each stage was at work.
         costs: Finds the best balance by these times, if the layers were measured.
+        parts: For each stage what both parts of a backward that is split take, relative to a whole
+            one, if that was measured.
+        steps: Whether each micro-batch may have a loss of its own.
     """
     m, recomputed = schedule.m, len(schedule.recomputed(0))
     now = _length(schedule, times)
@@ -79,7 +86,41 @@ def changes(
         Change(f"chunks={2 * m}", gain(twice, halves), at_most=True, if_=rows),
         Change("activation_checkpointing='never'", gain(kept, times), if_=memory),
     ]
+    for order in _others(schedule, steps=steps):
+        own_loss = order.by_micro_batch and not schedule.caller
+        # Few micro-batches are alive then, so that none need be recomputed.
+        other = order.made(m, schedule.placement, 0 if own_loss else recomputed)
+        divided = order.split and not schedule.split
+        bring = gain(other, _in_parts(times, parts) if divided else times)
+        if_ = "training_step may be called for each micro-batch" if own_loss else ""
+        found.append(Change(order.written, bring, at_most=divided and parts is None, if_=if_))
     return sorted(found, key=lambda change: -change.gain)
+
+
+def _others(schedule: Schedule, *, steps: bool) -> Iterator[Order]:
+    """The orders to which a schedule could be changed, and whose times are known."""
+    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    for order in ORDERS:
+        # The loss of a batch may be another one, and what a whole backward takes is not known.
+        if order.by_micro_batch < bool(schedule.caller) or order.split < schedule.split:
+            continue
+        if order.by_micro_batch and not (steps or schedule.caller):
+            continue
+        if order.possible(m, placement) and order.made(m, placement, recomputed) != schedule:
+            yield order
+
+
+def _in_parts(times: Times, parts: Sequence[tuple[float, float]] | None) -> Times:
+    """The times where backwards are split: as measured, or at best, in halves.
+
+    Nobody waits for the backward of the first stage, which is not known to be split.
+    """
+    found = dict(times)
+    for (kind, j), time in times.items():
+        if kind is Kind.BACKWARD and j >= 0:
+            of_inputs, of_weights = parts[j] if parts else ((0.5, 0.5) if j else (1.0, 0.0))
+            found[kind, j], found[Kind.WEIGHTS, j] = of_inputs * time, of_weights * time
+    return found
 
 
 def _length(schedule: Schedule, times: Times) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
-from lightning_gpipe.core.plan.fill_drain import fill_drain_patterns
+from lightning_gpipe.core.plan.by_micro_batch import by_micro_batch
+from lightning_gpipe.core.plan.fill_drain import fill_drain, fill_drain_patterns
 from lightning_gpipe.core.plan.interleaved import interleaved_patterns
 from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward_patterns
 from lightning_gpipe.core.plan.rows import Pattern
+from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.zero_bubble import zero_bubble_patterns
 
 ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble"]
@@ -61,6 +63,19 @@ class Order(NamedTuple):
         if workers == n:
             return one_forward_one_backward_patterns(m, n, recomputed=recomputed, split=self.split)
         return interleaved_patterns(m, n, workers, recomputed=recomputed, split=self.split)
+
+    def made(self, m: int, placement: tuple[int, ...], recomputed: int = 0) -> Schedule:
+        """What the engine runs; arguments as for :meth:`patterns`."""
+        if self.schedule == "fill_drain":
+            return fill_drain(m, placement, recomputed=recomputed, split=self.split)
+        return by_micro_batch(self.schedule, m, placement, recomputed=recomputed, split=self.split)
+
+    def possible(self, m: int, placement: Sequence[int]) -> bool:
+        """Whether there is such a schedule for the stages of a placement."""
+        workers = 1 + max(placement)
+        if self.schedule == "fill_drain" or workers == len(placement):
+            return True
+        return self.schedule == "1f1b" and m % workers == 0
 
 
 FILL_DRAIN = Order()

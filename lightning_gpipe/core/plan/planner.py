@@ -158,15 +158,10 @@ def _check(asked: Asked) -> None:
 def _in_other_orders(search: Search, asked: Asked, best: Candidate) -> list[Candidate]:
     """The fastest candidate of each other order, with as many stages and micro-batches."""
     found = []
-    several = best.stages > len(asked.places)
+    placement = looped(best.stages, min(best.stages, len(asked.places)))
     for order in ORDERS:
-        if order == best.order or not asked.known(order):
-            continue
-        if (
-            several
-            and order.by_micro_batch
-            and (order.schedule == "zero_bubble" or best.chunks % len(asked.places))
-        ):
+        possible = asked.known(order) and order.possible(best.chunks, placement)
+        if order == best.order or not possible:
             continue
         same = replace(asked, stages=best.stages, chunks=best.chunks, orders=(order,)).candidates()
         found.append(search.fastest(same) or same[-1])

@@ -85,6 +85,26 @@ def costs_of(
     return found
 
 
+def parts_of(profile: ModelProfile, balance: Sequence[int]) -> list[tuple[float, float]]:
+    """For each stage what both parts of a backward take, relative to a whole one.
+
+    Args:
+        profile: What was measured, backwards in two parts too.
+        balance: The number of layers in each stage.
+    """
+    pairs = zip(
+        costs_of(profile, balance, profile.rows),
+        costs_of(profile, balance, profile.rows, split=True),
+        strict=True,
+    )
+    return [
+        (split.backward / whole.backward, split.weights / whole.backward)
+        if whole.backward
+        else (1.0, 0.0)
+        for whole, split in pairs
+    ]
+
+
 def sizes_of(rows: int, chunks: int) -> tuple[int, ...]:
     """The rows of each micro-batch, as even as possible; no more micro-batches than rows."""
     m = min(chunks, rows)
