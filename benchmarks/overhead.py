@@ -14,21 +14,27 @@ for all four devices; and with all stages on one device. Then by ``"auto"`` with
 ScheduleGPipe of torch.distributed.pipelining with two processes, which does not recompute. Its time
 is taken within the processes, from when the first begins until the last is done, and after two
 steps that are not timed: caches are warm for it, but not for ours.
+
+At last, what a loss for each micro-batch adds: ours under 1F1B beside fill-drain, on four threads
+and on one device. Its overhead is that beyond the same layers with a loss and a backward for each
+micro-batch; the caller's code is a coroutine for each of them.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.contestants.ours import ours
 from benchmarks.contestants.pipelining import pipelining
-from benchmarks.contestants.plain import mean_square
+from benchmarks.contestants.plain import accumulated, mean_square
 from benchmarks.contestants.task import Task
 from benchmarks.contestants.torchgpipe import torchgpipe
 from benchmarks.harness import Contestant, Options, Report, Times, agree, contest, options, ratio
+from lightning_gpipe.core.plan import ByMicroBatch
 
 WIDTH = 8
 AT_MOST = {"never": (0.40, 0.30), "always": (0.30, 0.30)}  # with threads, and by "auto"
@@ -58,6 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     for mode, at_most in AT_MOST.items():
         beside_torchgpipe(given, report, mode, at_most)
     beside_processes(given, report)
+    by_micro_batch(given, report)
     report.publish()
 
 
@@ -123,6 +130,33 @@ def beside_processes(given: Options, report: Report) -> None:
         times = timed(given, report, [reference, theirs, mine], cells=n * m)
     found = ratio(times, mine.name, theirs.name)
     report.target(f"whole time {mine.name} / ScheduleGPipe", found, at_most=AT_MOST_OF_PROCESSES)
+
+
+def by_micro_batch(given: Options, report: Report) -> None:
+    """Ours with a loss for each micro-batch, and with that of the mini-batch."""
+    n, m = given.stages, given.chunks
+    task = nearly_nothing(n, m)
+    reference = accumulated(task, chunks=m, name="no engine, a loss for each micro-batch")
+    where = {f"{n} threads": ["cpu"] * n, "one device": ["cpu"]}
+    ways: dict[str, ByMicroBatch | None] = {"fill-drain": None, "1F1B": "1f1b"}
+    with ExitStack() as stack:
+        contestants = [reference]
+        for (place, devices), (way, schedule) in product(where.items(), ways.items()):
+            each = ours(
+                task,
+                [1] * n,
+                chunks=m,
+                mode="never",
+                devices=devices,
+                schedule=schedule,
+                name=f"ours, {place}, {way}",
+            )
+            contestants.append(stack.enter_context(each))
+        times = timed(given, report, contestants, cells=n * m)
+    for place in where:
+        one, other = (f"ours, {place}, {way}" for way in ("1F1B", "fill-drain"))
+        found = ratio(times, one, other)
+        report.target(f"whole time {one} / fill-drain", found)
 
 
 def nearly_nothing(layers: int, rows: int) -> Task:

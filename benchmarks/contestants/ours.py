@@ -11,10 +11,10 @@ import torch
 from typing_extensions import override
 
 from benchmarks.contestants.processes import Orders, Role, in_processes
-from benchmarks.contestants.task import Task
+from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
 
 
 @contextmanager
@@ -28,8 +28,12 @@ def ours(
     name: str = "lightning-gpipe",
     threads: int | None = None,
     on_threads: bool | Literal["auto"] = True,
+    schedule: ByMicroBatch | None = None,
 ) -> Iterator[Contestant]:
-    """A pipeline for the duration of a ``with`` block, each worker ``on_threads`` of its own."""
+    """A pipeline for the duration of a ``with`` block, each worker ``on_threads`` of its own.
+
+    With a ``schedule`` the loss is that of each micro-batch.
+    """
     model = GPipe(
         task.copy_of_module(),
         balance,
@@ -38,8 +42,25 @@ def ours(
         activation_checkpointing=mode,
         threads=on_threads,
     )
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        assert schedule is not None, "the loss is that of each micro-batch"
+        for parameter in parameters:
+            parameter.grad = None
+        loss = model.by_micro_batch(
+            lambda batch: task.loss(model(batch[0]), batch[1]),
+            (task.x, task.target),
+            schedule=schedule,
+        ).loss
+        assert loss is not None, "every micro-batch has one"
+        loss.backward()
+
     try:
-        yield task.contestant(name, model, list(model.parameters()), threads=threads)
+        if schedule is None:
+            yield task.contestant(name, model, parameters, threads=threads)
+        else:
+            yield stepping(name, step, parameters, threads=threads)
     finally:
         model.close()
 

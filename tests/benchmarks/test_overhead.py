@@ -15,5 +15,7 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         "ours, one device, never",
         "ScheduleGPipe, 2 processes, 2 stages",
         "ours, 2 devices, auto / ScheduleGPipe",
+        "ours, 2 threads, 1F1B",
+        "ours, one device, 1F1B / fill-drain",
     ):
         assert row in report

@@ -142,7 +142,9 @@ class Context:
         return [name for field, name in _NAMES if getattr(self, field) != getattr(here, field)]
 
     def without_autocast(self) -> Context:
-        """This state without autocast, as for a backward."""
+        """This state without autocast, as for a backward; itself if it has none."""
+        if not any(autocast.enabled for autocast in self.autocast):
+            return self
         off = tuple(replace(autocast, enabled=False) for autocast in self.autocast)
         return replace(self, autocast=off)
 

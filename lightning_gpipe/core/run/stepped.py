@@ -230,8 +230,9 @@ class Stepped:
         self._begin(first, shared)
         transport = self._transport.inline() if self._inline else self._transport
         exchange = transport.open(self._schedule.phase(0))
+        context = self._context.without_autocast()
         tasks = [
-            worker.task(exchange.phase, exchange, self._context.without_autocast(), self.timeline)
+            worker.task(exchange.phase, exchange, context, self.timeline)
             for worker in self._workers
         ]
         caller = Caller(self._layout.n, first.program, twins=self._twins)

@@ -88,7 +88,7 @@ class WorkerTask(Task):
     ) -> None:
         self._worker = worker
         self._passes = worker.passes
-        self._forward = worker.forward
+        self._forward = None if worker.forward is context else worker.forward
         self._now = worker.clock.now
         self._row = phase.rows[worker.index]
         self._m, self._n = phase.m, phase.n
