@@ -481,7 +481,11 @@ class GPipeStrategy(OverProcesses):
         if self._steps is not None:
             step = partial(self._steps.run, self.precision_plugin, *args, **kwargs)
         automatic = self.lightning_module.automatic_optimization
+        engine = self._piped.pipeline.engine
+        before = engine.serial
         result = self._watch.training(step, automatic=automatic)
+        if result is not None or not automatic:  # else Lightning refuses it
+            engine.check_run(since=before)
         self._piped.say_ways()
         return result
 
@@ -500,8 +504,12 @@ class GPipeStrategy(OverProcesses):
     def _evaluate(
         self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        assert self._watch is not None
-        return self._watch.evaluation(name, partial(step, *args, **kwargs))
+        assert self._watch is not None and self._piped is not None
+        engine = self._piped.pipeline.engine
+        before = engine.serial
+        result = self._watch.evaluation(name, partial(step, *args, **kwargs))
+        engine.check_run(since=before)
+        return result
 
     @override
     def backward(

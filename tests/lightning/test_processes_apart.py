@@ -10,9 +10,11 @@ import lightning as L
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from tests.support.lightning_modules import Classifier, Data, rows
+from tests.support.lightning_modules import WIDTH, Classifier, Data, rows
+from tests.support.processes import said
 from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over
 
@@ -87,6 +89,42 @@ def test_step_that_one_process_skips(tmp_path: Path) -> None:
 
     assert "by returning None" in second
     assert first.startswith("RankFailed: rank 1 (stage 1) failed: ")
+
+
+class Around(Classifier):
+    """Goes around the pipeline in the second step, on some ranks."""
+
+    def __init__(self, *ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and dist.get_rank() in self._ranks:
+            x, y = batch
+            return cross_entropy(self.head(x.new_ones(len(x), WIDTH)), y)
+        return super().training_step(batch, batch_idx)
+
+
+def fit_around(root: Path, *ranks: int) -> str:
+    made = trainer_over(root, "per_stage", [2, 4], {"lost_after": LOST_AFTER}, max_epochs=1)
+    return said(lambda: made.fit(Around(*ranks), datamodule=Data()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_step_in_which_one_process_goes_around_the_pipeline(tmp_path: Path, rank: int) -> None:
+    """Once the other one waited for its stages, and it for something else, for half an hour."""
+    with new_ranks(2) as ranks:
+        found = ranks.run(fit_around, tmp_path, rank)
+
+    assert any(message.startswith("OutOfStep | ") for message in found), found
+    for message in found:
+        assert f"rank {rank} (stage {rank}) runs a step without a pipeline" in message or (
+            f"and rank {rank} (stage {rank}) a step without a pipeline" in message
+        )
+
+
+def test_step_in_which_all_go_around_the_pipeline(two_ranks: Pool, tmp_path: Path) -> None:
+    assert two_ranks.run(fit_around, tmp_path, 0, 1) == ["none", "none"]
 
 
 class Fewer(Data):

@@ -129,6 +129,25 @@ def test_processes_that_do_not_do_the_same_are_told_apart(four_ranks: Pool, what
     assert all(one in message and others in message for message in found), found
 
 
+def backward_in_turn() -> str:
+    """What the backwards of two forwards say, of which one process runs the later one first."""
+    pipeline = pipeline_of(layers())
+    losses = [pipeline(rows(8, seed=k)).square().mean() for k in range(2)]
+    if torch.distributed.get_rank() == 1:
+        losses.reverse()
+    message = told(lambda: [loss.backward() for loss in losses])
+    pipeline.close()
+    return message
+
+
+def test_backwards_in_another_order_are_told_apart(four_ranks: Pool) -> None:
+    """Once their gradients were mixed, for the number of the mini-batch was lost."""
+    found = four_ranks.run(backward_in_turn, among=3)
+
+    assert all("rank 1 (stage 1)" in message for message in found), found
+    assert all("of a later mini-batch" in message for message in found), found
+
+
 class Ended:
     """A process group whose connections have ended."""
 

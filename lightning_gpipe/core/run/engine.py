@@ -33,13 +33,18 @@ from lightning_gpipe.core.run.surroundings import Surroundings
 from lightning_gpipe.core.run.telling import Telling, everywhere
 from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.ways import Found, Way, Ways
-from lightning_gpipe.core.transport import Label, RankFailed, Transport, Twins
+from lightning_gpipe.core.transport import (
+    BETWEEN,
+    NO_RUN,
+    Label,
+    RankFailed,
+    Transport,
+    Twins,
+)
 
 _AS_THE_TRANSPORT = Way()
 
 Observer = Callable[[Timeline], None]
-
-_BETWEEN = -1  # the phase of what is asked between two mini-batches
 
 
 class Engine:
@@ -139,7 +144,7 @@ class Engine:
             library_draws=self._library_draws,
             unfinished=self._unfinished,
             training_flags=self._training_flags,
-            label=Label(self._transport.begun, step=self.step),
+            label=Label(minibatch=self._transport.begun, step=self.step),
             way=self._way(microbatches, schedule, program),
         )
         shared = self._side_channels.begin()
@@ -233,8 +238,23 @@ class Engine:
             BaseException: What ``compute`` raises, in the process of the stage.
             RankFailed: In the other processes, if it does.
         """
-        label = Label(self._transport.begun, phase=_BETWEEN, step=self.step)
+        label = Label(minibatch=self._transport.begun, phase=BETWEEN, step=self.step)
         return everywhere(self._transport, self._layout, label, j, compute)
+
+    @property
+    def serial(self) -> int:
+        """Another number once a mini-batch has begun, or has failed."""
+        return self._transport.serial
+
+    def check_run(self, since: int) -> None:
+        """Compare with other processes, if none has begun here since :attr:`serial` was this.
+
+        Raises:
+            OutOfStep: If one has begun in another process.
+        """
+        if self._layout.spread and self.serial == since:
+            label = Label(minibatch=self._transport.begun, phase=NO_RUN, step=self.step)
+            everywhere(self._transport, self._layout, label, 0, lambda: None)
 
     def _training_flags(self) -> TrainingFlags:
         """Which modules of all stages are in training mode, those of other processes too."""

@@ -6,6 +6,8 @@ same thread, on another one or in another process.
 
 from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
+    BETWEEN,
+    NO_RUN,
     Cancelled,
     Exchange,
     Label,
@@ -30,6 +32,8 @@ from lightning_gpipe.core.transport.process_group import (
 from lightning_gpipe.core.transport.twins import Twins
 
 __all__ = [
+    "BETWEEN",
+    "NO_RUN",
     "Cancelled",
     "Connection",
     "Exchange",

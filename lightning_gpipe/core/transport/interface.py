@@ -43,6 +43,10 @@ class OutOfStep(RuntimeError):
     """
 
 
+BETWEEN = -1  # the phase of what is asked between two mini-batches
+NO_RUN = -2  # that of a step of the caller that has run no mini-batch
+
+
 class Label(NamedTuple):
     """Which phase of which mini-batch it is, and in which mode; the same in all processes.
 
@@ -178,6 +182,11 @@ class Transport(ABC):
     @property
     def begun(self) -> int:
         """How many phases were begun since a run failed, the same in all processes; or 0."""
+        return 0
+
+    @property
+    def serial(self) -> int:
+        """Another number once a phase was begun, or has failed; the same in all processes."""
         return 0
 
     def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_gpipe.core.transport.interface import Label
+from lightning_gpipe.core.transport.interface import BETWEEN, NO_RUN, Label
 
-_PHASES = ("a forward", "a backward")  # of a mini-batch; else something between two
+_PHASES = {  # of a mini-batch, and what is done besides
+    0: "a forward",
+    1: "a backward",
+    BETWEEN: "a rehearsal of blocks",
+    NO_RUN: "a step without a pipeline",
+}
 
 
 def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequence[str]) -> str:
@@ -19,6 +24,8 @@ def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequen
         us: This one.
         pipelines: The names of the pipelines, by their numbers.
     """
+    if NO_RUN in (theirs.phase, ours.phase):  # of which there is no more to say
+        theirs, ours = (Label(phase=each.phase, step=each.step) for each in (theirs, ours))
     details = "".join(f", {text}" for text in _others(theirs, ours))
     they, we = _described(theirs, ours, pipelines), _described(ours, theirs, pipelines)
     return (
@@ -31,8 +38,7 @@ def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequen
 
 def _described(label: Label, other: Label, pipelines: Sequence[str]) -> str:
     """What a process does, as far as another one does not."""
-    phase = _PHASES[label.phase] if 0 <= label.phase < len(_PHASES) else "a rehearsal of blocks"
-    words = [phase]
+    words = [_PHASES[label.phase]]
     if label.pipeline != other.pipeline:
         named = pipelines[label.pipeline : label.pipeline + 1] or ["one that is not here"]
         words.append(f"of pipeline {label.pipeline} ({named[0]})")

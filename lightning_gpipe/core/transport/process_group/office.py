@@ -70,6 +70,11 @@ class Office:
         return self._ledger.begun
 
     @property
+    def serial(self) -> int:
+        """The number of the exchange that runs, or of the last one."""
+        return self._ledger.serial
+
+    @property
     def state(self) -> tuple[int, int, int]:
         """What is equal in processes that have done the same; see :class:`Ledger`."""
         return self._ledger.state

@@ -81,6 +81,11 @@ class ProcessGroupTransport(Transport):
     def begun(self) -> int:
         return self._office.begun
 
+    @property
+    @override
+    def serial(self) -> int:
+        return self._office.serial
+
     @override
     def tell(self, error: BaseException) -> None:
         self._office.tell(error)

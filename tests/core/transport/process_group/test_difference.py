@@ -42,6 +42,10 @@ def said(theirs: Label, ours: Label) -> str:
             "training mode, with other calls of layers, with the random generators in other states",
         ),
         (
+            Label(minibatch=3, step=5, phase=-2),
+            "rank 1 runs a step without a pipeline of step 5, and rank 0 a forward of step 4",
+        ),
+        (
             TRAINED._replace(pipeline=1),
             "rank 1 runs a forward of pipeline 1 (one that is not here), "
             "and rank 0 a forward of pipeline 0 (GAN.generator)",
