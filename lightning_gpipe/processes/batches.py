@@ -3,7 +3,7 @@
 Were each process to load its batches, random augmentation or a stream of unknown length would make
 them differ, and a run would hang or, worse, go on with rows of two batches. So the first process
 loads them, and tells the others when there are no more. What it drew of random numbers for that
-they have drawn too.
+they have drawn too, and in a prediction they know which rows it took.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
 from lightning_gpipe.core.faithful import LibraryGenerators
 from lightning_gpipe.processes.group import Group
+
+_SEEN = "seen_batch_indices"  # of the batch sampler of a prediction, for callbacks that write
 
 
 class Generators:
@@ -87,7 +90,7 @@ class SharedLoader:
 
     def _load(self) -> Iterator[Any]:
         """First None, as soon as there is an iterator, which may draw; then the batches."""
-        generators, failure = Generators(), None
+        generators, failure, told = Generators(), None, 0
         batches: Iterator[Any] = iter(())
         try:
             batches = iter(self.loader)
@@ -102,22 +105,27 @@ class SharedLoader:
             except StopIteration:
                 found = []
             except BaseException as error:
-                self._share((f"{type(error).__name__}: {error}", None, []))
+                self._share((f"{type(error).__name__}: {error}", None, [], []))
                 raise
-            drawn = generators.moved()
-            self._share((None, drawn, found))
+            drawn, seen = generators.moved(), getattr(self.batch_sampler, _SEEN, [])
+            self._share((None, drawn, found, seen[told:]))
+            told = len(seen)
             if not found:
                 return
             yield found[0]
             generators = Generators()
 
     def _receive(self) -> Iterator[Any]:
+        seen: list[list[int]] = []
+        if isinstance(self.batch_sampler, _IndexBatchSamplerWrapper):
+            setattr(self.batch_sampler, _SEEN, seen)
         while True:
-            failure, drawn, found = self._share(None)
+            failure, drawn, found, new = self._share(None)
             if failure is not None:
                 first = f"rank {self._group.ranks[0]}, which loads the batches"
                 raise RuntimeError(f"{first}, failed: {failure}")
             Generators().set(drawn)
+            seen += new
             if not found:
                 return
             yield found[0]
