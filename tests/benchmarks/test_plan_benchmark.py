@@ -18,5 +18,9 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
         "tiny, chunks=2, never: time",
         "tiny, chunks=4, always: time",
         "tiny, chunks=1, always: bytes kept",
+        "tiny, chunks=4, split_backward=True: time",
+        "tiny, chunks=4, schedule='1f1b': bytes kept",
+        "tiny, chunks=4, schedule='zero_bubble': time",
+        "tiny, chunks=4, interleaved: time",
     ):
         assert row in report
