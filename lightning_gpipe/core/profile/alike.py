@@ -2,7 +2,8 @@
 
 A large transformer has a thousand blocks of one kind. What they cost in operations follows from the
 kinds of their modules, the shapes of their tensors and what they take, so the first of them is run
-on the meta device, and its outputs stand for those of the others.
+on the meta device, and its outputs stand for those of the others. Numbers that differ, such as an
+index, count if that run has read them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.plan import Part
+from lightning_gpipe.core.profile.reads import Number, is_number, numbers_of, recording
 from lightning_gpipe.core.profile.saved import SavedBytes
 from lightning_gpipe.core.run import Stage
 
@@ -38,11 +40,19 @@ class Ran(NamedTuple):
     outputs: FlatTree
 
 
+class _Counted(NamedTuple):
+    """A layer that was counted: its numbers that were read, and what came of it."""
+
+    read: dict[Number, int]
+    ran: Ran
+    outputs: list[bool]
+
+
 class Alike:
     """What was counted so far."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[Ran, list[bool]]] = {}
+        self._found: dict[Hashable, list[_Counted]] = {}
 
     def count(
         self,
@@ -65,12 +75,18 @@ class Alike:
             key = _key(stage, part, inputs, saved)
         except _Unlike:
             return measure()
-        if key not in self._found:
+        modules = list(_modules_of(stage, part))
+        numbers = numbers_of(modules)
+        for each in self._found.setdefault(key, []):
+            if all(numbers[number] == value for number, value in each.read.items()):
+                saved.count(each.ran.outputs.leaves, each.outputs)
+                return each.ran
+        with recording(modules) as read:
             ran = measure()
-            self._found[key] = ran, saved.are_counted(ran.outputs.leaves)
-        found, counted = self._found[key]
-        saved.count(found.outputs.leaves, counted)
-        return found
+        counted = saved.are_counted(ran.outputs.leaves)
+        self._found[key].append(_Counted({each: numbers[each] for each in read}, ran, counted))
+        saved.count(ran.outputs.leaves, counted)
+        return ran
 
 
 class _Unlike(Exception):
@@ -85,7 +101,7 @@ def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -
     """
     if stage.arriving or stage.leaving:
         raise _Unlike
-    modules = tuple(_of_module(layer) for layer in stage.partition.layers)
+    modules = tuple(_of_module(layer, numbers=False) for layer in stage.partition.layers)
     steps = () if part is None else _of_part(part)
     leaves = inputs.leaves
     taken = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
@@ -100,21 +116,41 @@ def kind_of(module: nn.Module) -> Hashable:
         return id(module)
 
 
-def _of_module(module: nn.Module) -> Hashable:
-    """The kinds, settings and tensors of a module and those in it."""
+def _modules_of(stage: Stage, part: Part | None) -> Iterator[nn.Module]:
+    """The modules that a key is made of, in its order; one that is there twice comes twice."""
+    steps = [] if part is None else part.steps
+    called = filter(None, (_called(step.run) for step in steps))
+    for layer in (*stage.partition.layers, *called):
+        yield from (each for _, each in layer.named_modules(remove_duplicate=False))
+
+
+def _called(run: Callable[..., Any]) -> nn.Module | None:
+    """The module whose call or method it is."""
+    found = run.__self__ if isinstance(run, MethodType) else run
+    return found if isinstance(found, nn.Module) else None
+
+
+def _of_module(module: nn.Module, *, numbers: bool = True) -> Hashable:
+    """The kinds, settings and tensors of a module and those in it.
+
+    Args:
+        module: The module.
+        numbers: Whether the user's numbers count.
+    """
     return tuple(
-        (name, type(each), *_settings(each), *_tensors(each))
+        (name, type(each), *_settings(each, numbers=numbers), *_tensors(each))
         for name, each in module.named_modules(remove_duplicate=False)
     )
 
 
-def _settings(module: nn.Module) -> Iterator[Hashable]:
+def _settings(module: nn.Module, *, numbers: bool) -> Iterator[Hashable]:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
     if any(hooks) or "forward" in vars(module):
         raise _Unlike
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
-            yield name, _comparable(value)
+            counts = numbers or not is_number(module, value)
+            yield name, _comparable(value) if counts else int
 
 
 def _comparable(value: Any) -> Hashable:
@@ -172,8 +208,8 @@ def _of_part(part: Part) -> Hashable:
 
 def _of_call(run: Callable[..., Any]) -> Hashable:
     """What is called: a module, a method of one, as of a block in a loop, or a function."""
-    if isinstance(run, nn.Module):
-        return _of_module(run)
-    if isinstance(run, MethodType) and isinstance(run.__self__, nn.Module):
-        return run.__func__, _of_module(run.__self__)
-    return run
+    module = _called(run)
+    if module is None:
+        return run
+    method = run.__func__ if isinstance(run, MethodType) else None
+    return method, _of_module(module, numbers=False)

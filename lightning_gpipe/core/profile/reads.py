@@ -1,0 +1,83 @@
+"""Which numbers of modules are read while they run.
+
+The blocks of a model often differ in one number, such as ``layer_idx``, that their forwards do not
+read: it is for a cache, or for messages. A run that has not read a number would have been the same
+with any other one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+Number = tuple[int, str]  # the place of a module among others, and the name of its attribute
+
+_NOT_THE_USERS = ("torch", "lightning_gpipe")  # packages that read attributes to keep or to show
+
+
+def is_number(module: nn.Module, value: Any) -> bool:
+    """Whether an attribute is a number of a module of the user's."""
+    return type(value) is int and not _is_ours(type(module).__module__)
+
+
+def numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
+    """The numbers that modules have as attributes."""
+    return {
+        (k, name): value
+        for k, module in enumerate(modules)
+        for name, value in vars(module).items()
+        if is_number(module, value)
+    }
+
+
+@contextmanager
+def recording(modules: Iterable[nn.Module]) -> Iterator[set[Number]]:
+    """Collect the numbers that are read of modules in a ``with`` block.
+
+    Who reads all attributes of a module reads all its numbers.
+    """
+    found: set[Number] = set()
+    listed = list(modules)
+    names: dict[int, dict[str, list[Number]]] = {}
+    for k, name in numbers_of(listed):
+        own = names.setdefault(id(listed[k]), {})
+        for read in (name, "__dict__"):
+            own.setdefault(read, []).append((k, name))
+    with ExitStack() as stack:
+        for kind in dict.fromkeys(type(each) for each in listed if id(each) in names):
+            stack.enter_context(_watched(kind, names, found))
+        yield found
+
+
+@contextmanager
+def _watched(
+    kind: type[nn.Module], names: Mapping[int, Mapping[str, list[Number]]], found: set[Number]
+) -> Iterator[None]:
+    """Note what is read of modules of a class."""
+    before = vars(kind).get("__getattribute__")
+    read: Callable[[Any, str], Any] = kind.__getattribute__
+
+    def noting(self: Any, name: str) -> Any:
+        numbers = names.get(id(self), {}).get(name)
+        if numbers and not (name == "__dict__" and _is_ours(sys._getframe(1).f_globals)):
+            found.update(numbers)
+        return read(self, name)
+
+    kind.__getattribute__ = noting  # type: ignore[method-assign]  # it is undone
+    try:
+        yield
+    finally:
+        if before is None:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = before  # type: ignore[method-assign]  # what was there
+
+
+def _is_ours(module: str | Mapping[str, Any]) -> bool:
+    """Whether a module of Python's, by its name or by its variables, is none of the user's."""
+    name = module if isinstance(module, str) else module.get("__name__", "")
+    return name.partition(".")[0] in _NOT_THE_USERS
