@@ -2,8 +2,8 @@
 
 Layers that sleep take a known time, and no cores: forward, the gradients of the inputs (B) and
 those of the weights (W) equally long. So what is measured is the schedule, and what the engine adds
-to it. Four stages, eight micro-batches; where stages are looped or interleaved, eight of half the
-size, two on each device. No activations are recomputed.
+to it. Four stages, eight micro-batches; where stages are looped, interleaved or folded (V), eight
+of half the size, two on each device. No activations are recomputed.
 
     python -m benchmarks.schedules
 
@@ -61,6 +61,7 @@ WAYS = (
     Way("interleaved", looped=True, schedule="1f1b", at_most=0.95),
     Way("interleaved, W", looped=True, schedule="1f1b", split=True),
     Way("zero bubble", schedule="zero_bubble", at_most=0.84),
+    Way("zero bubble, V", looped=True, schedule="zero_bubble_v"),
 )
 
 
@@ -146,6 +147,7 @@ def running(
         chunks=m,
         activation_checkpointing="never",
         split_backward=way.split,
+        folded=way.schedule == "zero_bubble_v",
         threads=True,
     )
     parameters = list(pipeline.parameters())

@@ -221,7 +221,13 @@ class Piped:
         (taken,), layout = self.pipeline.taken, self.pipeline.layout
         with taken.plain():  # it is cut as one that does not run as a pipeline
             check_balance(balance, len(taken.units), self.found[0].name)
-            moved = laid_out(taken, taken.partitions(balance), layout.devices, layout.around)
+            moved = laid_out(
+                taken,
+                taken.partitions(balance),
+                layout.devices,
+                layout.around,
+                place=layout.place,
+            )
             check_outside(self._root, taken.module, moved, moved.outside)
             self.pipeline.rebalance(balance)
 

@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_gpipe.check import OF_ONE_STEP
 from lightning_gpipe.core.pipeline import Measuring, profiles_of, rows_of
-from lightning_gpipe.core.plan import NoPlan, Place, Plan, ScheduleName, plan_for
+from lightning_gpipe.core.plan import ORDERS, NoPlan, Place, Plan, plan_for
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.device_options import places_of
 from lightning_gpipe.sampled import entries_in, optimizers_of
@@ -218,7 +218,7 @@ def _parser() -> ArgumentParser:
     )
     add("--stages", type=int, help="their number; by default what is fastest")
     add("--chunks", type=int, help="the number of micro-batches; by default what is fastest")
-    names = [*get_args(ScheduleName), "auto"]
+    names = [*dict.fromkeys(order.schedule for order in ORDERS), "auto"]
     add("--schedule", choices=names, help="what runs when; auto: what is fastest of all")
     add("--measure-on", default="cpu", metavar="DEVICE", help="cpu, cuda, or meta to count")
     add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")

@@ -73,7 +73,7 @@ from lightning_gpipe.refusals import (
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
 from lightning_gpipe.sharded import load_model, load_optimizer
-from lightning_gpipe.steps import Steps, check_schedule, checkpointing_for
+from lightning_gpipe.steps import FOLDED, Steps, check_schedule, checkpointing_for
 from lightning_gpipe.typed import typed
 from lightning_gpipe.watch import Watches
 from lightning_gpipe.whole_files import WholeFiles
@@ -113,8 +113,10 @@ class GPipeStrategy(OverProcesses):
             micro-batch, so that backwards begin early and few micro-batches are alive at a time;
             the loss is their mean, weighted by rows, or by the ``"loss_weight"`` that training_step
             returns beside ``"loss"``. It needs automatic optimization, and the package greenlet.
-            ``"zero_bubble"`` also splits backwards, so that devices wait less. ``"auto"`` plans it,
-            as ``chunks``: it takes one of these if training_step may be called so.
+            ``"zero_bubble"`` also splits backwards, so that devices wait less, and
+            ``"zero_bubble_v"`` with two stages on each device for less still: it goes down the
+            devices and back. ``"auto"`` plans it, as ``chunks``: it takes one of these if
+            training_step may be called so, and never the last.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
@@ -312,7 +314,8 @@ class GPipeStrategy(OverProcesses):
 
         Of the stages of this process, if there are several.
         """
-        return self._own_devices[-1 if self._around == "last" else 0]
+        first = self._around == "first" or self._schedule == FOLDED  # which is the last one's too
+        return self._own_devices[0 if first else -1]
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -448,6 +451,7 @@ class GPipeStrategy(OverProcesses):
             microbatching=self._microbatching,
             threads=self._threads,
             split_backward=self._split_backward,
+            folded=self._schedule == FOLDED,
             owners=self._arrangement.owners,
             group=None if self._circles is None else self._circles.along,
             lost_after=None if self._arrangement.owners is None else self._lost_after,

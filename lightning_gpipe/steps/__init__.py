@@ -5,9 +5,10 @@ same: a result, values that were logged once, a loss that a gradient scaler may 
 """
 
 from lightning_gpipe.steps.training import (
+    FOLDED,
     Steps,
     check_schedule,
     checkpointing_for,
 )
 
-__all__ = ["Steps", "check_schedule", "checkpointing_for"]
+__all__ = ["FOLDED", "Steps", "check_schedule", "checkpointing_for"]

@@ -22,6 +22,7 @@ from lightning_gpipe.steps.logs import CollectedLogs
 from lightning_gpipe.steps.old_gradients import drop_old_gradients
 from lightning_gpipe.steps.results import result_of
 
+FOLDED = "zero_bubble_v"  # whose stages go down the devices and back
 _WHOLE = "fill_drain"  # whose loss is that of the batch
 
 

@@ -69,6 +69,28 @@ def test_step(devices: list[str], threads: bool, side: bool, mode: ActivationChe
     pipeline.close()
 
 
+@pytest.mark.parametrize("devices", DEVICES[1:6])
+def test_folded_stages(devices: list[str]) -> None:
+    """What is around the pipeline is with the last stage, on the first device."""
+    plain = layers()
+    x = batch()
+    plain(x).square().mean().backward()
+    expected = gradients(plain)
+    plain.zero_grad()
+    if len(devices) > 2:
+        devices = [devices[1], devices[0]]
+    pipeline = GPipe(plain, [2, 1, 2, 1], devices=devices, chunks=4, folded=True)
+
+    outcome = pipeline.by_micro_batch(
+        lambda x: pipeline(x).square().mean(), x.to(devices[0]), schedule="zero_bubble_v"
+    )
+    assert outcome.loss is not None
+    outcome.loss.backward()
+
+    assert_same(gradients(plain), expected)
+    pipeline.close()
+
+
 @pytest.mark.parametrize("devices", DEVICES[1:])
 def test_draws_of_the_step_and_of_layers(devices: list[str]) -> None:
     """Of the last device both draw, at the same time: neither may change the other's numbers."""

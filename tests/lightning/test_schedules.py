@@ -28,8 +28,10 @@ pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 
 def piped(**options: Any) -> dict[str, Any]:
     """The Trainer's arguments for three stages and a loss for each of four micro-batches."""
+    folded = options.get("schedule") == "zero_bubble_v"
+    balance = [1] * 6 if folded else [2, 2, 2]
     return {
-        "strategy": GPipeStrategy([2, 2, 2], 4, **({"schedule": "1f1b"} | options)),
+        "strategy": GPipeStrategy(balance, 4, **({"schedule": "1f1b"} | options)),
         "devices": 3,
     }
 
@@ -113,6 +115,7 @@ class Record(Callback):
         (Embedded, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
         (Embedded, {"accumulate_grad_batches": 3}),
         (Embedded, {"schedule": "zero_bubble"}),
+        (Embedded, {"schedule": "zero_bubble_v"}),
         (Lbfgs, {}),
         (Clipping, {}),
     ],
@@ -121,6 +124,7 @@ class Record(Callback):
         "accumulated and clipped",
         "accumulated by three",
         "zero bubble",
+        "zero bubble, V",
         "LBFGS",
         "hooks",
     ],
@@ -349,6 +353,7 @@ def test_schedule_is_not_planned_for_manual_optimization(tmp_path: Path) -> None
     [
         ({"schedule": "2f2b"}, "schedule must be one of"),
         ({"schedule": "1f1b", "processes": "per_stage"}, "runs in one process"),
+        ({"schedule": "zero_bubble_v", "chunks": "auto"}, "is not planned"),
         ({"schedule": "1f1b", "replicas": 2}, "replicas=2"),
         ({"schedule": "auto", "replicas": 2}, "replicas=2"),
         ({"split_backward": "some"}, "split_backward must be"),

@@ -77,7 +77,7 @@ def test_public_names() -> None:
             "(model, /, balance, *, module=None, devices=None, chunks=1, "
             "activation_checkpointing='except_last', deferred_batch_norm=True, "
             "microbatching=None, threads='auto', split_backward=False, around='last', "
-            "sample=None, optimizer=None, "
+            "folded=False, sample=None, optimizer=None, "
             "owners=None, group=None, lost_after=None)",
         ),
     ],

@@ -119,6 +119,7 @@ def check(case: Case, around: Around) -> None:
             deferred_batch_norm=False,
             threads=case.threads,
             split_backward=case.split,
+            folded=schedule_of(case) == "zero_bubble_v",
         )
         actual = step_with(pipeline, scales, module, case, around)
         plain = step_with(reference.module, others, reference.module, case, around)
@@ -165,8 +166,10 @@ def chunks_of(case: Case) -> int:
 
 def schedule_of(case: Case) -> ByMicroBatch:
     """Any that there is for its stages; half of those with split backwards."""
-    alone = len(case.balance) == case.devices
-    return "zero_bubble" if alone and case.split and case.seed % 2 else "1f1b"
+    if not (case.split and case.seed % 2):
+        return "1f1b"
+    of_size: dict[float, ByMicroBatch] = {1: "zero_bubble", 2: "zero_bubble_v"}
+    return of_size.get(len(case.balance) / case.devices, "1f1b")
 
 
 def whole(plain: Callable[[Tensor], dict[str, Any]], x: Tensor, sizes: list[int]) -> Tensor:
@@ -246,6 +249,36 @@ def test_interleaved_stages(pipe: Pipe) -> None:
     pipeline.chunks = 3
     with pytest.raises(ValueError, match="a multiple of the number of devices"):
         pipeline.by_micro_batch(lambda x: pipeline(x).mean(), rows(7))
+
+
+def test_folded_stages(pipe: Pipe) -> None:
+    """Fill-drain runs on them too, as in evaluation, and a new balance keeps them there."""
+    plain = perceptron(8)
+    pipeline = pipe(plain, stages=4, devices=2, chunks=5, mode="never", folded=True)
+    expected = plain(rows(11)).square().mean()
+    expected.backward()
+
+    for balance in ([2, 2, 2, 2], [1, 3, 2, 2]):
+        pipeline.rebalance(balance)
+        pipeline.zero_grad()
+        outcome = pipeline.by_micro_batch(
+            lambda x: pipeline(x).square().mean(), rows(11), schedule="zero_bubble_v"
+        )
+        assert outcome.loss is not None
+        outcome.loss.backward()
+
+        assert pipeline.layout.placement == (0, 1, 1, 0)
+        assert_same(
+            [outcome.loss.detach(), gradients(pipeline)], [expected.detach(), gradients(plain)]
+        )
+        assert_same(pipeline(rows(11)), plain(rows(11)))
+    with pytest.raises(ValueError, match=r"needs stage j on device j mod 2"):
+        pipeline.by_micro_batch(lambda x: pipeline(x).mean(), rows(7), schedule="1f1b")
+
+
+def test_folded_stages_that_cannot_be(pipe: Pipe) -> None:
+    with pytest.raises(ValueError, match="two stages on each device: got 2 stages on 2 devices"):
+        pipe(perceptron(), stages=2, folded=True)
 
 
 def test_hooks_and_accumulation(pipe: Pipe) -> None:

@@ -6,11 +6,13 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_gpipe.core.data import check_chunks
 from lightning_gpipe.core.plan import (
+    ALWAYS_SPLIT,
     ActivationCheckpointing,
     Order,
     Plan,
     ScheduleName,
     check_activation_checkpointing,
+    check_planned,
     check_schedule_name,
 )
 
@@ -37,7 +39,7 @@ class Choice(NamedTuple):
     @property
     def split_backward(self) -> bool:
         """Whether the engine is told to split backwards; one schedule always does."""
-        return self.order.split and self.order.schedule != "zero_bubble"
+        return self.order.split and self.order.schedule not in ALWAYS_SPLIT
 
 
 class Given(NamedTuple):
@@ -66,6 +68,8 @@ class Given(NamedTuple):
         if self.activation_checkpointing != AUTO:
             check_activation_checkpointing(self.activation_checkpointing)
         check_schedule_name(self.schedule)
+        if self.planned:
+            check_planned(self.schedule)
         if self.split_backward not in (True, False, AUTO):
             raise ValueError(
                 f"split_backward must be True, False or 'auto': got {self.split_backward!r}."
@@ -81,7 +85,7 @@ class Given(NamedTuple):
         """What it comes to if nothing is planned, but for the balances."""
         chunks, mode, schedule, split = self
         assert chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO
-        return Choice([], chunks, mode, Order(schedule, split or schedule == "zero_bubble"))
+        return Choice([], chunks, mode, Order(schedule, split or schedule in ALWAYS_SPLIT))
 
     def measured_with(self) -> dict[str, Any]:
         """The arguments of :class:`Measuring` for it.
@@ -89,7 +93,7 @@ class Given(NamedTuple):
         A balance by memory goes by one number of micro-batches.
         """
         mode = self.activation_checkpointing
-        split = self.schedule in (AUTO, "zero_bubble") or self.split_backward in (AUTO, True)
+        split = self.schedule in (AUTO, *ALWAYS_SPLIT) or self.split_backward in (AUTO, True)
         return {
             "chunks": 1 if self.chunks == AUTO else self.chunks,
             "activation_checkpointing": "except_last" if mode == AUTO else mode,

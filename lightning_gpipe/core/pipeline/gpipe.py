@@ -50,7 +50,9 @@ from lightning_gpipe.core.plan import (
     Layout,
     RouteName,
     check_balance,
+    looped,
 )
+from lightning_gpipe.core.plan import folded as folds
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Found, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.show import Table, skip_table, stage_table
@@ -108,6 +110,8 @@ class GPipe(StandIn):
             values are ends of the pipeline and no devices, so that they hold for any ``devices``.
             None gives embeddings to the first stage and heads to the last, because the model's own
             code around the pipeline runs on one device.
+        folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
+            device j, from the d-th on on device 2d - 1 - j. For ``schedule="zero_bubble_v"``.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
             it: the layers are measured on the ``sample``, and what is predicted to be fastest is
             taken of what fits the devices.
@@ -170,6 +174,7 @@ class GPipe(StandIn):
         threads: Threads = "auto",
         split_backward: bool | Literal["auto"] = False,
         around: Around = "last",
+        folded: bool = False,
         sample: Any = None,
         optimizer: Optimizers = None,
         owners: Sequence[int] | None = None,
@@ -200,7 +205,7 @@ class GPipe(StandIn):
             owners, len(workers_on), group, lost_after, [taken.name for taken in found]
         )
         layouts = [
-            laid_out(*each, workers_on, around, owners or (), rank)
+            laid_out(*each, workers_on, around, owners or (), rank, folds if folded else looped)
             for each in zip(found, parts, strict=True)
         ]
         super().__init__(model)
@@ -365,8 +370,9 @@ class GPipe(StandIn):
                 or None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
             schedule: What runs when: ``"1f1b"``, with at most n - j micro-batches alive on stage j
-                of n, and interleaved where devices have several stages; or ``"zero_bubble"``, with
-                at most n of them, split backwards, and a device for each stage.
+                of n, and interleaved where devices have several stages; ``"zero_bubble"``, with
+                at most n of them, split backwards, and a device for each stage; or
+                ``"zero_bubble_v"`` on stages that are ``folded``.
             around: A module with all that the step uses around the model; None if there is nothing.
             scale: What gradients are multiplied by while they are computed, as by a gradient
                 scaler.

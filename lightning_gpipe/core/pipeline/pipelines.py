@@ -173,6 +173,14 @@ class Pipelines:
 
 def _relaid(taken: Taken, partitions: Sequence[Partition], before: Layout) -> Layout:
     """The layout of other partitions where there was one before, on the same devices."""
-    layout = laid_out(taken, partitions, before.devices, before.around, before.owners, before.rank)
+    layout = laid_out(
+        taken,
+        partitions,
+        before.devices,
+        before.around,
+        before.owners,
+        before.rank,
+        before.place,
+    )
     homes = {parameter: before.homes[parameter] for parameter in before.everywhere}
     return layout.with_everywhere(homes).with_homes(homes)

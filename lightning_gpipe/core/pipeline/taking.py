@@ -16,9 +16,11 @@ from lightning_gpipe.core.plan import (
     Around,
     Layout,
     Partition,
+    Placing,
     check_outside,
     check_sharing,
     lay_out,
+    looped,
     shared_with_outside,
 )
 from lightning_gpipe.core.skip import routes_of, skips_of
@@ -117,6 +119,7 @@ def laid_out(
     around: Around,
     owners: Sequence[int] = (),
     rank: int = 0,
+    place: Placing = looped,
 ) -> Layout:
     """The layout of what was taken, in these partitions, on these devices; nothing is moved.
 
@@ -129,6 +132,7 @@ def laid_out(
         around: Which stage what is around is with.
         owners: The process of each worker; none where there is one process.
         rank: That of this process.
+        place: Gives each stage its worker.
 
     Raises:
         TypeError, ValueError: If stages share what they must not with others or with what is
@@ -136,7 +140,7 @@ def laid_out(
     """
     layers = [layer for partition in partitions for layer in partition.layers]
     routes = routes_of(skips_of(layers, partitions), partitions)
-    layout = lay_out(partitions, devices, routes, around, owners, rank)
+    layout = lay_out(partitions, devices, routes, around, owners, rank, place)
     check_sharing(layout)
     check_outside(taken.root, taken.module, layout, layout.outside)
     shared = [*taken.own, *shared_with_outside(taken.root, taken.module)]

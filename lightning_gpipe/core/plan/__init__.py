@@ -37,16 +37,27 @@ from lightning_gpipe.core.plan.layout import (
     META,
     Around,
     Layout,
+    Placing,
     Tie,
     check_around,
     check_even,
+    folded,
     lay_out,
+    looped,
     one_each,
     ties_of,
 )
 from lightning_gpipe.core.plan.measured import Carried, LayerProfile, ModelProfile, PerRow, slowest
 from lightning_gpipe.core.plan.no_plan import NoPlan
-from lightning_gpipe.core.plan.orders import Order, ScheduleName, check_schedule_name, orders_for
+from lightning_gpipe.core.plan.orders import (
+    ALWAYS_SPLIT,
+    ORDERS,
+    Order,
+    ScheduleName,
+    check_planned,
+    check_schedule_name,
+    orders_for,
+)
 from lightning_gpipe.core.plan.partition import (
     Partition,
     check_balance,
@@ -88,9 +99,11 @@ from lightning_gpipe.core.plan.stage_cost import parts_of, sizes_of
 from lightning_gpipe.core.plan.step import Method, Step
 
 __all__ = [
+    "ALWAYS_SPLIT",
     "CALLER",
     "CONTAINERS",
     "META",
+    "ORDERS",
     "Action",
     "ActivationCheckpointing",
     "Alternative",
@@ -112,6 +125,7 @@ __all__ = [
     "Partition",
     "PerRow",
     "Place",
+    "Placing",
     "Plan",
     "Planned",
     "Prediction",
@@ -141,6 +155,7 @@ __all__ = [
     "check_enough_layers",
     "check_even",
     "check_outside",
+    "check_planned",
     "check_schedule_name",
     "check_sequential",
     "check_sharing",
@@ -149,6 +164,7 @@ __all__ = [
     "counts_between",
     "cut",
     "fill_drain",
+    "folded",
     "followed_slots",
     "has_own_forward",
     "held_in",
@@ -157,6 +173,7 @@ __all__ = [
     "is_own",
     "is_plain",
     "lay_out",
+    "looped",
     "memory_costs",
     "one_each",
     "orders_for",

@@ -9,12 +9,13 @@ from typing import Literal, get_args
 from lightning_gpipe.core.plan.caller_row import with_caller
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.interleaved import check_groups, interleaved
-from lightning_gpipe.core.plan.layout import looped
+from lightning_gpipe.core.plan.layout import folded, looped
 from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.zero_bubble import zero_bubble
+from lightning_gpipe.core.plan.zero_bubble_v import zero_bubble_v
 
-ByMicroBatch = Literal["1f1b", "zero_bubble"]
+ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v"]
 
 
 def check_by_micro_batch(name: str, chunks: int, placement: tuple[int, ...]) -> None:
@@ -29,9 +30,12 @@ def check_by_micro_batch(name: str, chunks: int, placement: tuple[int, ...]) -> 
         ValueError: If there is no such schedule, or none for this placement or number.
     """
     if name not in get_args(ByMicroBatch):
-        choices = " or ".join(map(repr, get_args(ByMicroBatch)))
-        raise ValueError(f"schedule must be {choices}: got {name!r}.")
+        choices = ", ".join(map(repr, get_args(ByMicroBatch)))
+        raise ValueError(f"schedule must be one of {choices}: got {name!r}.")
     n, workers = len(placement), 1 + max(placement)
+    if name == "zero_bubble_v":
+        _check_folded(placement)
+        return
     if placement != looped(n, workers):
         raise ValueError(
             f"schedule={name!r} needs stage j on device j mod {workers}: got the stages on devices "
@@ -68,11 +72,13 @@ def by_micro_batch(
         placement: The worker of each stage.
         recomputed: An integer k: the first k micro-batches drop their activations.
         split: Whether the gradients of the weights are an action of their own; they always are in
-            ``"zero_bubble"``.
+            ``"zero_bubble"`` and ``"zero_bubble_v"``.
     """
     n, workers = len(placement), 1 + max(placement)
     if name == "zero_bubble":
         return zero_bubble(m, n, recomputed=recomputed)
+    if name == "zero_bubble_v":
+        return zero_bubble_v(m, workers, recomputed=recomputed)
     if workers == n:
         return one_forward_one_backward(m, n, recomputed=recomputed, split=split)
     if m % workers == 0:
@@ -98,6 +104,15 @@ def remade(schedule: Schedule, m: int, *, recomputed: int) -> Schedule:
     before = schedule.m, len(schedule.recomputed(0))
     name = next(each for each in get_args(ByMicroBatch) if named(each, *before) == schedule)
     return named(name, m, recomputed)
+
+
+def _check_folded(placement: tuple[int, ...]) -> None:
+    n, workers = len(placement), 1 + max(placement)
+    if placement != folded(n, workers):
+        raise ValueError(
+            "schedule='zero_bubble_v' needs the stages on the devices in order, and back: got "
+            f"the stages on devices {list(placement)}. Write GPipe(..., folded=True)."
+        )
 
 
 def _at_once(schedule: Schedule) -> Schedule:

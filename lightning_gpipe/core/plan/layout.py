@@ -11,7 +11,7 @@ process for each worker, or one for the workers of each machine, differ in nothi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -23,6 +23,8 @@ from lightning_gpipe.core.plan.partition import Partition
 from lightning_gpipe.core.plan.route import CALLER, Route
 
 Around = Literal["first", "last"]
+
+Placing = Callable[[int, int], tuple[int, ...]]  # of stages on workers, by the numbers of both
 
 META = torch.device("meta")  # where a process has what another one owns: without values
 
@@ -44,6 +46,20 @@ def one_each(n: int) -> tuple[int, ...]:
 def looped(n: int, workers: int) -> tuple[int, ...]:
     """Stage j runs on worker j mod ``workers``: with two, stages 0 to 3 on 0, 1, 0, 1."""
     return tuple(j % workers for j in range(n))
+
+
+def folded(n: int, workers: int) -> tuple[int, ...]:
+    """Stages go to the last worker and back: with two, stages 0 to 3 on 0, 1, 1, 0.
+
+    Raises:
+        ValueError: If a worker would not have two stages.
+    """
+    if n != 2 * workers:
+        raise ValueError(
+            f"schedule='zero_bubble_v' needs two stages on each device: got {n} stages on "
+            f"{workers} devices. Write a balance of {2 * workers} numbers."
+        )
+    return *range(workers), *reversed(range(workers))
 
 
 def check_even(stages: int, devices: int, way_out: str) -> None:
@@ -131,6 +147,10 @@ class Layout:
     def device_of(self, j: int) -> torch.device:
         """The device of stage ``j``."""
         return self.devices[self.placement[j]]
+
+    def place(self, n: int, workers: int) -> tuple[int, ...]:
+        """The worker of each stage, of another layout with as many stages and workers."""
+        return self.placement
 
     def where(self, j: int) -> str:
         """The device of stage ``j``, with its process if there are several."""
@@ -241,9 +261,10 @@ def lay_out(
     around: Around = "last",
     owners: Sequence[int] = (),
     rank: int = 0,
+    place: Placing = looped,
 ) -> Layout:
-    """The layout in which stage j runs on worker j mod the number of devices."""
-    placement = looped(len(partitions), len(devices))
+    """The layout in which ``place`` gives each stage its worker."""
+    placement = place(len(partitions), len(devices))
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
         here = not owners or owners[worker] == rank

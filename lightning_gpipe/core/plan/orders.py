@@ -8,12 +8,14 @@ from typing import Literal, NamedTuple, get_args
 from lightning_gpipe.core.plan.by_micro_batch import by_micro_batch
 from lightning_gpipe.core.plan.fill_drain import fill_drain, fill_drain_patterns
 from lightning_gpipe.core.plan.interleaved import interleaved_patterns
+from lightning_gpipe.core.plan.layout import looped
 from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward_patterns
 from lightning_gpipe.core.plan.rows import Pattern
 from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.zero_bubble import zero_bubble_patterns
 
-ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble"]
+ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v"]
+ALWAYS_SPLIT = ("zero_bubble", "zero_bubble_v")
 
 
 class Order(NamedTuple):
@@ -22,7 +24,7 @@ class Order(NamedTuple):
     Attributes:
         schedule: The schedule.
         split: Whether the gradients of the weights are an action of their own; they always are in
-            ``"zero_bubble"``.
+            ``"zero_bubble"`` and ``"zero_bubble_v"``.
     """
 
     schedule: ScheduleName = "fill_drain"
@@ -36,8 +38,8 @@ class Order(NamedTuple):
     @property
     def written(self) -> str:
         """The arguments that ask for it."""
-        if self.schedule == "zero_bubble":
-            return "schedule='zero_bubble'"
+        if self.schedule in ALWAYS_SPLIT:
+            return f"schedule={self.schedule!r}"
         named = [f"schedule={self.schedule!r}"] if self.by_micro_batch else []
         return ", ".join([*named, *(["split_backward=True"] if self.split else [])])
 
@@ -53,8 +55,13 @@ class Order(NamedTuple):
             recomputed: An integer k: the first k micro-batches drop their activations.
 
         Raises:
-            ValueError: If m makes no whole groups for interleaved stages.
+            ValueError: If m makes no whole groups for interleaved stages, or the schedule has no
+                patterns.
         """
+        if self.schedule == "zero_bubble_v":
+            raise ValueError(
+                "schedule='zero_bubble_v' is a table without patterns: got patterns()."
+            )
         n, workers = len(placement), 1 + max(placement)
         if self.schedule == "fill_drain":
             return fill_drain_patterns(m, placement, recomputed=recomputed, split=self.split)
@@ -73,9 +80,12 @@ class Order(NamedTuple):
     def possible(self, m: int, placement: Sequence[int]) -> bool:
         """Whether there is such a schedule for the stages of a placement."""
         workers = 1 + max(placement)
+        if self.schedule == "zero_bubble_v":
+            return tuple(placement) == (*range(workers), *reversed(range(workers)))
+        in_loops = tuple(placement) == looped(len(placement), workers)
         if self.schedule == "fill_drain" or workers == len(placement):
             return True
-        return self.schedule == "1f1b" and m % workers == 0
+        return in_loops and self.schedule == "1f1b" and m % workers == 0
 
 
 FILL_DRAIN = Order()
@@ -101,16 +111,33 @@ def check_schedule_name(name: str) -> None:
         raise ValueError(f"schedule must be one of {choices}, or 'auto': got {name!r}.")
 
 
+def check_planned(schedule: ScheduleName | Literal["auto"]) -> None:
+    """Refuse a schedule that is not planned.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if schedule not in ("auto", *(order.schedule for order in ORDERS)):
+        raise ValueError(
+            f"schedule={schedule!r} is not planned: got something that is 'auto', or a plan of it. "
+            "Write numbers, or schedule='zero_bubble'."
+        )
+
+
 def orders_for(schedule: ScheduleName | Literal["auto"], split: bool | None) -> tuple[Order, ...]:
     """The orders that a schedule and the splitting of backwards leave to choose from.
 
     Args:
         schedule: The schedule; ``"auto"`` leaves all.
         split: Whether backwards are split, in schedules that do not always; None leaves both.
+
+    Raises:
+        ValueError: If the schedule is not planned.
     """
+    check_planned(schedule)
     return tuple(
         order
         for order in ORDERS
         if schedule in ("auto", order.schedule)
-        and (split is None or order.split == split or order.schedule == "zero_bubble")
+        and (split is None or order.split == split or order.schedule in ALWAYS_SPLIT)
     )

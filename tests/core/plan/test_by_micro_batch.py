@@ -8,10 +8,11 @@ from lightning_gpipe.core.plan.action import Action, Kind
 from lightning_gpipe.core.plan.by_micro_batch import by_micro_batch, check_by_micro_batch
 from lightning_gpipe.core.plan.fill_drain import fill_drain
 from lightning_gpipe.core.plan.interleaved import interleaved
-from lightning_gpipe.core.plan.layout import looped, one_each
+from lightning_gpipe.core.plan.layout import folded, looped, one_each
 from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.zero_bubble import zero_bubble
+from lightning_gpipe.core.plan.zero_bubble_v import zero_bubble_v
 
 
 def drawn(picture: str) -> str:
@@ -54,6 +55,28 @@ def test_zero_bubble() -> None:
     """)
 
 
+def test_zero_bubble_v() -> None:
+    assert str(zero_bubble_v(3, 2)) == drawn("""
+        stage 0 (worker 0) | F0 F1 F2 .  .  .  .  B0 .  .  W0 B1 W1 .  .  .  .  B2 W2
+        stage 1 (worker 1) | .  F0 .  F1 .  .  B0 .  F2 .  B1 .  .  W0 W1 .  B2 .  W2
+        stage 2 (worker 1) | .  .  F0 .  F1 B0 .  W0 .  B1 .  W1 F2 .  .  B2 .  W2 .
+        stage 3 (worker 0) | .  .  .  F0 B0 W0 F1 .  B1 W1 .  .  .  F2 B2 W2 .  .  .
+        caller             | P0 P1 P2 L0 L1 L2 B0 B1 B2
+    """)
+
+
+@pytest.mark.parametrize("workers", range(1, 6))
+@pytest.mark.parametrize("m", range(1, 8))
+def test_zero_bubble_v_holds_no_more_than_a_whole_stage_of_each_micro_batch(
+    m: int, workers: int
+) -> None:
+    for recomputed in (0, 1, m):
+        simulation = zero_bubble_v(m, workers, recomputed=recomputed).simulation
+
+        assert max(simulation.peak_live) <= min(2 * m, 2 * workers)
+        assert len(simulation.end) == m * (6 * workers + 3) + 2 * workers * recomputed
+
+
 def test_caller_goes_on_to_what_came_before_the_call_when_it_need_not_wait() -> None:
     lines = str(one_forward_one_backward(6, 2)).splitlines()
 
@@ -86,6 +109,7 @@ BUBBLES = {
     "looped fill-drain, W": (11.1, 12.7, 6.8),
     "interleaved, W": (11.1, 12.7, 6.8),
     "zero bubble": (11.1, 12.7, 6.8),
+    "zero bubble, V": (5.9, 6.8, 3.5),
     "except the last": (22.5, 25.0, 14.2),
     "except the last, W": (16.2, 18.2, 9.9),
 }
@@ -105,6 +129,8 @@ def of_name(name: str, n: int, m: int) -> Schedule:
             return by_micro_batch("1f1b", m, one_each(n), split=split)
         case "interleaved":
             return by_micro_batch("1f1b", m, two, split=split)
+        case "zero bubble" if weights:
+            return by_micro_batch("zero_bubble_v", m, folded(2 * n, n))
     return by_micro_batch("zero_bubble", m, one_each(n))
 
 
@@ -125,6 +151,7 @@ def test_most_alive(n: int, m: int) -> None:
     assert alive("zero bubble") == (n,) * n
     assert alive("except the last") == (1,) * n
     # Of two stages each, so of halves.
+    assert alive("zero bubble, V") == (2 * n,) * n
     assert alive("interleaved") == tuple(2 * (n - 1 - w) + n + 1 for w in range(n))
     assert alive("looped fill-drain") == (2 * m,) * n
 
@@ -161,9 +188,14 @@ def test_settings_that_cannot_be() -> None:
     check_by_micro_batch("1f1b", 8, looped(8, 4))
     check_by_micro_batch("zero_bubble", 3, one_each(4))
 
-    with pytest.raises(ValueError, match="must be '1f1b' or 'zero_bubble': got 'gpipe'"):
+    with pytest.raises(ValueError, match="must be one of '1f1b', 'zero_bubble', .*: got 'gpipe'"):
         check_by_micro_batch("gpipe", 8, one_each(4))
     with pytest.raises(ValueError, match="a device for each stage: got 8 stages on 4 devices"):
         check_by_micro_batch("zero_bubble", 8, looped(8, 4))
     with pytest.raises(ValueError, match=r"stage j on device j mod 2: got .* \[0, 1, 1, 0\]"):
         check_by_micro_batch("1f1b", 8, (0, 1, 1, 0))
+    check_by_micro_batch("zero_bubble_v", 3, (0, 1, 1, 0))
+    with pytest.raises(ValueError, match=r"in order, and back: got .* \[0, 1, 0, 1\]"):
+        check_by_micro_batch("zero_bubble_v", 3, (0, 1, 0, 1))
+    with pytest.raises(ValueError, match="two stages on each device: got 3 stages on 3 devices"):
+        check_by_micro_batch("zero_bubble_v", 3, one_each(3))
