@@ -96,6 +96,23 @@ def test_class_path(tmp_path: Path, seen: dict[str, Any]) -> None:
     assert_same_weights(cli.trainer, fitted(tmp_path))
 
 
+def test_schedule(tmp_path: Path) -> None:
+    init_args = {"balance": [2, 4], "chunks": 3, "schedule": "1f1b", "split_backward": True}
+    strategy = {"class_path": STRATEGY["class_path"], "init_args": init_args}
+
+    cli = main(["fit", "--config", config(tmp_path, strategy)])
+
+    assert "schedule='1f1b', split_backward=True" in repr(strategy_of(cli))
+    assert_same_weights(cli.trainer, fitted(tmp_path))
+
+
+def test_schedule_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config(tmp_path, STRATEGY), "--trainer.strategy.schedule=2f2b"])
+
+    assert "zero_bubble" in capsys.readouterr().err
+
+
 def test_name(tmp_path: Path, seen: dict[str, Any]) -> None:
     cli = main(["fit", "--config", config(tmp_path, "gpipe")])
 

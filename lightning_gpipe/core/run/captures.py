@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.faithful import Behavior
 from lightning_gpipe.core.run.asides import explain_second_backward
+from lightning_gpipe.core.run.gradients import add_gradient
 from lightning_gpipe.core.run.participation import Participation
 from lightning_gpipe.core.run.roots import (
     Root,
@@ -100,8 +101,7 @@ class Captures:
             if gradient is None:
                 continue
             if self._participation.captured(leaf):
-                _, before = self._gradients.get(id(leaf), (leaf, None))
-                self._gradients[id(leaf)] = leaf, _sum(before, gradient)
+                add_gradient(self._gradients, leaf, gradient)
             else:  # by autograd, which lets the thread of no other stage come between
                 run_backward([root_of(leaf)], [gradient])
 
@@ -128,7 +128,3 @@ class Captures:
         taken = list(self._gradients.values())
         self._gradients.clear()
         return taken
-
-
-def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient if before is None else before + gradient

@@ -31,6 +31,12 @@ def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tenso
     return sums
 
 
+def add_gradient(found: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient of a leaf; ``found`` has leaves with their gradients, by id."""
+    _, before = found.get(id(leaf), (leaf, None))
+    found[id(leaf)] = leaf, gradient if before is None else before + gradient
+
+
 def _sum(gradients: list[Tensor]) -> Tensor | None:
     """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
     if len(gradients) < 2:

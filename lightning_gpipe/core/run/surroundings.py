@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import Journal, Manager, Shadows
+from lightning_gpipe.core.run.gradients import add_gradient
 from lightning_gpipe.core.run.roots import Root, gradients_of, graph_behind, root_of, run_backward
 
 Pair = tuple[Tensor, Tensor]  # a leaf and its gradient
@@ -81,8 +82,7 @@ class Surroundings:
             if id(leaf) in own:
                 run_backward([root_of(leaf)], [gradient])
             else:
-                _, before = self.aside.get(id(leaf), (leaf, None))
-                self.aside[id(leaf)] = leaf, _sum(before, gradient)
+                add_gradient(self.aside, leaf, gradient)
 
     def take_gradients(self) -> list[Pair]:
         """The parameters around with the sums of their gradients, no longer held here."""
@@ -97,7 +97,3 @@ def _check_hooks(leaf: Tensor) -> None:
             "called for each micro-batch. Make it a parameter of a module around the pipeline, or "
             "write schedule='fill_drain'."
         )
-
-
-def _sum(before: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient if before is None else before + gradient
