@@ -127,6 +127,7 @@ class Piped:
     Attributes:
         found: What runs as a pipeline.
         pipeline: The pipeline; of several modules, all of them.
+        outside: The device of what is around the pipelines.
         schedule: What runs when.
     """
 
@@ -183,6 +184,7 @@ class Piped:
         whole = choice.order.schedule == "fill_drain"  # else steps are verified
         self._pipe(sizes, verify=verify and whole, **options)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, profiles
+        self.outside = self.pipeline.layout.outside
         self.schedule = choice.order.schedule
 
     def _pipe(self, sizes: Sequence[Sequence[int]], *, verify: bool, **options: Any) -> None:

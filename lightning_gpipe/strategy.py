@@ -50,6 +50,7 @@ from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.optimizer_state import state_follows
 from lightning_gpipe.piped import Piped, must_stay, report, taken_of
 from lightning_gpipe.processes import (
+    InStep,
     Mode,
     OverProcesses,
     StartMethod,
@@ -237,6 +238,7 @@ class GPipeStrategy(OverProcesses):
         self._monitors = DeviceMonitors()
         self._profiling = Profiling()
         self._watch: Watches | None = None
+        self._in_step: InStep | None = None  # with several processes
         self._logs = GuardedLogs()
         self._kept = KeptBalance()
         self._measured = False
@@ -314,6 +316,8 @@ class GPipeStrategy(OverProcesses):
 
         Of the stages of this process, if there are several.
         """
+        if self._piped is not None:
+            return self._piped.outside
         first = self._around == "first" or self._schedule == FOLDED  # which is the last one's too
         return self._own_devices[0 if first else -1]
 
@@ -376,7 +380,9 @@ class GPipeStrategy(OverProcesses):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        with nullcontext() if self._twins is None else self._twins.moving():
+        if self._twins is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self._twins.moving():
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
@@ -411,6 +417,7 @@ class GPipeStrategy(OverProcesses):
         self._monitors.release()
         self._profiling.release()
         self._piped = self._watch = self._folder = self._twins = self._steps = None
+        self._in_step = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
@@ -464,6 +471,8 @@ class GPipeStrategy(OverProcesses):
             show(piped.pipeline.listing())
         runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
         self._watch = Watches(module, runs)
+        if piped.pipeline.layout.spread:
+            self._in_step = InStep(module, piped.pipeline)
         if piped.schedule != "fill_drain":
             told = report if self._verify else None
             self._steps = Steps(piped.schedule, module, piped.pipeline, told)
@@ -478,42 +487,32 @@ class GPipeStrategy(OverProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._watch is not None and self.lightning_module is not None
-        assert self._piped is not None
-        self._piped.pipeline.step = self.lightning_module.global_step
+        module = self._lightning_module
+        assert self._watch is not None and self._piped is not None and module is not None
         step = partial(super().training_step, *args, **kwargs)
         if self._steps is not None:
             step = partial(self._steps.run, self.precision_plugin, *args, **kwargs)
-        automatic = self.lightning_module.automatic_optimization
-        engine = self._piped.pipeline.engine
-        before = engine.serial
-        result = self._watch.training(step, automatic=automatic)
-        if result is not None or not automatic:  # else Lightning refuses it
-            engine.check_run(since=before)
+        step = partial(self._watch.training, step, automatic=module.automatic_optimization)
+        result = step() if self._in_step is None else self._in_step.training(step)
         self._piped.say_ways()
         return result
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", super().validation_step, args, kwargs)
+        return self._evaluate("validation_step", partial(super().validation_step, *args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", super().test_step, args, kwargs)
+        return self._evaluate("test_step", partial(super().test_step, *args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", super().predict_step, args, kwargs)
+        return self._evaluate("predict_step", partial(super().predict_step, *args, **kwargs))
 
-    def _evaluate(
-        self, name: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._watch is not None and self._piped is not None
-        engine = self._piped.pipeline.engine
-        before = engine.serial
-        result = self._watch.evaluation(name, partial(step, *args, **kwargs))
-        engine.check_run(since=before)
-        return result
+    def _evaluate(self, name: str, step: Callable[[], Any]) -> Any:
+        assert self._watch is not None
+        step = partial(self._watch.evaluation, name, step)
+        return step() if self._in_step is None else self._in_step.evaluation(step)
 
     @override
     def backward(

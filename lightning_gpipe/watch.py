@@ -38,7 +38,10 @@ class Watches:
         def total() -> int:
             return sum(count() for count in runs.values())
 
-        self._watches = [Watch(root, path, count, total) for path, count in runs.items()]
+        self._watches = [
+            Watch(root, path, count, count if len(runs) == 1 else total)
+            for path, count in runs.items()
+        ]
 
     def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
         """Run ``training_step``, see :meth:`Watch.training`."""

@@ -8,7 +8,16 @@ have batches of their own, and average their gradients.
 
 from lightning_gpipe.processes.arrangement import Mode
 from lightning_gpipe.processes.group import Group
+from lightning_gpipe.processes.in_step import InStep
 from lightning_gpipe.processes.launching import StartMethod, Terms, check_processes
 from lightning_gpipe.processes.strategy import OverProcesses
 
-__all__ = ["Group", "Mode", "OverProcesses", "StartMethod", "Terms", "check_processes"]
+__all__ = [
+    "Group",
+    "InStep",
+    "Mode",
+    "OverProcesses",
+    "StartMethod",
+    "Terms",
+    "check_processes",
+]

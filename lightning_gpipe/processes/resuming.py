@@ -75,9 +75,11 @@ class Resuming(Saving):
         self._warn_of_epochs_without_batches()
 
     def _warn_of_epochs_without_batches(self) -> None:
+        if self._begun is None:  # most often
+            return
         begun, now = self._begun, self._trainer.current_epoch
         self._begun = None
-        if begun is not None and begun < now:
+        if begun < now:
             rank_zero_warn(
                 f"training went on in epoch {begun}, and no batch came before epoch {now}: a "
                 "dataloader whose state was saved after the last step of an epoch may say that it "

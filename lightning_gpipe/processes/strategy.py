@@ -133,9 +133,10 @@ class OverProcesses(Resuming):
 
     def replicate_again(self) -> None:
         """Average the gradients of other parameters, if others need any now."""
-        module = self.lightning_module
-        assert module is not None
-        if self.is_distributed and self._averaged != _trainable(module):
+        if not self.is_distributed:
+            return
+        assert self.lightning_module is not None
+        if self._averaged != _trainable(self.lightning_module):
             self._unwrap()
             self.replicate()
 
@@ -185,10 +186,10 @@ class OverProcesses(Resuming):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        assert self.lightning_module is not None
-        manual = not self.lightning_module.automatic_optimization
-        if manual and isinstance(self.model, DistributedDataParallel):
-            prepare_for_backward(self.model, closure_loss)
+        if isinstance(self.model, DistributedDataParallel):
+            assert self.lightning_module is not None
+            if not self.lightning_module.automatic_optimization:  # else DDP's forward has done it
+                prepare_for_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -340,8 +340,9 @@ class GPipe(StandIn):
 
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.telling():  # others wait for what the model's own code comes to next
-            return self.taken[0].call(*args, **kwargs)
+        taken = self._pipelines.found[0]
+        with taken.pipeline.engine.telling():  # others wait for what its own code comes to next
+            return taken.call(*args, **kwargs)
 
     def by_micro_batch(
         self,
