@@ -110,6 +110,7 @@ def test_code_of_a_page(
     found = list(blocks(page.read_text("utf-8")))
 
     with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what a page shows may depend on its numbers, if rarely
         for block, below in zip_longest(found, found[1:]):
             if block.language != "python":
                 continue
