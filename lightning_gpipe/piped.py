@@ -30,12 +30,10 @@ from lightning_gpipe.core.frontends import (
 )
 from lightning_gpipe.core.pipeline import (
     Entry,
-    Given,
     GPipe,
     Layers,
     Measuring,
     Taken,
-    balance_of_each,
     balances_for,
     chosen,
     laid_out,
@@ -44,7 +42,6 @@ from lightning_gpipe.core.pipeline import (
     taken_at,
 )
 from lightning_gpipe.core.plan import (
-    ActivationCheckpointing,
     Around,
     ScheduleName,
     check_balance,
@@ -54,6 +51,7 @@ from lightning_gpipe.core.plan import (
 from lightning_gpipe.core.verify import EachVerifiedOnce, Verdict, VerifiedOnce
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
+from lightning_gpipe.settings import Settings
 
 _STARVED = (
     "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "
@@ -107,16 +105,9 @@ class Piped:
 
     Args:
         root: The LightningModule.
-        paths: What of it runs as a pipeline, as the user gave it.
-        balance: The balance, as the user gave it.
+        settings: What the user says of them.
         devices: One per worker.
-        chunks: The number of micro-batches; None takes 4 per stage, ``"auto"`` what is planned.
-        activation_checkpointing: Which of them are recomputed; ``"auto"`` those that are planned.
-        schedule: What runs when; ``"auto"`` what is planned.
-        split_backward: Whether the gradients of the weights are computed apart; ``"auto"`` if that
-            is planned.
-        around: Which stage's device has what is around the pipelines.
-        verify: Whether to verify each pipeline on its first mini-batch.
+        schedule: What runs when, of what is possible; ``"auto"`` what is planned.
         kept: Balances that were measured before; gets those of this one.
         agree: Gives each process the numbers that the first one has measured.
         measured: Whether to measure the layers whatever the balances go by.
@@ -134,16 +125,10 @@ class Piped:
     def __init__(
         self,
         root: nn.Module,
-        paths: str | Sequence[str] | None,
-        balance: Any,
+        settings: Settings,
         devices: Sequence[torch.device],
         *,
-        chunks: int | Literal["auto"] | None,
-        activation_checkpointing: ActivationCheckpointing | Literal["auto"],
         schedule: ScheduleName | Literal["auto"],
-        split_backward: bool | Literal["auto"],
-        around: Around,
-        verify: bool,
         kept: KeptBalance,
         agree: Callable[[Any], Any],
         measured: bool,
@@ -151,19 +136,18 @@ class Piped:
         optimizers: Callable[[], list[Optimizer]],
         **options: Any,
     ) -> None:
-        balances = balance_of_each(paths, balance)
-        self.found = taken_of(root, paths, balances)
+        balances, around = settings.balances, settings.around
+        self.found = taken_of(root, settings.module, balances)
         sizes_given = kept.given(self.found, balances, len(devices))
         lists = [len(each) for each in sizes_given if not isinstance(each, str)]
-        several = chunks or _CHUNKS_PER_STAGE * max([len(devices), *lists])
-        given = Given(several, activation_checkpointing, schedule, split_backward)
+        given = settings.given(_CHUNKS_PER_STAGE * max([len(devices), *lists]), schedule)
         by_memory = given.planned or "memory" in map(str, balances)
         measuring = Measuring(
             self.found,
             partial(sample, self.found),
             devices,
             **given.measured_with(),
-            microbatching=options["microbatching"],
+            microbatching=settings.microbatching,
             optimizer=optimizers() if by_memory else None,
         )
         choice = agree(chosen(self.found, sizes_given, measuring, given, around))
@@ -176,13 +160,19 @@ class Piped:
         self._said: set[tuple[str, bool]] = set()  # which way is the faster one, of each module
         options |= {
             "devices": devices,
-            "chunks": choice.chunks if chunks else _CHUNKS_PER_STAGE * max(map(len, sizes)),
+            "chunks": choice.chunks,
             "activation_checkpointing": choice.activation_checkpointing,
+            "deferred_batch_norm": settings.deferred_batch_norm,
+            "microbatching": settings.microbatching,
+            "threads": settings.threads,
             "split_backward": choice.split_backward,
             "around": around,
+            "folded": settings.folded,
         }
+        if settings.chunks is None:
+            options["chunks"] = _CHUNKS_PER_STAGE * max(map(len, sizes))
         whole = choice.order.schedule == "fill_drain"  # else steps are verified
-        self._pipe(sizes, verify=verify and whole, **options)
+        self._pipe(sizes, verify=settings.verify and whole, **options)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, profiles
         self.outside = self.pipeline.layout.outside
         self.schedule = choice.order.schedule

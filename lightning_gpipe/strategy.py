@@ -10,7 +10,7 @@ input to the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -27,40 +25,32 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.averages import Averages
+from lightning_gpipe.adapted import AdaptedTrainer
 from lightning_gpipe.checkpoint_io import (
-    drop_foreign_states,
     follow_parameters,
     load_state,
     load_values,
     to_cpu,
 )
 from lightning_gpipe.compilation import Compilation, check_compile
-from lightning_gpipe.core.data import MicroBatching, check_microbatching
+from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.frontends import undispatch
-from lightning_gpipe.core.pipeline import Given, GPipe, Taken, balance_of_each
-from lightning_gpipe.core.plan import ScheduleName, check_around
-from lightning_gpipe.core.run import check_threads, explain_second_backward
+from lightning_gpipe.core.pipeline import GPipe, Taken, balance_of_each
+from lightning_gpipe.core.plan import ScheduleName
+from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.show import show
 from lightning_gpipe.core.transport import Twins
-from lightning_gpipe.device_monitors import DeviceMonitors
-from lightning_gpipe.finetuning import Finetuning
-from lightning_gpipe.guarded_log import GuardedLogs
 from lightning_gpipe.kept_balance import KeptBalance
 from lightning_gpipe.optimizer_state import state_follows
-from lightning_gpipe.piped import Piped, must_stay, report, taken_of
+from lightning_gpipe.piped import Piped, must_stay, taken_of
 from lightning_gpipe.processes import (
-    InStep,
     Mode,
     OverProcesses,
     StartMethod,
     Terms,
     check_processes,
 )
-from lightning_gpipe.profiling import Profiling, profiler_of
 from lightning_gpipe.refusals import (
-    check_any_balance,
-    check_module,
     refuse_devices,
     refuse_global_pruning,
     refuse_in_parts,
@@ -73,11 +63,10 @@ from lightning_gpipe.refusals import (
     refuse_verification,
 )
 from lightning_gpipe.sampled import entries_in, optimizers_of
-from lightning_gpipe.sharded import load_model, load_optimizer
-from lightning_gpipe.steps import FOLDED, Steps, check_schedule, checkpointing_for
+from lightning_gpipe.settings import Settings
+from lightning_gpipe.steps import check_schedule, checkpointing_for
 from lightning_gpipe.typed import typed
-from lightning_gpipe.watch import Watches
-from lightning_gpipe.whole_files import WholeFiles
+from lightning_gpipe.user_steps import UserSteps
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -207,42 +196,29 @@ class GPipeStrategy(OverProcesses):
         super().__init__(terms, save_distributed_checkpoint, ddp)
         if verify and processes != "single":
             refuse_verification(processes)
-        check_module(module)
-        for each in balance_of_each(module, balance):
-            check_any_balance(each)
         check_schedule(schedule, processes, replicas)
-        activation_checkpointing = checkpointing_for(activation_checkpointing, schedule)
-        number = 1 if chunks is None else chunks
-        Given(number, activation_checkpointing, schedule, split_backward).check()
-        check_microbatching(microbatching)
-        check_around(around)
-        check_threads(threads)
         check_compile(compile)
-        self._balance = balance
-        self._chunks = chunks
-        self._module = module
-        self._activation_checkpointing = activation_checkpointing
-        self._deferred_batch_norm = deferred_batch_norm
-        self._microbatching = microbatching
-        self._threads = threads
-        self._split_backward = split_backward
-        self._verify = verify
-        self._around: Literal["last", "first"] = around
-        self._schedule = schedule
-        self._steps: Steps | None = None  # with a loss for each micro-batch
-        self._piped: Piped | None = None
-        self._averages = Averages()
-        self._finetuning = Finetuning()
+        self._settings = Settings(
+            balance=balance,
+            chunks=chunks,
+            module=module,
+            schedule=schedule,
+            activation_checkpointing=checkpointing_for(activation_checkpointing, schedule),
+            deferred_batch_norm=deferred_batch_norm,
+            microbatching=microbatching,
+            threads=threads,
+            split_backward=split_backward,
+            verify=verify,
+            around=around,
+        )
         self._compilation = Compilation(compile)
-        self._twins: Twins | None = None
-        self._monitors = DeviceMonitors()
-        self._profiling = Profiling()
-        self._watch: Watches | None = None
-        self._in_step: InStep | None = None  # with several processes
-        self._logs = GuardedLogs()
+        self._adapted = AdaptedTrainer()
         self._kept = KeptBalance()
         self._measured = False
         self._strict = True  # as a checkpoint is loaded
+        self._piped: Piped | None = None
+        self._twins: Twins | None = None
+        self._steps: UserSteps | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._typed})"
@@ -280,32 +256,33 @@ class GPipeStrategy(OverProcesses):
         assert self.lightning_module is not None
         with state_follows(self.optimizers):
             self._piped.rebalance(balance)
-        self._averages.follow(self.lightning_module)
+        self._adapted.rebalance(self.lightning_module)
         self._kept.replace(self._piped.found, self._piped.pipeline.balances)
 
     @property
     def microbatching(self) -> MicroBatching | None:
         """As given."""
-        return self._microbatching
+        return self._settings.microbatching
 
     @property
     def around(self) -> Literal["last", "first"]:
         """As given."""
-        return self._around
+        return self._settings.around
 
     @property
     def schedule(self) -> ScheduleName | Literal["auto"]:
         """As given."""
-        return self._schedule
+        return self._settings.schedule
 
     @property
     def split_backward(self) -> bool | Literal["auto"]:
         """As given."""
-        return self._split_backward
+        return self._settings.split_backward
 
     def taken(self, module: LightningModule) -> list[Taken]:
         """What of a LightningModule would run as pipelines."""
-        return taken_of(module, self._module, balance_of_each(self._module, "parameters"))
+        path = self._settings.module
+        return taken_of(module, path, balance_of_each(path, "parameters"))
 
     # Several devices.
 
@@ -318,13 +295,13 @@ class GPipeStrategy(OverProcesses):
         """
         if self._piped is not None:
             return self._piped.outside
-        first = self._around == "first" or self._schedule == FOLDED  # which is the last one's too
+        first = self._settings.around == "first" or self._settings.folded
         return self._own_devices[0 if first else -1]
 
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        self._profiling.record_threads(profiler_of(model))
+        self._adapted.connect(model)
 
     @override
     def setup_environment(self) -> None:
@@ -333,7 +310,7 @@ class GPipeStrategy(OverProcesses):
         refuse_layer_sync(self._layer_sync)
         refuse_precision(self.precision_plugin)
         super().setup_environment()
-        self._averages.hold_back(self.lightning_module)
+        self._adapted.setup_environment(self.lightning_module)
 
     @contextmanager
     @override
@@ -351,7 +328,7 @@ class GPipeStrategy(OverProcesses):
         spread = undispatch(self.lightning_module)
         self._set_up_pipeline(trainer)
         self.model_to_device()
-        self._load_part()
+        self.load_part(strict=self._strict)
         self.replicate()
         assert self._piped is not None
         if spread is not None:
@@ -370,11 +347,14 @@ class GPipeStrategy(OverProcesses):
             refuse_joined_gradients(optimizer)
             follow_parameters(optimizer)
         refuse_global_pruning(callbacks)
-        self._finetuning.adapt(callbacks)
-        devices = self._own_devices, self.root_device
-        self._monitors.adapt(callbacks, *devices, len(self._workers), self._replicas)
-        self._profiling.follow(profiler_of(self.lightning_module), self._piped.pipeline)
-        self._averages.follow(self.lightning_module)
+        self._adapted.setup(
+            self.lightning_module,
+            callbacks,
+            self._piped.pipeline,
+            self._own_devices,
+            workers=len(self._workers),
+            replicas=self._replicas,
+        )
 
     @override
     def batch_to_device(
@@ -391,7 +371,7 @@ class GPipeStrategy(OverProcesses):
         assert self.lightning_module is not None
         self._compilation.begin_batch()
         self.replicate_again()
-        self._averages.follow_in_epoch(self.lightning_module)
+        self._adapted.on_train_batch_start(self.lightning_module)
 
     @override
     def model_to_device(self) -> None:
@@ -402,7 +382,7 @@ class GPipeStrategy(OverProcesses):
     def on_exception(self, exception: BaseException) -> None:
         if self._piped is not None:
             self._piped.pipeline.tell(exception)  # others would wait for this process
-        self._profiling.abort()
+        self._adapted.on_exception()
         super().on_exception(exception)
 
     @override
@@ -411,13 +391,8 @@ class GPipeStrategy(OverProcesses):
             self._piped.remove()
         self._compilation.release()
         self.train_apart()
-        self._logs.release()
-        self._averages.release()
-        self._finetuning.release()
-        self._monitors.release()
-        self._profiling.release()
-        self._piped = self._watch = self._folder = self._twins = self._steps = None
-        self._in_step = None
+        self._adapted.teardown()
+        self._piped = self._folder = self._twins = self._steps = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None
@@ -430,89 +405,67 @@ class GPipeStrategy(OverProcesses):
         module = self.lightning_module
         assert module is not None
         refuse_metrics_on_meta(module)
+        given = self._settings
         self.compare(
             module,
-            balance=self._balance,
-            chunks=self._chunks,
-            path=self._module,
-            activation_checkpointing=self._activation_checkpointing,
-            deferred_batch_norm=self._deferred_batch_norm,
-            around=self._around,
+            balance=given.balance,
+            chunks=given.chunks,
+            path=given.module,
+            activation_checkpointing=given.activation_checkpointing,
+            deferred_batch_norm=given.deferred_batch_norm,
+            around=given.around,
         )
         self._compilation.begin(partial(self.taken, module))
         self._piped = piped = Piped(
             module,
-            self._module,
-            self._balance,
+            given,
             self._workers,
-            chunks=self._chunks,
-            around=self._around,
-            verify=self._verify,
+            schedule=self._allowed(module),
             kept=self._kept,
+            agree=self.broadcast,
             measured=self._measured,
             sample=partial(entries_in, module, trainer),
             optimizers=partial(optimizers_of, module, trainer),
-            activation_checkpointing=self._activation_checkpointing,
-            schedule=self._allowed(module),
-            deferred_batch_norm=self._deferred_batch_norm,
-            microbatching=self._microbatching,
-            threads=self._threads,
-            split_backward=self._split_backward,
-            folded=self._schedule == FOLDED,
             owners=self._arrangement.owners,
             group=None if self._circles is None else self._circles.along,
             lost_after=None if self._arrangement.owners is None else self._lost_after,
-            agree=self.broadcast,
         )
         self._twins = piped.pipeline.copy_batches(self.root_device)
         self.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles:
             show(piped.pipeline.listing())
-        runs = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
-        self._watch = Watches(module, runs)
-        if piped.pipeline.layout.spread:
-            self._in_step = InStep(module, piped.pipeline)
-        if piped.schedule != "fill_drain":
-            told = report if self._verify else None
-            self._steps = Steps(piped.schedule, module, piped.pipeline, told)
-        self._logs.guard(module)
+        self._steps = UserSteps(module, piped, verify=given.verify)
 
     def _allowed(self, module: LightningModule) -> ScheduleName | Literal["auto"]:
         """What schedule there may be: a training_step that calls backward is for a whole batch."""
-        free = self._schedule == "auto" and not module.automatic_optimization
-        return "fill_drain" if free else self._schedule
+        free = self.schedule == "auto" and not module.automatic_optimization
+        return "fill_drain" if free else self.schedule
 
     # The pipeline ran, or the user is told.
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._lightning_module
-        assert self._watch is not None and self._piped is not None and module is not None
-        step = partial(super().training_step, *args, **kwargs)
-        if self._steps is not None:
-            step = partial(self._steps.run, self.precision_plugin, *args, **kwargs)
-        step = partial(self._watch.training, step, automatic=module.automatic_optimization)
-        result = step() if self._in_step is None else self._in_step.training(step)
-        self._piped.say_ways()
-        return result
+        assert self._steps is not None
+        return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation_step", partial(super().validation_step, *args, **kwargs))
+        assert self._steps is not None
+        step = partial(super().validation_step, *args, **kwargs)
+        return self._steps.evaluation("validation_step", step)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test_step", partial(super().test_step, *args, **kwargs))
+        assert self._steps is not None
+        step = partial(super().test_step, *args, **kwargs)
+        return self._steps.evaluation("test_step", step)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict_step", partial(super().predict_step, *args, **kwargs))
-
-    def _evaluate(self, name: str, step: Callable[[], Any]) -> Any:
-        assert self._watch is not None
-        step = partial(self._watch.evaluation, name, step)
-        return step() if self._in_step is None else self._in_step.evaluation(step)
+        assert self._steps is not None
+        step = partial(super().predict_step, *args, **kwargs)
+        return self._steps.evaluation("predict_step", step)
 
     @override
     def backward(
@@ -525,20 +478,6 @@ class GPipeStrategy(OverProcesses):
             raise
 
     # Checkpoints that do not depend on the pipeline.
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = WholeFiles()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # such as an asynchronous one
-            self._checkpoint_io.checkpoint_io = WholeFiles()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    @override
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @override
     def save_checkpoint(
@@ -557,20 +496,4 @@ class GPipeStrategy(OverProcesses):
             load = load_state if self._piped is None else load_values
             load(self.lightning_module, checkpoint["state_dict"], strict=strict)
         elif self._piped is not None:  # else it is loaded once it is known what this process has
-            self._load_part()
-
-    def _load_part(self) -> None:
-        """Load what this process has of the model from a folder, if a checkpoint is one."""
-        assert self.lightning_module is not None
-        if self._folder is not None:
-            load_model(self._folder, self.lightning_module, strict=self._strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
-        for k, (optimizer, state) in enumerate(states):
-            if self._folder is not None:
-                load_optimizer(self._folder, k, optimizer)
-            else:
-                optimizer.load_state_dict(state)  # puts each state on its parameter's device
-                drop_foreign_states(optimizer)
+            self.load_part(strict=strict)

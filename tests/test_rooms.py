@@ -25,9 +25,11 @@ __init__
 planning
 callbacks  check  cli
 strategy
+user_steps
 processes  piped
-averages  checkpoint_io  compilation  device_monitors  finetuning  guarded_log  optimizer_state
-profiling  refusals  sharded  steps  watch  skip  flatten  pretrained
+settings
+adapted  checkpoint_io  compilation  optimizer_state  refusals  sharded  steps  watch  skip  flatten
+pretrained
 device_options  foreign_trainers  kept_balance  kept_generators  sampled  typed  whole_files
 own_entry  unreadable
 ════════ above may import Lightning, below may not ════════

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_gpipe.adapted import path_of
 from lightning_gpipe.callbacks.best_balance import best_balance
 from lightning_gpipe.callbacks.memory import peak_memory
 from lightning_gpipe.callbacks.one_clock import OneClock
@@ -31,7 +32,6 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import Layout, changes, parts_of
 from lightning_gpipe.core.run import Observation, Span, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
-from lightning_gpipe.profiling import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
 _KEPT = 5  # so many of the latest recorded steps are in the trace

@@ -1,17 +1,21 @@
 """The strategy's side of checkpoints: all processes come to one, those of one pipeline make it.
 
-It is one file that the first process writes, or a folder to which each writes its part.
+It is one file that the first process writes, or a folder to which each writes its part. From a
+folder each process loads what it has, once that is known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_gpipe.checkpoint_io import on_cpu
+from lightning_gpipe.checkpoint_io import drop_foreign_states, on_cpu
 from lightning_gpipe.processes.gathering import (
     own_optimizer_keys,
     own_state,
@@ -22,12 +26,15 @@ from lightning_gpipe.processes.launching import Launched, Terms
 from lightning_gpipe.sharded import (
     REST,
     folder_of,
+    load_model,
+    load_optimizer,
     load_rest,
     make_room,
     optimizer_part,
     save_parts,
     set_aside,
 )
+from lightning_gpipe.whole_files import WholeFiles
 
 
 class Saving(Launched):
@@ -42,6 +49,20 @@ class Saving(Launched):
         super().__init__(terms)
         self._in_parts = save_distributed_checkpoint
         self._folder: Path | None = None  # from which this process loads its part
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFiles()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):  # such as an asynchronous one
+            self._checkpoint_io.checkpoint_io = WholeFiles()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -104,6 +125,22 @@ class Saving(Launched):
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         rest = super().load_checkpoint(self._folder / REST, *args, **kwargs)
         return {**rest, **load_rest(self._folder)}
+
+    def load_part(self, *, strict: bool) -> None:
+        """Load what this process has of the model from a folder, if a checkpoint is one."""
+        assert self.lightning_module is not None
+        if self._folder is not None:
+            load_model(self._folder, self.lightning_module, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        for k, (optimizer, state) in enumerate(states):
+            if self._folder is not None:
+                load_optimizer(self._folder, k, optimizer)
+            else:
+                optimizer.load_state_dict(state)  # puts each state on its parameter's device
+                drop_foreign_states(optimizer)
 
     def _must_not_save(self) -> bool:
         """Wait for all processes; returns whether this one has no part in a checkpoint."""

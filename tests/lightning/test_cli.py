@@ -155,7 +155,7 @@ def test_several_modules(tmp_path: Path) -> None:
 
     cli = main(["fit", "--config", str(path)])
 
-    assert repr(strategy_of(cli)._balance) == "[[1, 2], [2, 2]]"
+    assert repr(strategy_of(cli)._settings.balance) == "[[1, 2], [2, 2]]"
 
 
 def test_argument_on_the_command_line(tmp_path: Path, seen: dict[str, Any]) -> None:
