@@ -1,8 +1,7 @@
 """GPipe, the module that replaces the user's model.
 
-It finds what to pipe in the model, makes a layout of it, moves everything to its devices, and
-attaches it to a pipeline. What outlives a forward belongs to the user (the model) or to the
-pipeline's engine.
+It moves what its parts say to the devices, attaches a pipeline to it, and is called and asked like
+the model. What outlives a forward belongs to the user (the model) or to the pipeline's engine.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,45 +17,32 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_gpipe.core.data import MicroBatching, Rows
-from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
-from lightning_gpipe.core.frontends import StandIn, choose_devices, undispatch
+from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.frontends import StandIn, undispatch
 from lightning_gpipe.core.pipeline.balancing import (
     Balance,
     balance_of_each,
-    balances_for,
     measured_costs,
 )
 from lightning_gpipe.core.pipeline.given import Given
-from lightning_gpipe.core.pipeline.measuring import Measuring
+from lightning_gpipe.core.pipeline.parts import parts_of
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
-from lightning_gpipe.core.pipeline.pipelines import Pipelines
 from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.planning import chosen
-from lightning_gpipe.core.pipeline.sampling import entries_with
 from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
 from lightning_gpipe.core.pipeline.taken import Taken
-from lightning_gpipe.core.pipeline.taking import (
-    check_entries,
-    laid_out,
-    layers_in,
-    take_all,
-)
 from lightning_gpipe.core.plan import (
     ActivationCheckpointing,
     Around,
     ByMicroBatch,
     Layout,
     RouteName,
-    check_balance,
-    looped,
 )
-from lightning_gpipe.core.plan import folded as folds
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.run import Engine, Found, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import Twins, Workers, join_processes
+from lightning_gpipe.core.transport import Twins
 
 
 class GPipe(StandIn):
@@ -187,53 +172,33 @@ class GPipe(StandIn):
         check_threads(threads)
         balances = balance_of_each(module, balance)
         spread = undispatch(model) if isinstance(model, nn.Module) else None
-        found = take_all(model, module, balances)
-        check_entries(found, microbatching)
-        measuring = Measuring(
-            found,
-            partial(entries_with, found, sample),
-            devices or (),
-            **given.measured_with(),
+        parts = parts_of(
+            model,
+            module,
+            balances,
+            given,
+            devices=devices,
+            around=around,
+            folds=folded,
             microbatching=microbatching,
+            sample=sample,
             optimizer=optimizer,
+            owners=owners,
+            group=group,
+            lost_after=lost_after,
         )
-        choice = chosen(found, balances, measuring, given, around)
-        sizes = balances_for(found, choice.balances, measuring, around)
-        parts = [taken.partitions(each) for taken, each in zip(found, sizes, strict=True)]
-        workers_on = choose_devices(devices, *map(len, parts))
-        connection, rank = join_processes(
-            owners, len(workers_on), group, lost_after, [taken.name for taken in found]
-        )
-        layouts = [
-            laid_out(*each, workers_on, around, owners or (), rank, folds if folded else looped)
-            for each in zip(found, parts, strict=True)
-        ]
         super().__init__(model)
-        self.plan, self.profiles = choice.plan, measuring.done
+        self.plan, self.profiles = parts.choice.plan, parts.profiles
         if deferred_batch_norm:
-            for layout in layouts:
-                check_batch_norms(*layers_in(layout))
-        self.balance: list[Any] = list(map(list, sizes)) if len(sizes) > 1 else list(sizes[0])
-        self.devices = list(layouts[0].devices)
-        place_all(model, layouts)
+            parts.check_batch_norms()
+        self.balance: list[Any] = parts.balances if len(parts.found) > 1 else parts.balances[0]
+        self.devices = list(parts.layouts[0].devices)
+        place_all(model, parts.layouts)
         if spread is not None and spread.moved:
             warnings.warn(str(spread), stacklevel=2)
-
-        def pipeline(taken: Taken, layout: Layout, workers: Workers) -> Pipeline:
-            return Pipeline(
-                layout,
-                chunks=choice.chunks,
-                activation_checkpointing=choice.activation_checkpointing,
-                microbatching=microbatching or Rows(at_least=rows_needed(taken.module)),
-                deferred_batch_norm=deferred_batch_norm,
-                threads=threads,
-                split_backward=choice.split_backward,
-                workers=workers,
-                connection=connection,
-                number=found.index(taken),
-            )
-
-        self._pipelines = Pipelines(found, layouts, pipeline)
+        self._pipelines = parts.pipelines(
+            microbatching=microbatching, deferred_batch_norm=deferred_batch_norm, threads=threads
+        )
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -478,13 +443,6 @@ class GPipe(StandIn):
                 backward, or a device has no room; the layers are where they were then.
         """
         balances: list[Any] = [balance] if len(self.taken) == 1 else list(balance)
-        if len(balances) != len(self.taken):
-            raise ValueError(
-                f"balance must have a list for each module: got {len(balances)} for "
-                f"{len(self.taken)} modules."
-            )
-        for taken, each in zip(self.taken, balances, strict=True):
-            check_balance(each, len(taken.units), taken.name)
         self._pipelines.recut(balances, self.balances)
         self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balance)
 

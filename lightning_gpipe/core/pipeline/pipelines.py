@@ -13,7 +13,7 @@ from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
 from lightning_gpipe.core.pipeline.placing import place_all
 from lightning_gpipe.core.pipeline.taken import Programs, Taken
 from lightning_gpipe.core.pipeline.taking import laid_out
-from lightning_gpipe.core.plan import Layout, Partition
+from lightning_gpipe.core.plan import Layout, Partition, check_balance
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.transport import Twins, Workers
 
@@ -125,6 +125,13 @@ class Pipelines:
     def _check_recut(
         self, balances: Sequence[Sequence[int]], before: Sequence[Sequence[int]]
     ) -> None:
+        if len(balances) != len(self):
+            raise ValueError(
+                f"balance must have a list for each module: got {len(balances)} for {len(self)} "
+                "modules."
+            )
+        for taken, each in zip(self.found, balances, strict=True):
+            check_balance(each, len(taken.units), taken.name)
         if any(pipeline.layout.spread for pipeline in self):
             raise RuntimeError(
                 "a pipeline must run in one process to be cut anew: got one over several, which "
