@@ -7,8 +7,9 @@ all of it is timed: from the end of one batch to the end of the next, with data,
 optimizer. Each runs on a thread of its own; the time to wake it does not count.
 
 For information, the same with recomputation, against ``torch.utils.checkpoint`` around all layers;
-the same model on a batch of an eighth of the characters; and a nearly empty model, to show the cost
-alone.
+a ``GPipe`` of these layers as a module of plain Lightning, to tell what the strategy adds to the
+engine; the same model on a batch of an eighth of the characters; and a nearly empty model, to show
+the cost alone.
 
     python -m benchmarks.trainer_overhead
 """
@@ -31,7 +32,7 @@ from typing_extensions import override
 from benchmarks.harness import Report, Times, agree, contest, options, ratio
 from benchmarks.harness.fits import fitting, for_ever, quiet
 from benchmarks.models.transformer import transformer
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipe, GPipeStrategy
 
 CHARACTERS = 100
 AT_MOST = 1.03
@@ -68,6 +69,8 @@ def main(argv: list[str] | None = None) -> None:
         ours, plain = f"{name}, ours", f"{name}, plain Lightning"
         at_most = AT_MOST if name == "demo" else None
         report.target(f"{ours} / plain Lightning", ratio(times, ours, plain), at_most=at_most)
+        engine = f"{name}, GPipe in plain Lightning"
+        report.target(f"{ours} / GPipe in plain Lightning", ratio(times, ours, engine))
         found = ratio(times, f"{ours}, always", f"{name}, torch.utils.checkpoint")
         report.target(f"{ours}, always / torch.utils.checkpoint", found)
         more = times[ours].median - times[plain].median
@@ -94,21 +97,28 @@ def language_model(blocks: int, width: int) -> nn.Sequential:
 def timed(
     name: str, layers: nn.Sequential, batch: Batch, rounds: int, threads: int
 ) -> dict[str, Times]:
-    """Time the four ways to fit the layers."""
+    """Time the ways to fit the layers."""
 
     def ours(**more: Any) -> GPipeStrategy:
         return GPipeStrategy([len(layers)], chunks=1, module="layers", **more)
 
-    ways: dict[str, tuple[Strategy | str, bool]] = {
-        "plain Lightning": ("auto", False),
-        "ours": (ours(), False),
-        "torch.utils.checkpoint": ("auto", True),
-        "ours, always": (ours(activation_checkpointing="always"), False),
+    def engine() -> GPipe:
+        return GPipe(copy.deepcopy(layers), [len(layers)], devices=["cpu"])
+
+    def plain() -> nn.Sequential:
+        return copy.deepcopy(layers)
+
+    ways: dict[str, tuple[nn.Module, Strategy | str, bool]] = {
+        "plain Lightning": (plain(), "auto", False),
+        "ours": (plain(), ours(), False),
+        "GPipe in plain Lightning": (engine(), "auto", False),
+        "torch.utils.checkpoint": (plain(), "auto", True),
+        "ours, always": (plain(), ours(activation_checkpointing="always"), False),
     }
     with ExitStack() as stack:
         contestants = []
-        for way, (strategy, recomputed) in ways.items():
-            model = LanguageModel(copy.deepcopy(layers), batch, recomputed=recomputed)
+        for way, (module, strategy, recomputed) in ways.items():
+            model = LanguageModel(module, batch, recomputed=recomputed)
             fit = stack.enter_context(fitting(model, strategy, threads))
             contestants.append(fit.contestant(f"{name}, {way}"))
         for _ in range(AGREEING):
@@ -119,7 +129,7 @@ def timed(
 class LanguageModel(L.LightningModule):
     """Learns one and the same batch over and over."""
 
-    def __init__(self, layers: nn.Sequential, batch: Batch, *, recomputed: bool) -> None:
+    def __init__(self, layers: nn.Module, batch: Batch, *, recomputed: bool) -> None:
         super().__init__()
         self.layers = layers
         self.batch = batch

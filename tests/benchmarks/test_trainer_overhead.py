@@ -18,7 +18,8 @@ def test_small_run_prints_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     trainer_overhead.main(small.split())
 
     report = capsys.readouterr().out
-    for row in ("demo, ours", "tiny, plain Lightning", "tiny, torch.utils.checkpoint"):
+    rows = "demo, ours", "tiny, plain Lightning", "tiny, torch.utils.checkpoint"
+    for row in (*rows, "tiny, GPipe in plain Lightning"):
         assert row in report
 
 
