@@ -200,89 +200,15 @@ class GPipe(StandIn):
             microbatching=microbatching, deferred_batch_norm=deferred_batch_norm, threads=threads
         )
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pipelines.copied(self.balances)
+
     @property
     def _pipeline(self) -> Pipeline:
         return self._pipelines[0]
 
-    @property
-    def only(self) -> Pipeline:
-        """The pipeline.
-
-        Raises:
-            ValueError: If there are several.
-        """
-        if len(self._pipelines) > 1:
-            raise ValueError(
-                "a schedule with a loss for each micro-batch must have one module to run: got "
-                f"{len(self._pipelines)}. Name one, or leave out schedule: fill-drain runs all."
-            )
-        return self._pipeline
-
-    @property
-    def balances(self) -> list[list[int]]:
-        """The balance of each module."""
-        return [self.balance] if len(self.taken) == 1 else self.balance
-
-    @property
-    def layout(self) -> Layout:
-        """What runs where; prints as one line per stage. Of several modules, for the first."""
-        return self._pipeline.layout
-
-    @property
-    def layouts(self) -> list[Layout]:
-        """What runs where, for each module."""
-        return [pipeline.layout for pipeline in self._pipelines]
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, which runs the micro-batches. Of several modules, for the first."""
-        return self._pipeline.engine
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """What ran when in the latest mini-batch, or None before the first."""
-        return self.engine.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.engine.timeline = timeline
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """The stages of this process, in order; those of several modules one after another."""
-        return [stage for pipeline in self._pipelines for stage in pipeline.stages]
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches."""
-        return self._pipeline.chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._pipelines.set("chunks", chunks)
-
-    @property
-    def activation_checkpointing(self) -> ActivationCheckpointing:
-        """Which micro-batches are recomputed."""
-        return self._pipeline.activation_checkpointing
-
-    @activation_checkpointing.setter
-    def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
-        self._pipelines.set("activation_checkpointing", chosen)
-
-    @property
-    def step(self) -> int:
-        """The number of the training's step, if it is known; processes must agree on it."""
-        return self._pipeline.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._pipelines.set("step", step)
-
-    @property
-    def microbatching(self) -> MicroBatching:
-        """How a mini-batch is split into micro-batches."""
-        return self._pipeline.microbatching
+    # The model is called.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; what was taken of it runs in micro-batches.
@@ -358,71 +284,34 @@ class GPipe(StandIn):
         modules = (module for model in models for module in model.modules())
         return stepping.run(step, batch, around=modules, scale=scale)
 
-    @override
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the state dict of the whole model; of it, what this process has.
-
-        Args:
-            state_dict: As for an nn.Module.
-            strict: As for an nn.Module.
-            assign: As for an nn.Module; False if there are other processes.
-
-        Raises:
-            ValueError: If tensors of stages of other processes would be assigned here.
-        """
-        if not self.layout.spread:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        if assign:
-            raise ValueError(
-                "assign must be False for a pipeline over processes: got assign=True, which would "
-                "put the values of stages of other processes here, and replace parameters that an "
-                "optimizer may hold. Leave it out: what is in this process is copied."
-            )
-        with warnings.catch_warnings():  # of what other processes have
-            warnings.filterwarnings("ignore", r"(?s).*to a meta parameter .* is a no-op")
-            return super().load_state_dict(state_dict, strict=strict)
+    # What may change between two mini-batches.
 
     @property
-    def taken(self) -> Sequence[Taken]:
-        """What runs as a pipeline, of the model."""
-        return self._pipelines.found
+    def chunks(self) -> int:
+        """The number of micro-batches."""
+        return self._pipeline.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._pipelines.set("chunks", chunks)
 
     @property
-    def ways(self) -> list[Found | None]:
-        """How long a mini-batch takes with threads and without, for each module.
+    def activation_checkpointing(self) -> ActivationCheckpointing:
+        """Which micro-batches are recomputed."""
+        return self._pipeline.activation_checkpointing
 
-        None until ``threads="auto"`` has tried both with mini-batches such as the latest one.
-        """
-        return [pipeline.engine.found_way for pipeline in self._pipelines]
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
+        self._pipelines.set("activation_checkpointing", chosen)
 
-    def release(self) -> None:
-        """Let the model itself run as without a pipeline; its layers stay on their devices."""
-        self._pipelines.release()
+    @property
+    def step(self) -> int:
+        """The number of the training's step, if it is known; processes must agree on it."""
+        return self._pipeline.step
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._pipelines.copied(self.balances)
-
-    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
-        """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
-
-        The backward is added to the timeline later. A step that runs the pipeline twice calls
-        ``observer`` twice.
-
-        Returns:
-            A handle whose ``remove()`` ends the calls.
-        """
-        return self._pipelines.observe(observer)
-
-    def copy_batches(self, root: torch.device) -> Twins | None:
-        """Let the first stage take tensors of batches from where they were before ``root``.
-
-        Returns:
-            What copies them there when batches are moved; None if there is nothing to gain.
-        """
-        return self._pipelines.copy_batches(root)
+    @step.setter
+    def step(self, step: int) -> None:
+        self._pipelines.set("step", step)
 
     def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Cut the layers by another balance, and move those that come to another device.
@@ -454,6 +343,92 @@ class GPipe(StandIn):
         """
         self._pipeline.share(parameters, device)
 
+    @override
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the state dict of the whole model; of it, what this process has.
+
+        Args:
+            state_dict: As for an nn.Module.
+            strict: As for an nn.Module.
+            assign: As for an nn.Module; False if there are other processes.
+
+        Raises:
+            ValueError: If tensors of stages of other processes would be assigned here.
+        """
+        if not self.layout.spread:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        if assign:
+            raise ValueError(
+                "assign must be False for a pipeline over processes: got assign=True, which would "
+                "put the values of stages of other processes here, and replace parameters that an "
+                "optimizer may hold. Leave it out: what is in this process is copied."
+            )
+        with warnings.catch_warnings():  # of what other processes have
+            warnings.filterwarnings("ignore", r"(?s).*to a meta parameter .* is a no-op")
+            return super().load_state_dict(state_dict, strict=strict)
+
+    # What runs where, and what ran when.
+
+    @property
+    def balances(self) -> list[list[int]]:
+        """The balance of each module."""
+        return [self.balance] if len(self.taken) == 1 else self.balance
+
+    @property
+    def layout(self) -> Layout:
+        """What runs where; prints as one line per stage. Of several modules, for the first."""
+        return self._pipeline.layout
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """What runs where, for each module."""
+        return [pipeline.layout for pipeline in self._pipelines]
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The stages of this process, in order; those of several modules one after another."""
+        return [stage for pipeline in self._pipelines for stage in pipeline.stages]
+
+    @property
+    def microbatching(self) -> MicroBatching:
+        """How a mini-batch is split into micro-batches."""
+        return self._pipeline.microbatching
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, which runs the micro-batches. Of several modules, for the first."""
+        return self._pipeline.engine
+
+    @property
+    def ways(self) -> list[Found | None]:
+        """How long a mini-batch takes with threads and without, for each module.
+
+        None until ``threads="auto"`` has tried both with mini-batches such as the latest one.
+        """
+        return [pipeline.engine.found_way for pipeline in self._pipelines]
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What ran when in the latest mini-batch, or None before the first."""
+        return self.engine.timeline
+
+    @timeline.setter
+    def timeline(self, timeline: Timeline | None) -> None:
+        self.engine.timeline = timeline
+
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
+        """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
+
+        The backward is added to the timeline later. A step that runs the pipeline twice calls
+        ``observer`` twice.
+
+        Returns:
+            A handle whose ``remove()`` ends the calls.
+        """
+        return self._pipelines.observe(observer)
+
     def listing(self) -> Table:
         """A table of the stages: their devices, layers, parameters and skips that leave them.
 
@@ -471,6 +446,9 @@ class GPipe(StandIn):
         """
         return skip_table(skips_of(list(self)), self.layout.partitions, self._skip_bytes())
 
+    def _skip_bytes(self) -> dict[RouteName, int]:
+        return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
+
     def extra_repr(self) -> str:
         devices = [str(device) for device in self.devices]
         around = "" if self.layout.around == "last" else f", around={self.layout.around!r}"
@@ -481,6 +459,35 @@ class GPipe(StandIn):
             f"microbatching={self.microbatching!r}{around}{owners}"
         )
 
+    # A pipeline among others: of other modules, of other processes, and in a Trainer.
+
+    @property
+    def taken(self) -> Sequence[Taken]:
+        """What runs as a pipeline, of the model."""
+        return self._pipelines.found
+
+    @property
+    def only(self) -> Pipeline:
+        """The pipeline.
+
+        Raises:
+            ValueError: If there are several.
+        """
+        if len(self._pipelines) > 1:
+            raise ValueError(
+                "a schedule with a loss for each micro-batch must have one module to run: got "
+                f"{len(self._pipelines)}. Name one, or leave out schedule: fill-drain runs all."
+            )
+        return self._pipeline
+
+    def copy_batches(self, root: torch.device) -> Twins | None:
+        """Let the first stage take tensors of batches from where they were before ``root``.
+
+        Returns:
+            What copies them there when batches are moved; None if there is nothing to gain.
+        """
+        return self._pipelines.copy_batches(root)
+
     def tell(self, error: BaseException) -> None:
         """Tell the other processes of an error in your own code, which ends their step too.
 
@@ -489,9 +496,15 @@ class GPipe(StandIn):
         """
         self.engine.tell(error)
 
+    def release(self) -> None:
+        """Let the model itself run as without a pipeline; its layers stay on their devices."""
+        self._pipelines.release()
+
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
         self._pipelines.close()
+
+    # The layers, as of an nn.Sequential.
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -503,6 +516,3 @@ class GPipe(StandIn):
     def __getitem__(self, index: int | slice) -> nn.Module:
         chosen = list(self)[index]
         return nn.Sequential(*chosen) if isinstance(chosen, list) else chosen
-
-    def _skip_bytes(self) -> dict[RouteName, int]:
-        return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
