@@ -13,7 +13,7 @@ from collections.abc import Hashable
 
 from lightning_gpipe.core.plan import Slot
 
-TrainingFlags = tuple[bool, ...]  # of each module, in order
+TrainingFlags = bytes  # of each module, in order, 1 or 0: they are compared and hashed at once
 
 _CAPACITY = 64  # call signatures; the least recently used are dropped, and recorded again if needed
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,11 +39,13 @@ _NAMES = (
     ("saved_tensors_hooks", "hooks on saved tensors"),
 )
 
+_CPU = torch.device("cpu")
+_NO_VARIABLES = contextvars.Context()
+
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     """The state of autocast for one device type."""
 
     device_type: str
@@ -72,8 +73,7 @@ class Autocast:
         )
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """The thread-local state of a caller.
 
     Attributes:
@@ -101,16 +101,16 @@ class Context:
     @classmethod
     def capture(cls, devices: Iterable[torch.device]) -> Context:
         """Record the state of the calling thread, as far as it matters on ``devices``."""
-        device_types = sorted({"cpu", *(device.type for device in devices)})
+        device_types = sorted({"cpu", *[device.type for device in devices]})
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            tuple(Autocast.of(device_type) for device_type in device_types),
+            tuple([Autocast.of(device_type) for device_type in device_types]),
             TorchModes.capture(),
             _default_device(),
             torch.get_default_dtype(),
             _saved_tensors_hooks(),
-            Switches(),
+            Switches.read(),
             contextvars.copy_context(),
         )
 
@@ -145,12 +145,18 @@ class Context:
         """This state without autocast, as for a backward; itself if it has none."""
         if not any(autocast.enabled for autocast in self.autocast):
             return self
-        off = tuple(replace(autocast, enabled=False) for autocast in self.autocast)
-        return replace(self, autocast=off)
+        off = tuple(autocast._replace(enabled=False) for autocast in self.autocast)
+        return self._replace(autocast=off)
 
-    def for_recomputation(self) -> Context:
-        """This state without the caller's own containers; see :mod:`.variables`."""
-        return replace(self, variables=for_recomputation(self.variables))
+    def for_backward(self, *, recomputes: bool) -> Context:
+        """This state as it is kept until backward, without what would live as long.
+
+        Args:
+            recomputes: Whether a recomputation needs the context variables. It gets them without
+                the caller's own containers, see :mod:`.variables`.
+        """
+        kept = for_recomputation(self.variables) if recomputes else _NO_VARIABLES
+        return self._replace(variables=kept)
 
     def default_dtype_set(self) -> Manager:
         """Set the default type, of all threads, for the duration of a ``with`` block."""
@@ -162,8 +168,10 @@ class Context:
         Its keys are the shadows, which are new for every mini-batch, and PyTorch empties it only at
         the end of the caller's ``with torch.autocast``.
         """
-        if any(autocast.enabled and autocast.cache_enabled for autocast in self.autocast):
-            torch.clear_autocast_cache()
+        for autocast in self.autocast:
+            if autocast.enabled and autocast.cache_enabled:
+                torch.clear_autocast_cache()
+                return
 
     @property
     def saves_as_here(self) -> bool:
@@ -195,6 +203,9 @@ class _DefaultType:
 
 
 def _default_device() -> torch.device:
+    no_mode = torch._C._len_torch_function_stack() == 0
+    if no_mode and not hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        return _CPU  # what get_default_device() returns then, after five calls
     try:
         return torch.get_default_device()
     except AttributeError:  # torch 2.8, after torch.set_default_device(None)

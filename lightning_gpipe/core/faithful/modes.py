@@ -12,8 +12,7 @@ entered again: they only observe, and a counter that was read after forward must
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import overrides
@@ -29,17 +28,18 @@ from lightning_gpipe.core.faithful.managers import Lazily, Manager
 _OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
 
 
-@dataclass(frozen=True)
-class TorchModes:
+class TorchModes(NamedTuple):
     """The function and dispatch modes of a thread, the outermost first."""
 
-    function: tuple[TorchFunctionMode, ...]
-    dispatch: tuple[TorchDispatchMode, ...]
+    function: tuple[TorchFunctionMode, ...] = ()
+    dispatch: tuple[TorchDispatchMode, ...] = ()
 
     @classmethod
     def capture(cls) -> TorchModes:
         """Those of the calling thread, without the default device, which any thread can enter."""
         depth = torch._C._len_torch_function_stack()
+        if depth == 0 and torch._C._len_torch_dispatch_stack() == 0:
+            return _NONE
         found = (torch._C._get_function_stack_at(k) for k in range(depth))
         return cls(
             tuple(mode for mode in found if not isinstance(mode, DeviceContext)),
@@ -63,6 +63,9 @@ class TorchModes:
                 yield _Pushed(each, dispatch._push_mode, dispatch._pop_mode)
 
 
+_NONE = TorchModes()
+
+
 class _Pushed:
     """Pushes a mode for the duration of a ``with`` block, without calling its ``__enter__``.
 
@@ -79,8 +82,7 @@ class _Pushed:
         self._pop()
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """What a run on the thread changes; to restore after an interrupt.
 
     Attributes:

@@ -13,7 +13,7 @@ run, in backward too: the engine runs the backward of an operator on the stream 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from lightning_gpipe.core.data import record_stream
 from lightning_gpipe.core.faithful.managers import NOTHING, Lazily, Manager
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """What is current on a thread that uses CUDA.
 
     Attributes:
@@ -38,7 +37,7 @@ class Streams:
     def capture(cls, devices: Iterable[torch.device]) -> Streams:
         """What is current on the calling thread, which runs a pipeline on ``devices``."""
         # A stage on the CPU may use a GPU too. Where nothing has, nothing is initialised here.
-        if not (torch.cuda.is_initialized() or any(each.type == "cuda" for each in devices)):
+        if not (torch.cuda.is_initialized() or "cuda" in [each.type for each in devices]):
             return cls()
         count = torch.cuda.device_count()
         streams = tuple(torch.cuda.current_stream(index) for index in range(count))

@@ -18,26 +18,33 @@ from lightning_gpipe.core.faithful.managers import Manager
 _autograd = torch._C._autograd
 
 
-class _Switch(NamedTuple):
-    """One switch: its position on the calling thread, and how to change it."""
+class Switches(NamedTuple):
+    """The positions of all switches on one thread, in their order."""
 
-    read: Callable[[], Any]
-    entered: Callable[[Any], Manager]
+    flushes_denormals: bool
+    hooks_refused: str | None
+    multithreading: bool
+    view_replay: bool
+    torch_functions: tuple[bool, bool]
 
-
-class Switches:
-    """The positions of all switches on the thread that makes this."""
-
-    def __init__(self) -> None:
-        self._positions = [switch.read() for switch in _SWITCHES]
+    @classmethod
+    def read(cls) -> Switches:
+        """Those of the calling thread."""
+        return cls(
+            _flushes_denormals(),
+            _hooks_refused(),
+            torch._C._is_multithreading_enabled(),
+            torch._C._is_view_replay_enabled(),
+            _torch_functions(),
+        )
 
     def missing(self) -> list[Callable[[], Manager]]:
         """What the calling thread must enter to have them in these positions."""
-        return [
-            partial(switch.entered, position)
-            for switch, position in zip(_SWITCHES, self._positions, strict=True)
-            if switch.read() != position
-        ]
+        here = Switches.read()
+        if here == self:
+            return []
+        positions = zip(_ENTERED, self, here, strict=True)
+        return [partial(entered, mine) for entered, mine, other in positions if mine != other]
 
 
 class _Set:
@@ -54,10 +61,6 @@ class _Set:
 
     def __exit__(self, *error: object) -> None:
         self._write(self._before)
-
-
-def _settable(read: Callable[[], Any], write: Callable[[Any], object]) -> _Switch:
-    return _Switch(read, partial(_Set, read, write))
 
 
 _SMALLEST = sys.float_info.min  # of those that are not denormal
@@ -102,10 +105,11 @@ def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
     return guard
 
 
-_SWITCHES = (
-    _settable(_flushes_denormals, torch.set_flush_denormal),
-    _settable(_hooks_refused, _refuse_hooks),
-    _settable(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    _settable(torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    _Switch(_torch_functions, _with_torch_functions),
+# How the calling thread gets the positions of Switches.
+_ENTERED: tuple[Callable[[Any], Manager], ...] = (
+    partial(_Set, _flushes_denormals, torch.set_flush_denormal),
+    partial(_Set, _hooks_refused, _refuse_hooks),
+    partial(_Set, torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    partial(_Set, torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    _with_torch_functions,
 )

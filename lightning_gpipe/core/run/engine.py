@@ -130,8 +130,6 @@ class Engine:
             For each micro-batch its output, and the loss terms of its layers in their order; both
             in the caller's graph.
         """
-        with self._transport.exclusive():  # in another thread's backward gradients are on the way
-            self._unfinished.settle()
         minibatch = MiniBatch(
             self.stages,
             self._layout,
@@ -258,14 +256,13 @@ class Engine:
 
     def _training_flags(self) -> TrainingFlags:
         """Which modules of all stages are in training mode, those of other processes too."""
-        return tuple(
-            flag
-            for each in self._modules
-            for flag in (
+        return b"".join(
+            [
                 each.training_flags
                 if isinstance(each, Stage)
-                else (module.training for module in each)
-            )
+                else bytes([module.training for module in each])
+                for each in self._modules
+            ]
         )
 
     def observe(self, observer: Observer) -> RemovableHandle:

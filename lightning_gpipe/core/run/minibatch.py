@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -39,7 +38,7 @@ from lightning_gpipe.core.run.caller import Caller, Sent
 from lightning_gpipe.core.run.draws import Draws
 from lightning_gpipe.core.run.gradients import Gradients, sum_gradients
 from lightning_gpipe.core.run.library_draws import LibraryDraws, LibraryWatch
-from lightning_gpipe.core.run.passes import Passes, begin_passes
+from lightning_gpipe.core.run.passes import NO_PASSES, begin_passes
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.telling import Telling
 from lightning_gpipe.core.run.ties import Ties
@@ -50,6 +49,7 @@ from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.transport import Exchange, Label, Transport, Twins
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
+_NO_GENERATORS = SharedGenerators(())
 
 
 class MiniBatch:
@@ -71,11 +71,13 @@ class MiniBatch:
         way: Whether it runs on the caller's thread, though the transport has threads.
 
     Attributes:
-        timeline: What ran when.
+        timeline: What ran when, once forward has begun.
         caller: What the caller sends and gets.
         leaves: After forward, those that will have a gradient, each once: parameters, and those
             that layers captured from outside.
     """
+
+    timeline: Timeline
 
     def __init__(
         self,
@@ -94,13 +96,13 @@ class MiniBatch:
         terms: bool = False,
         twins: Twins | None = None,
     ) -> None:
-        self._passes = Passes()
+        self._passes = NO_PASSES
         self._stages = stages
         self._layout = layout
         self._schedule = schedule
         self._program = program
         self._works = [work_of(stage, program) for stage in stages]
-        self._transport = transport
+        self._transport = self._transport_now = transport  # now: the one that runs the phase
         self._draws = draws
         self._library_draws = library_draws
         self._unfinished = unfinished
@@ -111,12 +113,11 @@ class MiniBatch:
         self._ties = Ties(layout)
         self._context = Context.capture(layout.devices_here)
         self._streams = Streams.capture(layout.devices_here)
-        self._flags: TrainingFlags = ()
-        self._generators = SharedGenerators(())
+        self._flags: TrainingFlags = b""
+        self._generators = _NO_GENERATORS
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._workers: list[Worker] = []
         self._input_devices: list[FlatTree] = []
-        self.timeline = Timeline(schedule, [])
         self.caller = Caller(layout.n, program, terms=terms, twins=twins)
         self._terms = terms
         self.leaves: list[Tensor] = []
@@ -132,24 +133,27 @@ class MiniBatch:
             microbatches: The micro-batches.
             division: Tells how many rows each has, if that is known.
         """
-        context, self._context = self._context, self._context.for_recomputation()
+        context = self._context
+        self._context = context.for_backward(recomputes=self._schedule.recomputes)
         self._input_devices = [
             FlatTree([_device_of(leaf) for leaf in leaves], spec) for leaves, spec in microbatches
         ]
         with self._transport.exclusive(), Telling(self._transport), self._way.timed:
+            self._unfinished.settle()  # in another thread's backward gradients are on the way
             for stage in self._stages:
                 stage.refresh()
             self._flags = self._training_flags()
-            generators = self._generators = SharedGenerators(self._draws.shared)
+            generators = self._generators = self._generators_now()
             self._drawn_from = generators.digests
-            self._label = self._label_now(len(microbatches), generators.number)
-            signature = bytes(self._flags), microbatches[0].spec
+            if self._layout.spread:
+                self._label = self._label_now(len(microbatches), generators.number)
+            signature = self._flags, microbatches[0].spec
             watches = [
                 stage.watch((*signature, work.signature), division)
                 for stage, work in zip(self._stages, self._works, strict=True)
             ]
-            alone = self._transport_in(self._context) is self._transport.inline()
-            alone = alone and not self._layout.spread
+            self._transport_now = self._transport_in(context)
+            alone = self._inline and not self._layout.spread
             library = self._library = self._library_draws.begin(
                 self._flags, alone=alone, recomputed=self._recomputes, spread=self._layout.spread
             )
@@ -166,7 +170,7 @@ class MiniBatch:
             except BaseException:
                 self._passes.refuse_gradients()
                 raise
-            self._generators = SharedGenerators(())  # whose states are some kilobytes
+            self._generators = _NO_GENERATORS  # their states are some kilobytes
             self._library = None
             library.end()
         return outputs
@@ -213,7 +217,7 @@ class MiniBatch:
         shared: SharedGenerators | None,
     ) -> list[FlatTree]:
         """Run the first phase, with private generators in the place of ``shared`` ones if any."""
-        exchange = self._open(_FORWARD, context)
+        exchange = self._open(_FORWARD)
         self._begin(watches, shared, self._ties.values(exchange))
         self._run(exchange, self.caller.inputs(microbatches), context)
         outputs = self.caller.outputs(exchange, len(microbatches))
@@ -245,8 +249,14 @@ class MiniBatch:
             for w in layout.workers_here
         ]
         clocks = [worker.clock for worker in self._workers]
-        inline = self._transport_in(self._context) is self._transport.inline()
-        self.timeline = Timeline(self._schedule, clocks, layout.workers_here, layout, inline=inline)
+        self.timeline = Timeline(
+            self._schedule, clocks, layout.workers_here, layout, inline=self._inline
+        )
+
+    def _generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
+        """The generators that several workers share, as they are now."""
+        shared = self._draws.shared
+        return SharedGenerators(shared, but_for=but_for) if shared else _NO_GENERATORS
 
     def _randomness(self, shared: SharedGenerators | None, stage: Stage) -> Randomness:
         devices = {torch.device("cpu"), stage.device} - self._draws.shared
@@ -274,9 +284,9 @@ class MiniBatch:
         self._passes.check()
         with self._context.default_dtype_set() if self._recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
-            context = replace(Context.capture(self._layout.devices_here), grad=True)
-            generators = SharedGenerators(self._draws.shared, but_for=self._drawn_from)
-            self._generators = generators
+            context = Context.capture(self._layout.devices_here)._replace(grad=True)
+            generators = self._generators = self._generators_now(self._drawn_from)
+            self._transport_now = self._transport_in(context)
             return self._draws.run_backward(
                 self._flags,
                 partial(self._run_backward, sent, context),
@@ -292,7 +302,7 @@ class MiniBatch:
             j = each.stage.partition.index
             private = None if shared is None else shared.private_in_backward(j)
             each.randomness.begin_backward(private)
-        exchange = self._open(_BACKWARD, context)
+        exchange = self._open(_BACKWARD)
         self._run(exchange, sent, context)
         input_gradients = self.caller.input_gradients(exchange, self._input_devices)
         taken = self._passes.take_gradients()
@@ -304,12 +314,12 @@ class MiniBatch:
         self._end(exchange)
         return input_gradients, gradients
 
-    def _open(self, phase: int, context: Context) -> Exchange:
-        """A new exchange for a phase, run in ``context``."""
+    def _open(self, phase: int) -> Exchange:
+        """A new exchange for a phase."""
         schedule = self._schedule.phase(phase)
         awaited = self.caller.awaited(schedule) if phase == _BACKWARD else None
-        label = self._label._replace(phase=phase)
-        exchange = self._transport_in(context).open(schedule, label, awaited)
+        label = self._label._replace(phase=phase) if self._layout.spread else None
+        exchange = self._transport_now.open(schedule, label, awaited)
         exchange.signal(self._bits)
         return exchange
 
@@ -326,21 +336,19 @@ class MiniBatch:
 
     def _run(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
         """Run the workers in ``context``, given what the caller sends them."""
-        transport = self._transport_in(context)
         schedule = exchange.phase
         for action, value, route in sent:
             exchange.send(action, value, route)
         tasks = [w.task(schedule, exchange, context, self.timeline) for w in self._workers]
-        inline = transport is transport.inline()
         state = ThreadState.capture()
         try:
-            transport.run(exchange, tasks)
+            self._transport_now.run(exchange, tasks)
         finally:
-            if inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
+            if self._inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 for stage in self._stages:
                     stage.journal.undo()
                 state.restore()
-        if inline:
+        if self._inline:
             context.clear_autocast_cache()
 
     def _transport_in(self, context: Context) -> Transport:
@@ -351,13 +359,18 @@ class MiniBatch:
         return self._transport.inline() if inline else self._transport
 
     @property
+    def _inline(self) -> bool:
+        """Whether the caller's thread runs the phase."""
+        return self._transport_now is self._transport.inline()
+
+    @property
     def _recomputes(self) -> bool:
         """Whether any micro-batch is recomputed."""
         return self._schedule.recomputes
 
     def _label_now(self, m: int, state: int) -> Label:
         """What all processes agree on; differs, almost surely, where one runs something else."""
-        training = sum(self._flags) << 32 | zlib.crc32(bytes(self._flags))
+        training = sum(self._flags) << 32 | zlib.crc32(self._flags)
         return self._label._replace(
             grad=int(self._context.grad),
             microbatches=m,

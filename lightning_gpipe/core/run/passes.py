@@ -18,6 +18,8 @@ from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
 
+_NOBODY = Participation(())
+
 
 class Passes:
     """The passes of one forward, and of its backward.
@@ -31,7 +33,7 @@ class Passes:
         self, passes: Sequence[StagePass] = (), participation: Participation | None = None
     ) -> None:
         self._passes = passes
-        self._participation = participation or Participation(())
+        self._participation = participation or _NOBODY
 
     def __iter__(self) -> Iterator[StagePass]:
         return iter(self._passes)
@@ -85,10 +87,13 @@ class Passes:
         They belong to a graph that somebody else holds.
         """
         asides = [each.release() for each in self._passes]
-        self._passes, self._participation = (), Participation(())
+        self._passes, self._participation = (), _NOBODY
         for aside in asides:
             aside.refuse_gradients()
         return asides
+
+
+NO_PASSES = Passes()
 
 
 def begin_passes(

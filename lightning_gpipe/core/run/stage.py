@@ -171,13 +171,13 @@ class Stage:
 
     @property
     def training_flags(self) -> TrainingFlags:
-        """Which of the modules are in training mode."""
-        return tuple([module.training for module in self.modules])
+        """Which of the modules are in training mode now."""
+        return bytes([module.training for module in self.modules])
 
     def training_as(self, flags: TrainingFlags) -> Manager:
         """Set the training flags of the modules for the duration of a ``with`` block."""
         return self.journal.changed(
-            (Attributes(module), "training", training)
+            (Attributes(module), "training", bool(training))
             for module, training in zip(self.modules, flags, strict=True)
             if module.training != training
         )

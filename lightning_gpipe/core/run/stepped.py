@@ -102,7 +102,7 @@ class Stepped:
         self._shared = draws.shared and draws.shared | {layout.outside}
         self._unfinished = unfinished
         self._training_flags = training_flags
-        self._flags: TrainingFlags = ()
+        self._flags: TrainingFlags = b""
         self._division = division
         self._way = way
         self._twins = twins
@@ -244,7 +244,7 @@ class Stepped:
         """Make the passes and the workers."""
         layout, program = self._layout, first.program
         works = [work_of(stage, program) for stage in self._stages]
-        signature = bytes(self._flags), first.inputs.spec
+        signature = self._flags, first.inputs.spec
         watches = [
             stage.watch((*signature, work.signature), self._division)
             for stage, work in zip(self._stages, works, strict=True)
@@ -253,7 +253,7 @@ class Stepped:
             self._stages,
             works,
             self._schedule,
-            self._context.for_recomputation(),
+            self._context.for_backward(recomputes=self._recomputes),
             watches,
             partial(self._randomness, shared),
             {},
@@ -288,7 +288,7 @@ class Stepped:
 
     @property
     def _recomputes(self) -> bool:
-        return any(self._schedule.recomputed(j) for j in range(self._schedule.n))
+        return self._schedule.recomputes
 
 
 def _once(found: str) -> str:

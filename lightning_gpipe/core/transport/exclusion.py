@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from weakref import WeakKeyDictionary
 
@@ -82,32 +82,33 @@ class Exclusion:
     def __init__(self, *layouts: Layout, before: Callable[[], None] = lambda: None) -> None:
         self._layouts = layouts
         self._turns: tuple[_Turn, ...] = ()
-        self._own = _Turn()  # for two workers of another pipeline that run this one
+        self._own = _Turn()
         self._before = before
 
     def entered(self) -> AbstractContextManager[None]:
         """A ``with`` block that one thread at a time can be in."""
         if not self._turns:
             # Not by the constructor: a copy is made while its layers are being copied.
-            self._turns = (*_REGISTRY.turns_of(*self._layouts), self._own)
+            self._turns = tuple(_REGISTRY.turns_of(*self._layouts))
         turns = self._turns
         thread, *callers = lineage()
-        if callers:
-            turns = tuple(turn for turn in turns if turn.owner not in callers)
+        if callers and any(turn.owner in callers for turn in turns):
+            # So it may be for another worker of that pipeline: they take turns among themselves.
+            turns = (*[turn for turn in turns if turn.owner not in callers], self._own)
         return _Closing(self._held(turns, thread))
 
     def _held(
-        self, turns: tuple[_Turn, ...], thread: threading.Thread
+        self, turns: Sequence[_Turn], thread: threading.Thread
     ) -> Generator[None, None, None]:
-        if not turns:
-            self._before()
-            yield
-            return
-        turn = turns[0]
+        turn, *others = turns
         with turn.lock:
             before, turn.owner = turn.owner, thread
             try:
-                yield from self._held(turns[1:], thread)
+                if others:
+                    yield from self._held(others, thread)
+                else:
+                    self._before()
+                    yield
             finally:
                 turn.owner = before
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.faithful import together
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
@@ -70,6 +71,7 @@ class InlineTransport(Transport):
         self._shares = shares
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
+        self._may_run = False  # True in a run, and perhaps after one that was interrupted
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -81,6 +83,8 @@ class InlineTransport(Transport):
 
         Their stacks are searched for it, because a flag could survive an interrupt.
         """
+        if not self._may_run:
+            return
         _, *callers = lineage()
         frames = [sys._getframe(1)]
         if callers:
@@ -123,13 +127,13 @@ class InlineTransport(Transport):
         task_of = dict(zip(self._layout.workers_here, tasks, strict=True))
         if caller is not None:
             task_of[len(self._layout.devices)] = caller
-        with ExitStack() as sessions:
-            sessions.enter_context(self.sharing())
-            for k, task in enumerate(tasks):
-                sessions.enter_context(task.session(joined=k > 0))
+        sessions = [task.session(joined=k > 0) for k, task in enumerate(tasks)]
+        self._may_run = True
+        with together([self.sharing(), *sessions]):
             for worker, row in exchange.phase.turns:
                 if worker in task_of:
                     task_of[worker].perform(row)
+        self._may_run = False
 
     @override
     def inline(self) -> InlineTransport:

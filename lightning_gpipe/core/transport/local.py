@@ -23,7 +23,7 @@ from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.inline import NESTED, InlineTransport, share_of
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread
+from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread, working_for
 
 # Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
 # before a wait does not end it.
@@ -135,7 +135,7 @@ class LocalTransport(Transport):
     @override
     def exclusive(self) -> AbstractContextManager[None]:
         self._inline.refuse_nested()
-        if any(thread.current for thread in self._pool.threads):
+        if working_for(self._pool.threads):
             raise RuntimeError(NESTED)
         return self._workers.exclusion.entered()
 

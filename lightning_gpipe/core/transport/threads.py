@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -44,11 +44,6 @@ class WorkerThread:
     def alive(self) -> bool:
         """Whether the thread can still run jobs."""
         return self._thread.is_alive()
-
-    @property
-    def current(self) -> bool:
-        """Whether this is the calling thread, or one that waits for it."""
-        return self._thread in lineage()
 
     def put(self, job: Job) -> None:
         """Run ``job`` after the jobs before it."""
@@ -100,6 +95,12 @@ def lineage() -> list[threading.Thread]:
     while isinstance(found[-1], _Thread) and found[-1].caller is not None:
         found.append(found[-1].caller)
     return found
+
+
+def working_for(threads: Iterable[WorkerThread]) -> bool:
+    """Whether one of these is the calling thread, or one that waits for it."""
+    found = lineage()
+    return isinstance(found[0], _Thread) and any(each._thread in found for each in threads)
 
 
 class Outcomes:

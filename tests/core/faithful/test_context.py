@@ -118,7 +118,7 @@ def test_containers_in_variables_are_others_when_a_forward_is_recomputed() -> No
     circle.append(circle)
     value: dict[str, Any] = {"list": [key, waiting], "others": (deque([1]), {2}), "circle": circle}
     token = found.set(value)
-    context = Context.capture([CPU]).for_recomputation()
+    context = Context.capture([CPU]).for_backward(recomputes=True)
     found.reset(token)
 
     value["list"].clear()
@@ -128,6 +128,15 @@ def test_containers_in_variables_are_others_when_a_forward_is_recomputed() -> No
     assert again["others"] == (deque([1]), {2})
     assert again["others"][0] is not value["others"][0]
     assert again["circle"][0] is again["circle"] is not circle
+
+
+def test_variables_are_not_kept_where_nothing_is_recomputed() -> None:
+    found: ContextVar[Any] = ContextVar("found")
+    token = found.set(object())
+    kept = Context.capture([CPU]).for_backward(recomputes=False)
+    found.reset(token)
+
+    assert found not in kept.variables
 
 
 def test_saved_tensors_hooks_follow() -> None:

@@ -12,7 +12,7 @@ from lightning_gpipe.core.run import draws as module_under_test
 from lightning_gpipe.core.run.draws import Draws
 
 CPU = torch.device("cpu")
-TRAIN, EVAL = (True,), (False,)
+TRAIN, EVAL = bytes([True]), bytes([False])
 
 
 class Forward:
@@ -54,7 +54,7 @@ def state() -> Tensor:
 def run(
     draws: Draws,
     forward: Callable[[SharedGenerators | None], list[FlatTree]],
-    flags: tuple[bool, ...] = TRAIN,
+    flags: bytes = TRAIN,
     *,
     buffers: Callable[[bool], Iterable[Buffers]] | None = buffers,
     modes: bool = False,
@@ -335,7 +335,7 @@ def test_training_mode_that_was_used_last_is_dropped_last(
 ) -> None:
     monkeypatch.setattr(module_under_test, "_CAPACITY", 2)
     forward = Forward(draws=False)
-    first, second, third = (True, True), (True, False), (False, False)
+    first, second, third = map(bytes, ((1, 1), (1, 0), (0, 0)))
     for flags in (first, second, first, third):  # the second was used least recently
         run(draws, forward, flags)
     forward.private.clear()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lightning_gpipe.core.run.library_draws import LibraryDraws
 
-TRAIN = (True,)
+TRAIN = bytes([True])
 
 
-def forward(draws: LibraryDraws, flags: tuple[bool, ...]) -> None:
+def forward(draws: LibraryDraws, flags: bytes) -> None:
     draws.begin(flags, alone=True, recomputed=True).end()
 
 
@@ -17,7 +17,7 @@ def test_states_are_saved_in_the_first_mini_batch_of_a_mode() -> None:
         assert draws.saved(TRAIN)
         forward(draws, TRAIN)
     assert not draws.saved(TRAIN)
-    assert draws.saved((False,))
+    assert draws.saved(bytes([False]))
 
 
 def test_many_modes_do_not_add_up() -> None:
@@ -25,5 +25,5 @@ def test_many_modes_do_not_add_up() -> None:
     forward(draws, TRAIN)
     forward(draws, TRAIN)
     for k in range(100):
-        forward(draws, tuple(bool(k >> bit & 1) for bit in range(7)))
+        forward(draws, bytes(k >> bit & 1 for bit in range(7)))
     assert draws.saved(TRAIN), "forgotten among so many others, and so looked at again"

@@ -3,6 +3,8 @@ from torch import nn
 
 from tests.support.stages import begin, stage
 
+TRAIN = bytes([True])  # the flags of one module
+
 
 def test_stage_names_its_layers_and_its_device() -> None:
     assert str(stage(nn.ReLU(), nn.ReLU())) == "stage 0 (layers 0..1, cpu)"
@@ -22,25 +24,25 @@ def test_parametrization_registered_later() -> None:
 def test_layer_within_a_layer_that_is_replaced() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     changed = stage(outer)
-    known = changed.behavior((True,), "inputs")
+    known = changed.behavior(TRAIN, "inputs")
     outer[1] = nn.BatchNorm1d(2)
 
     changed.refresh()
 
     assert changed.modules == (outer, outer[0], outer[1])
-    assert changed.behavior((True,), "inputs") is not known
+    assert changed.behavior(TRAIN, "inputs") is not known
     assert begin(changed).statistics is not None
 
 
 def test_nothing_is_forgotten_while_nothing_changes() -> None:
     same = stage(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    known = same.behavior((True,), "inputs")
+    known = same.behavior(TRAIN, "inputs")
     modules = same.modules
 
     same.refresh()
 
     assert same.modules is modules
-    assert same.behavior((True,), "inputs") is known
+    assert same.behavior(TRAIN, "inputs") is known
 
 
 def test_parameter_that_was_moved() -> None:
@@ -57,9 +59,9 @@ def test_training_mode_is_put_back() -> None:
     layers.partition.layers[0].eval()
 
     with layers.training_as(flags):
-        assert layers.training_flags == (True, True)
+        assert layers.training_flags == bytes([True, True])
 
-    assert layers.training_flags == (False, True)
+    assert layers.training_flags == bytes([False, True])
 
 
 def test_what_is_known_of_the_layers_is_bounded() -> None:
@@ -67,15 +69,15 @@ def test_what_is_known_of_the_layers_is_bounded() -> None:
     layers = stage(nn.Tanh())
 
     for k in range(300):
-        layers.behavior((True,), f"structure {k}")
+        layers.behavior(TRAIN, f"structure {k}")
 
     assert len(layers._behaviors._recorded) < 100
 
 
 def test_what_is_used_is_not_forgotten() -> None:
     layers = stage(nn.Tanh())
-    known = layers.behavior((True,), "always")
+    known = layers.behavior(TRAIN, "always")
 
     for k in range(300):
-        layers.behavior((True,), f"structure {k}")
-        assert layers.behavior((True,), "always") is known
+        layers.behavior(TRAIN, f"structure {k}")
+        assert layers.behavior(TRAIN, "always") is known

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread, lineage
+from lightning_gpipe.core.transport.threads import Outcomes, WorkerThread, lineage, working_for
 from tests.support.waiting import PATIENCE
 
 
@@ -28,12 +28,12 @@ def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
 
 def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
     seen: list[tuple[str, bool]] = []
-    thread.put(lambda: seen.append((threading.current_thread().name, thread.current)))
+    thread.put(lambda: seen.append((threading.current_thread().name, working_for([thread]))))
 
     thread.join(PATIENCE)
 
     assert seen == [("worker under test", True)]
-    assert not thread.current
+    assert not working_for([thread])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of other systems nobody asks")
