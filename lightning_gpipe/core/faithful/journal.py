@@ -98,13 +98,20 @@ class Journal:
         """
         entries = []
         for slots, name, new in writes:
-            entries.append((slots, name, value_in(slots, name), new))
+            try:  # value_in(slots, name): a call for each parameter takes longer
+                old = slots[name]
+            except LookupError:
+                old = ABSENT
+            entries.append((slots, name, old, new))
         with self._lock:
             if self._abandoned:
                 raise Abandoned
             self._entries += entries
             for slots, name, _, new in entries:
-                _put(slots, name, new)
+                if new is not ABSENT:
+                    slots[name] = new
+                else:
+                    _empty(slots, name)
 
     def changed(self, writes: Iterable[Write]) -> Changed:
         """Make changes for the duration of a ``with`` block."""
@@ -119,7 +126,10 @@ class Journal:
         with self._lock:
             while len(entries) > length:
                 slots, name, old, _ = entries[-1]
-                _put(slots, name, old)
+                if old is not ABSENT:
+                    slots[name] = old
+                else:
+                    _empty(slots, name)
                 entries.pop()
 
     def abandon(self) -> None:
@@ -133,16 +143,20 @@ class Journal:
             while self._entries:
                 slots, name, old, new = self._entries.pop()
                 if value_in(slots, name) is new:
-                    _put(slots, name, old)
+                    if old is not ABSENT:
+                        slots[name] = old
+                    else:
+                        _empty(slots, name)
                 else:
                     left.insert(0, (slots, name, old, new))
             self._entries += left
 
     def reset(self) -> None:
         """Undo what an interrupt has left; to be called before a run, when no other thread runs."""
-        self.unlock()
+        self._lock = threading.RLock()  # see unlock()
         self._abandoned = False
-        self.undo()
+        if self._entries:
+            self.undo()
 
     def unlock(self) -> None:
         """Forget which thread had the journal: it is not in this process."""
@@ -221,8 +235,6 @@ def value_in(slots: Slots, name: Any) -> Any:
         return ABSENT
 
 
-def _put(slots: Slots, name: str, value: Any) -> None:
-    if value is not ABSENT:
-        slots[name] = value
-    elif value_in(slots, name) is not ABSENT:
+def _empty(slots: Slots, name: str) -> None:
+    if value_in(slots, name) is not ABSENT:
         del slots[name]

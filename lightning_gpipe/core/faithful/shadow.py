@@ -80,7 +80,9 @@ class Shadows:
                     continue
                 follows = bool(followed) and (module, name) in followed
                 if follows or (grad and parameter.requires_grad):
-                    self._swaps.append((slots, name, self._shadow(parameter, follows, device)))
+                    known = self._of.get(id(parameter))  # it may be in several slots
+                    shadow = known[1] if known else self._new(parameter, follows, device)
+                    self._swaps.append((slots, name, shadow))
                 elif grad:
                     self._frozen.append((slots, name, parameter))
         self.parameters = [each for each, _ in self._of.values() if each.requires_grad]
@@ -89,17 +91,16 @@ class Shadows:
             self._watched = [*(each for each, _ in self._of.values()), *frozen.values()]
         self.record_versions()
 
-    def _shadow(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        """The shadow of a parameter, the same in all its slots."""
-        found = self._of.get(id(parameter))
-        if found is not None:
-            return found[1]
-        copied_to = device if follows else None
-        value = self._values.get(id(parameter))
-        shadow = leaf_like(parameter, parameter.requires_grad, copied_to, value)
-        self._of[id(parameter)] = parameter, shadow
-        if follows:
-            self._copied[id(parameter)] = parameter, shadow, _version(shadow)
+    def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
+        """The shadow of a parameter that has none yet."""
+        key = id(parameter)
+        if not follows:
+            shadow = leaf_like(parameter, requires_grad=True)
+        else:
+            requires_grad, value = parameter.requires_grad, self._values.get(key)
+            shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
+            self._copied[key] = parameter, shadow, _version(shadow)
+        self._of[key] = parameter, shadow
         return shadow
 
     def swapped_in(self, journal: Journal) -> SwappedIn:
@@ -128,7 +129,10 @@ class Shadows:
     @property
     def hooked(self) -> nn.Parameter | None:
         """A parameter on which a layer registered a hook in forward, if there is one."""
-        return next((p for p, shadow in self._of.values() if has_hooks(shadow)), None)
+        for parameter, shadow in self._of.values():
+            if has_hooks(shadow):
+                return parameter
+        return None
 
     @property
     def moved(self) -> list[nn.Parameter]:
@@ -139,9 +143,12 @@ class Shadows:
     @property
     def replaced(self) -> nn.Parameter | None:
         """A parameter whose shadow was given other data, if there is one."""
-        aliases = ((p, shadow) for p, shadow in self._of.values() if id(p) not in self._copied)
-        found = (p for p, shadow in aliases if _has_memory(p) and p.data_ptr() != shadow.data_ptr())
-        return next(found, None)
+        for key, (parameter, shadow) in self._of.items():
+            if key in self._copied or not _has_memory(parameter):
+                continue
+            if parameter.data_ptr() != shadow.data_ptr():
+                return parameter
+        return None
 
     @property
     def lost(self) -> nn.Parameter | None:
@@ -181,6 +188,11 @@ def leaf_like(
         value: What is copied, if that is not the parameter.
     """
     kind: Any = type(parameter)
+    attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
+    if kind is nn.Parameter and copied_to is None:  # as most are
+        alias: nn.Parameter = Tensor._make_subclass(kind, parameter, requires_grad)
+        alias.__dict__ = attributes
+        return alias
     if kind is not nn.Parameter and is_lazy(parameter):
         raise ValueError(
             f"parameters must be initialised before a pipeline runs: got {kind.__name__}. Run the "
@@ -190,7 +202,6 @@ def leaf_like(
     if copied_to is not None:
         with torch._C.DisableTorchFunctionSubclass():
             value = value.detach().to(copied_to, copy=True)
-    attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
         leaf = Tensor._make_subclass(kind, value, requires_grad)
     else:  # made of tensors that are attributes, so only its class can alias or copy it
@@ -206,15 +217,16 @@ def _version(shadow: nn.Parameter) -> int:
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:
-    dense = parameter.layout is torch.strided
-    return dense and type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if parameter.layout is not torch.strided:
+        return False
+    kind = type(parameter)
+    return kind is nn.Parameter or kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether anything is registered to be called with the parameter's gradient."""
-    return bool(
-        parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    )
+    after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks or after)
 
 
 class SwappedIn:

@@ -37,8 +37,9 @@ class Asides:
         self._stage = stage
         self._inputs: list[weakref.ref[Tensor]] = []
         self._shadows = [
-            (weakref.ref(shadows.shadow_of(parameter)), parameter)
-            for parameter in shadows.parameters
+            (weakref.ref(shadow), parameter)
+            for parameter, shadow in shadows.pairs
+            if parameter.requires_grad
         ]
 
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
@@ -103,8 +104,7 @@ class Asides:
     def refuse_gradients(self) -> None:
         """Let a gradient raise that arrives in a leaf that outlives the mini-batch."""
         for reference, parameter in self._all():
-            leaf = reference()
-            if leaf is not None and leaf.requires_grad:
+            if (leaf := reference()) is not None and leaf.requires_grad:
                 refuse = partial(_refuse, self._stage, parameter)
                 leaf.register_post_accumulate_grad_hook(refuse)
 

@@ -36,6 +36,12 @@ from lightning_gpipe.core.run.minibatch import MiniBatch
 
 Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
 
+with torch.inference_mode(False):  # this may be imported in it
+    # Makes backward run even if only tensors that nn.Module does not know need it.
+    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
+    # Of the scalar between the two nodes: nobody reads it.
+    _NO_GRADIENT = torch.zeros((), device="cpu")
+
 
 def attach(
     minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
@@ -54,13 +60,11 @@ def attach(
     output_leaves = _requiring_grad(outputs)
     if not output_leaves:
         return list(outputs)
-    _refuse_nested(outputs[i].leaves[k] for i, k in output_leaves)
+    _refuse_nested(outputs, output_leaves)
     input_leaves = _requiring_grad(inputs)
     sources = [inputs[i].leaves[k] for i, k in input_leaves] + minibatch.leaves
-    # The anchor makes backward run even if only tensors that nn.Module does not know need it.
-    anchor = torch.zeros((), device="cpu", requires_grad=True)
     output_gradients = _OutputGradients(outputs)
-    scalar = _Run.apply(minibatch, output_gradients, input_leaves, anchor, *sources)
+    scalar = _Run.apply(minibatch, output_gradients, input_leaves, _ANCHOR, *sources)
     return _attached(output_gradients, outputs, output_leaves, scalar)
 
 
@@ -95,7 +99,7 @@ class HandedOut:
         self.anchor: Tensor | None = None
         self.outputs = outputs
         if output_leaves := _requiring_grad([outputs]):
-            _refuse_nested(outputs.leaves[k] for _, k in output_leaves)
+            _refuse_nested([outputs], output_leaves)
             self.anchor = torch.zeros((), device="cpu", requires_grad=True)
             of = self._gradients, [outputs], output_leaves, self.anchor
             [self.outputs] = _attached(*of)
@@ -106,17 +110,19 @@ class HandedOut:
         return gradients
 
 
-def _refuse_nested(outputs: Iterable[Tensor]) -> None:
+def _refuse_nested(outputs: Sequence[FlatTree], leaves: Iterable[Leaf]) -> None:
     """Raise for nested tensors of the older layout, which no autograd function can return.
 
     Raises:
-        ValueError: If one of the outputs is such a tensor.
+        ValueError: If one of these leaves of the outputs is such a tensor.
     """
-    if any(x.is_nested and x.layout is torch.strided for x in outputs):
-        raise ValueError(
-            "outputs of a pipeline that require gradients must be dense: got a nested tensor. "
-            "Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
-        )
+    for i, k in leaves:
+        x = outputs[i].leaves[k]
+        if x.is_nested and x.layout is torch.strided:
+            raise ValueError(
+                "outputs of a pipeline that require gradients must be dense: got a nested tensor. "
+                "Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
+            )
 
 
 class _OutputGradients:
@@ -204,7 +210,7 @@ class _Attach(Function):
         output_gradients.refuse_another_pass()
         for (i, k), gradient in zip(ctx.output_leaves, gradients, strict=True):
             output_gradients.gradients[i][k] = gradient
-        return (None, None, None, torch.zeros((), device="cpu"))
+        return (None, None, None, _NO_GRADIENT)
 
 
 def _requiring_grad(flats: Sequence[FlatTree]) -> list[Leaf]:

@@ -23,9 +23,16 @@ def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tenso
     """
     found: dict[int, tuple[Tensor, list[Tensor]]] = {}
     for leaf, gradient in pairs:
-        _, gradients = found.setdefault(id(leaf), (leaf, []))
-        gradients.append(gradient.to(leaf.device))
-    sums = [_sum(found.pop(id(leaf), (leaf, []))[1]) for leaf in leaves]
+        if gradient.device != leaf.device:
+            gradient = gradient.to(leaf.device)
+        if (known := found.get(id(leaf))) is None:
+            found[id(leaf)] = leaf, [gradient]
+        else:
+            known[1].append(gradient)
+    sums: Gradients = []
+    for leaf in leaves:
+        known = found.pop(id(leaf), None)
+        sums.append(None if known is None else _sum(known[1]))
     for leaf, gradients in found.values():
         run_backward([root_of(leaf)], [_sum(gradients)])
     return sums
@@ -37,10 +44,10 @@ def add_gradient(found: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient
     found[id(leaf)] = leaf, gradient if before is None else before + gradient
 
 
-def _sum(gradients: list[Tensor]) -> Tensor | None:
+def _sum(gradients: list[Tensor]) -> Tensor:
     """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
-    if len(gradients) < 2:
-        return gradients[0] if gradients else None
+    if len(gradients) == 1:
+        return gradients[0]
     gradients.sort(key=lambda gradient: gradient.is_sparse)
     total = gradients[0]
     for gradient in gradients[1:]:
