@@ -68,6 +68,8 @@ class FlatTree(NamedTuple):
 
         A layer that calls ``requires_grad_()`` on one does not mark the caller's tensor.
         """
+        if len(self.leaves) == 1:
+            return _flat(([_aliased(self.leaves[0])], self.spec))
         aliases = {id(leaf): _aliased(leaf) for leaf in self.leaves}
         return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
 

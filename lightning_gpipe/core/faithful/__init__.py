@@ -6,6 +6,7 @@ random numbers, buffers, in-place edits, running statistics, gradients that arri
 
 from lightning_gpipe.core.faithful.batchnorm import (
     DeferredStatistics,
+    Norm,
     check_batch_norms,
     rows_needed,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "LibraryState",
     "Manager",
     "MutationGuard",
+    "Norm",
     "OwnGenerators",
     "Randomness",
     "RowWatch",

@@ -80,15 +80,14 @@ class DeferredStatistics:
         self._outer = {norm: _deferred_by(norm) for norm in self._calls}
 
     @classmethod
-    def of(cls, modules: Iterable[nn.Module]) -> DeferredStatistics | None:
-        """For the norms among ``modules`` that would update statistics; None without any."""
+    def of(cls, norms: Iterable[Norm]) -> DeferredStatistics | None:
+        """For those of ``norms`` that would update statistics; None without any."""
         updating = [
-            module
-            for module in modules
-            if isinstance(module, Norm)
-            and module.training
-            and module.running_mean is not None
-            and (_is_plain(module) or _deferred_by(module) is not None)
+            norm
+            for norm in norms
+            if norm.training
+            and norm.running_mean is not None
+            and (_is_plain(norm) or _deferred_by(norm) is not None)
         ]
         return cls(updating) if updating else None
 

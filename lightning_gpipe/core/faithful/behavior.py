@@ -60,6 +60,7 @@ class Behaviors:
 
     def __init__(self) -> None:
         self._recorded: OrderedDict[Hashable, Behavior] = OrderedDict()
+        self._latest: tuple[TrainingFlags, Hashable, Behavior] | None = None
 
     @property
     def edited_parameters(self) -> set[Slot]:
@@ -79,11 +80,15 @@ class Behaviors:
 
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
         """The behavior of the layers with these training flags, for this structure of inputs."""
+        latest = self._latest  # to hash a structure takes longer than to see that it is the same
+        if latest is not None and latest[0] == flags and latest[1] == structure:
+            return latest[2]
         signature = flags, structure
         behavior = self._recorded.setdefault(signature, Behavior())
         self._recorded.move_to_end(signature)
         if len(self._recorded) > _CAPACITY:
             self._recorded.popitem(last=False)
+        self._latest = flags, structure, behavior
         return behavior
 
     def __reduce__(self) -> tuple[type[Behaviors], tuple[()]]:

@@ -30,7 +30,7 @@ def together(managers: Sequence[Manager]) -> Manager:
     managers = [manager for manager in managers if manager is not NOTHING]
     if not managers:
         return NOTHING
-    return managers[0] if len(managers) == 1 else Lazily(lambda: managers)
+    return managers[0] if len(managers) == 1 else Lazily(managers.__iter__)
 
 
 class Lazily:

@@ -271,18 +271,19 @@ class Pipeline:
 
     def _sent_back(self, output: Any) -> Any:
         """The output, on the device of what is around the stages."""
-        last, outside = self.layout.device_of(self.layout.n - 1), self.layout.outside
+        layout = self.engine.layout
+        last, outside = layout.device_of(layout.n - 1), layout.outside
         if last == outside:
             return output
         return map_tensors(lambda x: x.to(outside) if x.device == last else x, output)
 
     def _schedule(self, m: int) -> Schedule:
         """The schedule of a mini-batch of ``m`` micro-batches."""
+        placement = self.engine.layout.placement
         if not torch.is_grad_enabled():
-            return fill_drain(m, self.layout.placement)
+            return fill_drain(m, placement)
         recomputed = count_recomputed(self.activation_checkpointing, m)
-        split = self.split_backward
-        return fill_drain(m, self.layout.placement, recomputed=recomputed, split=split)
+        return fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
 
 
 class Handles:

@@ -163,7 +163,12 @@ class Layout:
 
     def stages_of(self, worker: int) -> list[int]:
         """The stages of a worker, in order."""
-        return [j for j, owner in enumerate(self.placement) if owner == worker]
+        return self._stages_of[worker]
+
+    @cached_property
+    def _stages_of(self) -> list[list[int]]:
+        workers = range(len(self.devices))
+        return [[j for j, owner in enumerate(self.placement) if owner == w] for w in workers]
 
     def arriving(self, j: int) -> tuple[Route, ...]:
         """The skip connections that end at stage ``j``."""

@@ -86,6 +86,12 @@ class Schedule:
         return any(action.kind is Kind.FORWARD for row in self.rows for action in row)
 
     @cached_property
+    def last_backwards(self) -> Row:
+        """The backwards of the first stage, in order, whose results the caller gets."""
+        actions = (action for row in self.rows for action in row)
+        return tuple(each for each in actions if each.kind is Kind.BACKWARD and each.j == 0)
+
+    @cached_property
     def split(self) -> bool:
         """Whether the gradients of the weights are actions of their own."""
         return any(action.kind is Kind.WEIGHTS for row in self.rows for action in row)

@@ -79,7 +79,7 @@ class Caller:
 
     def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
         """What it sends for a forward."""
-        self._entering = any(_requires_grad(leaf) for x in microbatches for leaf in x.leaves)
+        self._entering = any(any(map(_requires_grad, x.leaves)) for x in microbatches)
         return chain.from_iterable(self.input(i, x) for i, x in enumerate(microbatches))
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
@@ -139,7 +139,7 @@ class Caller:
 
     def awaited(self, phase: Schedule) -> list[Action]:
         """What it waits for in a backward, the last of which ends when everything has ended."""
-        own = [a for row in phase.rows for a in row if a.kind is Kind.BACKWARD and a.j == 0]
+        own = phase.last_backwards
         return list(map(successor, own if self._entering else own[-1:]))
 
     def input_gradients(self, exchange: Exchange, inputs: Sequence[FlatTree]) -> list[Gradients]:

@@ -150,6 +150,8 @@ class MiniBatch:
             signature = self._flags, microbatches[0].spec
             watches = [
                 stage.watch((*signature, work.signature), division)
+                if len(microbatches) > 1
+                else None
                 for stage, work in zip(self._stages, self._works, strict=True)
             ]
             self._transport_now = self._transport_in(context)

@@ -37,7 +37,7 @@ class Participation:
     def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
         self._shadows = shadows
         self._spread = spread
-        self.searching = any(has_hooks(p) for each in shadows for p in each.parameters)
+        self.searching = any(any(map(has_hooks, each.parameters)) for each in shadows)
         self._used: set[int] = set()
         self._captured: dict[int, Tensor] = {}
 

@@ -33,6 +33,7 @@ class Passes:
         self, passes: Sequence[StagePass] = (), participation: Participation | None = None
     ) -> None:
         self._passes = passes
+        self._by_stage = {each.stage.partition.index: each for each in passes}
         self._participation = participation or _NOBODY
 
     def __iter__(self) -> Iterator[StagePass]:
@@ -40,8 +41,7 @@ class Passes:
 
     def of(self, stages: Sequence[int]) -> dict[int, StagePass]:
         """Those through some stages, by the index of the stage."""
-        found = {each.stage.partition.index: each for each in self._passes}
-        return {j: found[j] for j in stages}
+        return {j: self._by_stage[j] for j in stages}
 
     def finish_forward(self, everywhere: Sequence[nn.Parameter]) -> list[Tensor]:
         """Check what layers did in forward.
@@ -87,7 +87,7 @@ class Passes:
         They belong to a graph that somebody else holds.
         """
         asides = [each.release() for each in self._passes]
-        self._passes, self._participation = (), _NOBODY
+        self._passes, self._by_stage, self._participation = (), {}, _NOBODY
         for aside in asides:
             aside.refuse_gradients()
         return asides

@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful import (
     DeferredStatistics,
     Journal,
     Manager,
+    Norm,
     RowWatch,
     RowWatches,
     Shadows,
@@ -138,7 +139,7 @@ class Stage:
 
     def statistics(self) -> DeferredStatistics | None:
         """Where batch norms collect the statistics of one mini-batch, if they are deferred."""
-        return DeferredStatistics.of(self.modules) if self._deferred_batch_norm else None
+        return DeferredStatistics.of(self._norms) if self._norms else None
 
     def snapshot(self, *, first: bool) -> Snapshot:
         """A snapshot of the state to run forward again; ``first``: nothing is known of it yet."""
@@ -202,6 +203,8 @@ class Stage:
         """Set :attr:`modules`, without any recorded behavior."""
         self.modules = modules
         self.skips = any(declared_in(module) is not None for module in modules)
+        norms = [each for each in modules if isinstance(each, Norm)]
+        self._norms = norms if self._deferred_batch_norm else []
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
         self._behaviors = Behaviors()
         titles = zip(self.partition.titles, self.partition.layers, strict=True)

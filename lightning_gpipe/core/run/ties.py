@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.faithful import NO_VALUES
 from lightning_gpipe.core.plan import CALLER, Action, Kind, Layout, Route, SkipName, Tie, ties_of
 from lightning_gpipe.core.transport import Exchange
 
@@ -31,7 +32,7 @@ class Ties:
 
     def __init__(self, layout: Layout) -> None:
         self._ties = ties_of(layout)
-        self._here = set(layout.stages_here)
+        self._here = layout.stages_here
 
     def __bool__(self) -> bool:
         return bool(self._ties)
@@ -47,6 +48,8 @@ class Ties:
         Returns:
             The values of parameters that have none here, by their ids.
         """
+        if not self._ties:
+            return NO_VALUES
         for tie, j, route in self._routes():
             if tie.home in self._here:
                 value = FlatTree([tie.parameter.detach()])

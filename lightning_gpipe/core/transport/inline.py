@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import together
+from lightning_gpipe.core.faithful import NOTHING, together
 from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
@@ -114,7 +114,7 @@ class InlineTransport(Transport):
 
     def sharing(self) -> AbstractContextManager[None]:
         """A ``with`` block in which operators use as many threads as on that of a worker."""
-        return _Sharing(self._shares)
+        return NOTHING if self._shares <= 1 else _Sharing(self._shares)
 
     def copies(self) -> Copies:
         """The copies between the devices, with their side streams; made when first needed."""

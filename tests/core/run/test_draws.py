@@ -191,7 +191,7 @@ def test_what_was_learnt_can_be_forgotten(draws: Draws) -> None:
 
 def test_what_is_known_is_bounded(draws: Draws) -> None:
     for k in range(300):
-        run(draws, Forward(draws=False), tuple(map(bool, map(int, f"{k:09b}"))))
+        run(draws, Forward(draws=False), bytes(map(int, f"{k:09b}")))
 
     assert len(draws._forward._seen) < 100
 

@@ -53,6 +53,11 @@ def test_parameter_that_was_moved() -> None:
         moved.refresh()
 
 
+def test_statistics_are_those_of_batch_norms() -> None:
+    assert stage(nn.LayerNorm(3), nn.Tanh()).statistics() is None
+    assert stage(nn.Tanh(), nn.Sequential(nn.BatchNorm1d(3))).statistics() is not None
+
+
 def test_training_mode_is_put_back() -> None:
     layers = stage(nn.Dropout(), nn.Tanh())
     flags = layers.training_flags
