@@ -341,16 +341,22 @@ class MiniBatch:
         schedule = exchange.phase
         for action, value, route in sent:
             exchange.send(action, value, route)
-        tasks = [w.task(schedule, exchange, context, self.timeline) for w in self._workers]
+        inline = self._inline
+        tasks = [
+            worker.task(schedule, exchange, context, self.timeline, here=inline)
+            for worker in self._workers
+        ]
         state = ThreadState.capture()
         try:
+            if inline and state.grad != context.grad:
+                torch._C._set_grad_enabled(context.grad)
             self._transport_now.run(exchange, tasks)
         finally:
-            if self._inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
+            if inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
                 for stage in self._stages:
                     stage.journal.undo()
                 state.restore()
-        if self._inline:
+        if inline:
             context.clear_autocast_cache()
 
     def _transport_in(self, context: Context) -> Transport:

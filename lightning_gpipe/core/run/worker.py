@@ -62,7 +62,13 @@ class Worker:
         self.clock = clock_of(self.stream)
 
     def task(
-        self, phase: Schedule, exchange: Exchange, context: Context, timeline: Timeline
+        self,
+        phase: Schedule,
+        exchange: Exchange,
+        context: Context,
+        timeline: Timeline,
+        *,
+        here: bool = False,
     ) -> WorkerTask:
         """The worker's task in one phase.
 
@@ -71,8 +77,9 @@ class Worker:
             exchange: Sends its results, and receives what it needs.
             context: The caller's thread-local state, to run in.
             timeline: Where to record what ran when.
+            here: Whether the thread that performs it has this state already, and these streams.
         """
-        return WorkerTask(self, phase, exchange, context, timeline)
+        return WorkerTask(self, phase, exchange, context, timeline, here=here)
 
 
 class WorkerTask(Task):
@@ -85,8 +92,11 @@ class WorkerTask(Task):
         exchange: Exchange,
         context: Context,
         timeline: Timeline,
+        *,
+        here: bool,
     ) -> None:
         self._worker = worker
+        self._here = here
         self._passes = worker.passes
         self._forward = None if worker.forward is context else worker.forward
         self._now = worker.clock.now
@@ -114,8 +124,9 @@ class WorkerTask(Task):
         # caller's. Backward reaches the shadows through the graphs.
         managers: list[Manager] = []
         if not joined:
-            streams = self._worker.streams
-            managers = [streams.entered(), self._context.entered(), using_table({})]
+            if not self._here:
+                managers = [self._worker.streams.entered(), self._context.entered()]
+            managers.append(using_table({}))
         if self._forwards:
             managers += [
                 each.shadows.swapped_in(each.stage.journal)

@@ -12,6 +12,7 @@ contain another pipeline, whose layers are then layers of both.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
@@ -34,24 +35,33 @@ class _Turn:
         self._renew()
 
     def _renew(self) -> None:
-        self._process = os.getpid()
+        self._forks = _REGISTRY.forks
         self._lock = threading.RLock()
         self.owner: threading.Thread | None = None
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
         """The lock that the owner has; reentrant."""
-        if self._process != os.getpid():
-            self._renew()  # after a fork: the thread that has the lock is not in this process
+        if self._forks != _REGISTRY.forks:
+            self._renew()  # the thread that has the lock is not in this process
         return self._lock
 
 
 class _Registry:
-    """The turn of each module."""
+    """The turn of each module.
+
+    Attributes:
+        forks: How many forks there are between the process that imported this and the present one.
+    """
 
     def __init__(self) -> None:
+        self.forks = 0
         self._lock = threading.Lock()
         self._turn_of: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
+
+    def count_fork(self) -> None:
+        """Count one, in the new process."""
+        self.forks += 1
 
     def turns_of(self, *layouts: Layout) -> list[_Turn]:
         """Those of all modules in the layers, in the order in which any pipeline takes them."""
@@ -69,6 +79,9 @@ class _Registry:
 # State of the process: pipelines of the same layers know nothing of one another, and what is stored
 # in the layers themselves would be saved with them.
 _REGISTRY = _Registry()
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_REGISTRY.count_fork)
 
 
 class Exclusion:
@@ -114,7 +127,7 @@ class Exclusion:
 
 
 class _Closing(AbstractContextManager[None]):
-    """Advances a generator to its only yield on entry, and closes it on exit.
+    """Advances a generator to its only yield on entry, and to its end on exit.
 
     If Ctrl-C comes just before the exit, the generator is closed when it is garbage-collected, so
     that other threads do not wait for ever. ``contextlib.contextmanager`` does this too, but sets
@@ -128,4 +141,4 @@ class _Closing(AbstractContextManager[None]):
         next(self._generator)
 
     def __exit__(self, *error: object) -> None:
-        self._generator.close()
+        next(self._generator, None)
