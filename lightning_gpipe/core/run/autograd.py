@@ -36,12 +36,6 @@ from lightning_gpipe.core.run.minibatch import MiniBatch
 
 Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
 
-with torch.inference_mode(False):  # this may be imported in it
-    # Makes backward run even if only tensors that nn.Module does not know need it.
-    _ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-    # Of the scalar between the two nodes: nobody reads it.
-    _NO_GRADIENT = torch.zeros((), device="cpu")
-
 
 def attach(
     minibatch: MiniBatch, inputs: Sequence[FlatTree], outputs: Sequence[FlatTree]
@@ -63,8 +57,10 @@ def attach(
     _refuse_nested(outputs, output_leaves)
     input_leaves = _requiring_grad(inputs)
     sources = [inputs[i].leaves[k] for i, k in input_leaves] + minibatch.leaves
+    # The anchor makes backward run even if only tensors that nn.Module does not know need it.
+    anchor = torch.empty((), device="cpu", requires_grad=True)
     output_gradients = _OutputGradients(outputs)
-    scalar = _Run.apply(minibatch, output_gradients, input_leaves, _ANCHOR, *sources)
+    scalar = _Run.apply(minibatch, output_gradients, input_leaves, anchor, *sources)
     return _attached(output_gradients, outputs, output_leaves, scalar)
 
 
@@ -210,7 +206,7 @@ class _Attach(Function):
         output_gradients.refuse_another_pass()
         for (i, k), gradient in zip(ctx.output_leaves, gradients, strict=True):
             output_gradients.gradients[i][k] = gradient
-        return (None, None, None, _NO_GRADIENT)
+        return (None, None, None, torch.zeros((), device="cpu"))
 
 
 def _requiring_grad(flats: Sequence[FlatTree]) -> list[Leaf]:
