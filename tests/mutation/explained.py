@@ -54,7 +54,7 @@ EXPLAINED = (
     Explained(
         "run/passes.py",
         "Passes.release",
-        "self._passes, self._participation =",
+        "self._passes, self._by_stage, self._participation =",
         _COST + "hooks would be registered on shadows that nothing else holds.",
     ),
     Explained(

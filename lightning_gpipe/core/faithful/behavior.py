@@ -8,7 +8,6 @@ inputs, so their behavior is recorded by call signature: the training flags and 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 
 from lightning_gpipe.core.plan import Slot
@@ -59,7 +58,8 @@ class Behaviors:
     """The behavior of one stage's layers, for the call signatures that were used last."""
 
     def __init__(self) -> None:
-        self._recorded: OrderedDict[Hashable, Behavior] = OrderedDict()
+        # The latest last. Not an OrderedDict, which hashes its keys to list its values.
+        self._recorded: dict[Hashable, Behavior] = {}
         self._latest: tuple[TrainingFlags, Hashable, Behavior] | None = None
 
     @property
@@ -84,10 +84,10 @@ class Behaviors:
         if latest is not None and latest[0] == flags and latest[1] == structure:
             return latest[2]
         signature = flags, structure
-        behavior = self._recorded.setdefault(signature, Behavior())
-        self._recorded.move_to_end(signature)
+        behavior = self._recorded.pop(signature, None) or Behavior()
+        self._recorded[signature] = behavior
         if len(self._recorded) > _CAPACITY:
-            self._recorded.popitem(last=False)
+            del self._recorded[next(iter(self._recorded))]
         self._latest = flags, structure, behavior
         return behavior
 

@@ -90,8 +90,11 @@ class Journal:
         """How many changes are in force."""
         return len(self._entries)
 
-    def write(self, writes: Iterable[Write]) -> None:
+    def write(self, writes: Iterable[Write]) -> int:
         """Put each new value into its slot; :data:`ABSENT` empties it.
+
+        Returns:
+            How many changes were in force before.
 
         Raises:
             Abandoned: If the journal was abandoned.
@@ -106,12 +109,14 @@ class Journal:
         with self._lock:
             if self._abandoned:
                 raise Abandoned
+            before = len(self._entries)
             self._entries += entries
             for slots, name, _, new in entries:
                 if new is not ABSENT:
                     slots[name] = new
                 else:
                     _empty(slots, name)
+        return before
 
     def changed(self, writes: Iterable[Write]) -> Changed:
         """Make changes for the duration of a ``with`` block."""
@@ -142,13 +147,12 @@ class Journal:
             left: list[_Entry] = []
             while self._entries:
                 slots, name, old, new = self._entries.pop()
-                if value_in(slots, name) is new:
-                    if old is not ABSENT:
-                        slots[name] = old
-                    else:
-                        _empty(slots, name)
-                else:
+                if value_in(slots, name) is not new:
                     left.insert(0, (slots, name, old, new))
+                elif old is not ABSENT:
+                    slots[name] = old
+                else:
+                    _empty(slots, name)
             self._entries += left
 
     def reset(self) -> None:
@@ -220,8 +224,7 @@ class Changed:
         self._writes = writes
 
     def __enter__(self) -> None:
-        self._length = len(self._journal)
-        self._journal.write(self._writes)
+        self._length = self._journal.write(self._writes)
 
     def __exit__(self, *error: object) -> None:
         self._journal.undo(self._length)

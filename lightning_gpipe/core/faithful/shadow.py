@@ -119,7 +119,8 @@ class Shadows:
 
     def record_versions(self) -> None:
         """Record the version counters after forward: only later edits count."""
-        self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]
+        if self._watched:
+            self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]
 
     @property
     def edited(self) -> bool:
@@ -138,7 +139,7 @@ class Shadows:
     def moved(self) -> list[nn.Parameter]:
         """The frozen parameters that were edited in place since their versions were recorded."""
         moved = [each for each, version in self._versions if each._version != version]
-        return [each for each in moved if not each.requires_grad]
+        return [each for each in moved if not each.requires_grad] if moved else moved
 
     @property
     def replaced(self) -> nn.Parameter | None:
@@ -153,8 +154,10 @@ class Shadows:
     @property
     def lost(self) -> nn.Parameter | None:
         """A followed parameter whose copy was edited in place, if there is one."""
-        copies = self._copied.values()
-        return next((p for p, shadow, version in copies if _version(shadow) != version), None)
+        for parameter, shadow, version in self._copied.values():
+            if _version(shadow) != version:
+                return parameter
+        return None
 
     def _as_in_forward(self) -> Iterator[_Swap]:
         """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
@@ -241,8 +244,7 @@ class SwappedIn:
 
     def __enter__(self) -> None:
         self._shadows.in_place = True
-        self._length = len(self._journal)
-        self._journal.write(self._writes)
+        self._length = self._journal.write(self._writes)
 
     def __exit__(self, *error: object) -> None:
         self._journal.undo(self._length)

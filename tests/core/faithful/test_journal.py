@@ -231,7 +231,7 @@ class Slow(dict[str, int]):
         super().__setitem__(name, value)
 
 
-def abandoned_during(journal: Journal, change: Callable[[], None], slow: Slow) -> list[str]:
+def abandoned_during(journal: Journal, change: Callable[[], object], slow: Slow) -> list[str]:
     """Abandon the journal while another thread is in a change; returns what that raised."""
     errors: list[str] = []
 

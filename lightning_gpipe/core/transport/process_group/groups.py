@@ -102,12 +102,22 @@ def connect(
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     place = Place(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
-    return Connection(_shared(place, dist.get_rank(group)), pipelines)
+    found = Shared.held_at(place)
+    try:
+        return Connection(_shared(place, dist.get_rank(group), found), pipelines)
+    finally:
+        if found is not None:
+            found.leave()
 
 
-def _shared(place: Place, rank: int) -> Shared:
-    """The office of the pipelines there: one that all processes have, or a new one."""
-    found = Shared.at(place)
+def _shared(place: Place, rank: int, found: Shared | None) -> Shared:
+    """The office of the pipelines there: the one found here if all processes have it, or a new one.
+
+    Args:
+        place: Where it is.
+        rank: That of this process in the group.
+        found: What this process has.
+    """
     store = PrefixStore("lightning_gpipe", _get_default_store())
     offered = "" if found is None else found.state
 

@@ -70,6 +70,21 @@ class Shared:
         found = [each for each in _SHARED if each._is_at(place)]
         return max(found, key=lambda each: each._number, default=None)
 
+    @classmethod
+    def held_at(cls, place: Place) -> Shared | None:
+        """The same, which is shared from now on until :meth:`leave`.
+
+        While the processes meet, the garbage collector may free the last pipeline that uses it.
+        """
+        found = cls.at(place)
+        if found is None:
+            return None
+        found.enter(())
+        if found.office.lost is None:
+            return found
+        found.leave()  # it was freed just before
+        return cls.held_at(place)
+
     def _is_at(self, place: Place) -> bool:
         sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
         return sound and self._place == place
