@@ -65,17 +65,17 @@ class Behaviors:
     @property
     def edited_parameters(self) -> set[Slot]:
         """The slots whose frozen parameters the layers edit for any call signature."""
-        return {slot for each in self._recorded.values() for slot in each.edited_parameters or ()}
+        recorded = self._recorded.values()
+        return set().union(*[each.edited_parameters or () for each in recorded])
 
     @property
     def all(self) -> Behavior:
         """What the layers change for any call signature, as far as recorded."""
         found, recorded = Behavior(), self._recorded.values()
-        found.edited_buffers = {s for each in recorded for s in each.edited_buffers or ()}
+        found.edited_buffers = set().union(*[each.edited_buffers or () for each in recorded])
         found.edited_parameters = frozenset(self.edited_parameters)
-        found.changed_attributes = frozenset(
-            slot for each in recorded for slot in each.changed_attributes or ()
-        )
+        changed = [each.changed_attributes or () for each in recorded]
+        found.changed_attributes = frozenset().union(*changed)
         return found
 
     def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:

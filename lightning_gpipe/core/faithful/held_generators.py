@@ -49,6 +49,8 @@ class HeldGenerators:
         """Look for them again if a module has another object in an attribute since."""
         if self._states is None:
             return
+        if self._values is not None and not self._owners.moved(self._values):
+            return  # most often, and seen at once
         present = self._owners.values()
         if present is None or any(not isinstance(new, _PLAIN) for new in self._new(present)):
             self._states = None

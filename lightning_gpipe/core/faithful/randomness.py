@@ -152,8 +152,8 @@ class SharedGenerators:
 
     Args:
         devices: The devices whose default generators they are.
-        but_for: The digests of older states. To have one of them means that nothing was drawn: a
-            layer with checkpointing of its own set it.
+        but_for: Older :attr:`states`. To have one of them means that nothing was drawn: a layer
+            with checkpointing of its own set it.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class SharedGenerators:
         self._devices = sorted(set(devices), key=str)  # as in other processes
         self._generators = [default_generator(device) for device in self._devices]
         self._before = self._states()
-        self._but_for = but_for or (b"",) * len(self._before)
+        self._but_for = but_for
         self._private: list[PrivateGenerators] = []
         self._heard = 0
 
@@ -201,21 +201,24 @@ class SharedGenerators:
         return found or ["one in another process"] * bool(self._heard & _UNTAGGED)
 
     @cached_property
-    def digests(self) -> tuple[bytes, ...]:
-        """What identifies the states from before the mini-batch, in a few bytes."""
-        return tuple(map(_digest, self._before))
+    def states(self) -> tuple[bytes, ...]:
+        """The states from before the mini-batch."""
+        return tuple(map(_bytes_of, self._before))
 
     @cached_property
     def _seed(self) -> bytes:
-        return blake2b(b"".join(self.digests)).digest()
+        return blake2b(b"".join(self.states)).digest()
 
     def moved(self) -> bool:
         """Whether anything was drawn from the generators themselves."""
-        states = zip(self._states(), self._before, self._but_for, strict=True)
-        return bool(self._heard & _MOVED) or any(
-            not torch.equal(state, before) and _digest(state) != other
-            for state, before, other in states
-        )
+        if self._heard & _MOVED:
+            return True
+        now = tuple(map(_bytes_of, self._states()))
+        if now == self.states:
+            return False
+        older = self._but_for or self.states
+        each = zip(now, self.states, older, strict=True)
+        return any(state not in (before, other) for state, before, other in each)
 
     def rewind(self) -> None:
         """Restore the states from before the mini-batch."""
@@ -236,5 +239,5 @@ class SharedGenerators:
         return private
 
 
-def _digest(state: Tensor) -> bytes:
-    return blake2b(bytes(state.numpy())).digest()
+def _bytes_of(state: Tensor) -> bytes:
+    return bytes(state.numpy())

@@ -144,7 +144,7 @@ class MiniBatch:
                 stage.refresh()
             self._flags = self._training_flags()
             generators = self._generators = self._generators_now()
-            self._drawn_from = generators.digests
+            self._drawn_from = generators.states
             if self._layout.spread:
                 self._label = self._label_now(len(microbatches), generators.number)
             signature = self._flags, microbatches[0].spec
