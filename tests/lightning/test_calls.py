@@ -11,8 +11,8 @@ import json
 import subprocess
 import sys
 
-# Calls of functions of the package, of Lightning, and of nn.Module, beside those of the same pipeline
-# as a module of plain Lightning. Counted: 32; steps are watched, and logs are guarded.
+# Calls of functions of the package, of Lightning, and of nn.Module, beside those of the same
+# pipeline as a module of plain Lightning. Counted: 32; steps are watched, and logs are guarded.
 AT_MOST = 35
 
 

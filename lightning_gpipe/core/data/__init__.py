@@ -4,7 +4,7 @@ Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
-from lightning_gpipe.core.data.holding import holds_tensor
+from lightning_gpipe.core.data.holding import holds_tensor, requires_grad
 from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal, record_stream
 from lightning_gpipe.core.data.marks import (
     MARKS,
@@ -80,6 +80,7 @@ __all__ = [
     "receiving",
     "record_stream",
     "reduced",
+    "requires_grad",
     "term_receiver",
     "tree_flatten",
     "tree_unflatten",

@@ -36,3 +36,8 @@ def holds_tensor(value: Any, depth: int = 4, kind: type = Tensor) -> bool:
     elif isinstance(value, list | tuple | set | frozenset | deque):
         within += value
     return any(holds_tensor(each, depth - 1, kind) for each in within)
+
+
+def requires_grad(leaf: object) -> bool:
+    """Whether a leaf of a pytree is a tensor that requires a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad

@@ -156,6 +156,8 @@ class StageBuffers:
         Raises:
             RuntimeError: If they edited one that they did not edit before.
         """
+        if buffers is self._none and behavior.edited_buffers is not None:
+            return  # there were none that they could edit
         if buffers.lost is not None:
             module, name = buffers.lost
             raise RuntimeError(

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.data import FlatTree, requires_grad
 from lightning_gpipe.core.faithful import Write, add_note
 from lightning_gpipe.core.plan import Program
 from lightning_gpipe.core.run import Stage, StagePass, pass_alone
@@ -66,7 +66,7 @@ def noted(stage: Stage, rows: int) -> Iterator[None]:
 
 def gradients_for(outputs: FlatTree) -> FlatTree:
     """A gradient for each output that requires one."""
-    needed = (isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs.leaves)
+    needed = map(requires_grad, outputs.leaves)
     return FlatTree(
         [
             torch.ones_like(leaf) if needs else None

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from lightning_gpipe.core.data import FlatTree, copy_marks
+from lightning_gpipe.core.data import FlatTree, copy_marks, requires_grad
 from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.run.gradients import Gradients
 from lightning_gpipe.core.run.minibatch import MiniBatch
@@ -214,5 +214,5 @@ def _requiring_grad(flats: Sequence[FlatTree]) -> list[Leaf]:
         (i, k)
         for i, flat in enumerate(flats)
         for k, leaf in enumerate(flat.leaves)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
+        if requires_grad(leaf)
     ]

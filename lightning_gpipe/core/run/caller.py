@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
+from lightning_gpipe.core.data import FlatTree, Term, join, parted, requires_grad, tree_unflatten
 from lightning_gpipe.core.plan import (
     CALLER,
     Action,
@@ -79,7 +79,7 @@ class Caller:
 
     def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
         """What it sends for a forward."""
-        self._entering = any(any(map(_requires_grad, x.leaves)) for x in microbatches)
+        self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         return chain.from_iterable(self.input(i, x) for i, x in enumerate(microbatches))
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
@@ -198,10 +198,6 @@ class Caller:
         for route, tree in zip(self._returned, returned, strict=True):
             value_of |= zip(route.numbers, parted(tree), strict=True)
         return join([value_of[number] for number in self._gathered.outputs])
-
-
-def _requires_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:

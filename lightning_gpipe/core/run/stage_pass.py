@@ -25,6 +25,7 @@ from lightning_gpipe.core.data import (
     join,
     parted,
     receiving,
+    requires_grad,
     tree_flatten,
     tree_unflatten,
 )
@@ -140,7 +141,7 @@ class StagePass:
             if self.stage.last:
                 outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
-            needed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+            needed = any(map(requires_grad, leaves))
             if needed and searching:
                 self._captures.record(behavior, inputs.leaves, leaves, since)
             saved = self.stage.state.after(behavior, before)
@@ -239,12 +240,12 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        inputs = self._microbatches[i].inputs
-        former = inputs.leaves
-        with together(self._as_in_forward()):
-            inputs = inputs.detached()  # without hooks that layers registered on them in forward
-            behavior, hooks = self._behavior(inputs), self._context.saving()
-            outputs, terms = self._run(i, inputs, behavior, first=False, hooks=hooks)
+        former = self._microbatches[i].inputs.leaves
+        if managers := self._as_in_forward():
+            with together(managers):
+                inputs, outputs, terms = self._run_again(i)
+        else:
+            inputs, outputs, terms = self._run_again(i)
         if len(terms.leaves) != self._microbatches[i].terms:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
@@ -256,6 +257,13 @@ class StagePass:
         # What required no gradient is not detached, and a layer may ask for one now.
         former = [one for one, two in zip(former, inputs.leaves, strict=True) if one is not two]
         self._microbatches[i] = Kept(inputs, roots, sizes=sizes, former=former)
+
+    def _run_again(self, i: int) -> tuple[FlatTree, FlatTree, FlatTree]:
+        """Do the work of micro-batch ``i`` again; returns its inputs and what :meth:`_run` does."""
+        # Without hooks that layers registered on the inputs in forward.
+        inputs = self._microbatches[i].inputs.detached()
+        behavior, hooks = self._behavior(inputs), self._context.saving()
+        return inputs, *self._run(i, inputs, behavior, first=False, hooks=hooks)
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""

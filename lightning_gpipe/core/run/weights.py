@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_gpipe.core.data import requires_grad
 from lightning_gpipe.core.run.graphs import Graph
 from lightning_gpipe.core.run.roots import (
     Root,
@@ -63,7 +64,7 @@ class Weights:
             roots: Where backward starts.
             gradients: Those of the roots.
         """
-        leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        leaves = list(filter(requires_grad, inputs))
         given = list(zip(*with_gradients(roots, gradients), strict=True))
         if leaves and given and all(map(_can_be_split, given)):
             graph = Graph.behind([root for root, _ in given], leaves)
