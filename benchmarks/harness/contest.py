@@ -1,14 +1,16 @@
 """Contestants that do the same step, timed in turns.
 
 A machine is not equally fast all the time: another process starts, a core gets warm. So a round is
-one step of each contestant, in turns, and only steps of the same round are compared. Before
-anything is timed, all must have computed the same gradients.
+one step of each contestant, in turns, and only steps of the same round are compared. Who comes
+after whom is drawn anew for each round: after a step on four threads the next one takes longer,
+whosever it is. Before anything is timed, all must have computed the same gradients.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,7 +130,7 @@ def contest(
     warm_up: int = 2,
     synchronize: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """Time every contestant once per round, in turns: A B C, A B C, ...
+    """Time every contestant once per round, in turns: A B C, C A B, ...
 
     Args:
         contestants: Who is timed.
@@ -140,7 +142,8 @@ def contest(
     gc.collect()
     gc.freeze()  # what is there already need not be searched for garbage before every step
     for number in range(warm_up + rounds):
-        for each in contestants:
+        order = random.Random(number)  # the same in each run
+        for each in order.sample(contestants, len(contestants)):
             if not each.installed:
                 continue
             with _threads(each.threads), _no_collection():
