@@ -47,6 +47,17 @@ def test_first_mini_batches_do_not_count() -> None:
     assert found.found == Found(threads=FAST, inline=SLOW)
 
 
+@pytest.mark.parametrize("faster", [THREADS, INLINE])
+def test_mini_batches_that_were_held_up_do_not_decide(faster: bool) -> None:
+    found = Contest()
+    for held_up in (1.0, 2.0, 1.0, 2.0):
+        for way in (THREADS, INLINE):
+            found.add(way, FAST * held_up if way is faster else SLOW)
+
+    assert found.found is not None
+    assert found.found.faster is faster
+
+
 def test_threads_that_take_longer_than_the_schedule_allows() -> None:
     quick, starved = (Found(threads=each, inline=4.0, allowed=2.0) for each in (2.9, 3.1))
 
