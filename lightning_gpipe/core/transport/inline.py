@@ -71,7 +71,7 @@ class InlineTransport(Transport):
         self._shares = shares
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
-        self._may_run = False  # True in a run, and perhaps after one that was interrupted
+        self._may_run = False  # True in a run, and perhaps after one that has failed
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
