@@ -26,6 +26,12 @@ _NEVER = "Cannot happen: "
 
 EXPLAINED = (
     Explained(
+        "transport/inline.py",
+        "InlineTransport.run",
+        "self._may_run = False",
+        _COST + "the stacks of threads would be searched for a run before each one.",
+    ),
+    Explained(
         "transport/threads.py",
         "_Thread.work",
         "finally: self.caller = None",

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_gpipe.core.plan import Layout, cut, lay_out
 from lightning_gpipe.core.transport.exclusion import _REGISTRY, Exclusion, _Registry, _Turn
+from tests.support.faults import OwnError
 from tests.support.waiting import PATIENCE
 
 
@@ -106,6 +107,19 @@ def test_who_gets_a_turn_is_called_back_first() -> None:
         order.append("within")
 
     assert order == ["before", "within"]
+
+
+def test_turn_is_given_back_if_what_comes_before_fails() -> None:
+    def fail() -> None:
+        raise OwnError
+
+    exclusion = Exclusion(layout_of(nn.Tanh()), before=fail)
+
+    with pytest.raises(OwnError), exclusion.entered():
+        pass
+
+    [turn] = exclusion._turns
+    assert turn.owner is None
 
 
 def test_lock_of_another_process_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,7 @@ def test_one_that_ends_just_before_is_not_held(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Shared, "enter", freed_before)
 
     assert Shared.held_at(PLACE) is first
+    assert second._users == 1  # as before
     first.leave()
     assert Shared.held_at(PLACE) is first
     first.leave()
