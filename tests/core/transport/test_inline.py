@@ -1,7 +1,7 @@
 """All workers in turns on the calling thread."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.plan import Action, Kind, fill_drain, one_each
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport
+from tests.support.faults import OwnError
 from tests.support.transports import Job, layout_of
 
 CPU = torch.device("cpu")
@@ -45,6 +46,30 @@ def test_sessions_last_as_long_as_all_actions() -> None:
     assert place[:2] == ["one begins", "other joins"]
     assert place[-2:] == ["other ends", "one ends"]
     assert len(place) > 4
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_operators_use_a_workers_share_of_the_cores(fails: bool) -> None:
+    """So that results are those of threads to the bit: some depend on how a sum is divided."""
+    inline = LocalTransport(layout_of(2, [CPU, CPU])).inline()
+    found: list[int] = []
+
+    def work() -> None:
+        found.append(torch.get_num_threads())
+        if fails:
+            raise OwnError
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with pytest.raises(OwnError) if fails else nullcontext():
+            inline.run(inline.open(PHASE), [Job(work), Job(work)])
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+    assert set(found) == {2}
+    assert after == 4
 
 
 def test_value_that_no_action_has_sent() -> None:
