@@ -24,8 +24,7 @@ from lightning_gpipe.core.transport import OutOfStep, RankFailed
 from lightning_gpipe.core.verify import LossParity, Parity, StepParity, verify, verify_step
 from lightning_gpipe.foreign_trainers import registries
 from lightning_gpipe.strategy import GPipeStrategy
-
-__version__ = "0.1.0"
+from lightning_gpipe.version import __version__ as __version__
 
 __all__ = [
     "GPipe",

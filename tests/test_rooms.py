@@ -31,7 +31,7 @@ settings
 adapted  checkpoint_io  compilation  optimizer_state  refusals  sharded  steps  watch  skip  flatten
 pretrained
 device_options  foreign_trainers  kept_balance  kept_generators  sampled  typed  whole_files
-own_entry  unreadable
+own_entry  unreadable  version
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline

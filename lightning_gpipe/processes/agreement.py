@@ -7,21 +7,23 @@ than the others: at best they would wait for one another, at worst the numbers w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import Any
 
+import lightning
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.processes.group import Group
+from lightning_gpipe.version import __version__
 
-_PACKAGES = ["lightning-gpipe", "torch", "lightning"]
 _MOST = 3  # differences that are told
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that all processes must have alike."""
-    return {f"version of {package}": version(package) for package in _PACKAGES}
+    """Those of the packages that all processes must have alike, installed or on a path."""
+    others = {f"version of {each.__name__}": str(each.__version__) for each in (torch, lightning)}
+    return {"version of lightning-gpipe": __version__, **others}
 
 
 def shapes(module: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from threading import Thread
 
@@ -13,7 +14,8 @@ from torch import nn
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
-from lightning_gpipe.processes.agreement import check_same
+from lightning_gpipe import __version__
+from lightning_gpipe.processes.agreement import check_same, versions
 from lightning_gpipe.processes.group import Group
 from lightning_gpipe.processes.starting import start_together, store_of_all
 from tests.support.lightning_modules import Classifier, Data, six_layers
@@ -129,6 +131,17 @@ def with_versions() -> str:
 def test_processes_of_different_versions(two_ranks: Pool) -> None:
     for message in two_ranks.run(with_versions):
         assert "the version of torch is '2.1' on rank 1 and '2.0' on rank 0" in message
+
+
+def test_versions_of_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once processes that found the package on PYTHONPATH ended with PackageNotFoundError."""
+
+    def not_installed(name: str) -> metadata.Distribution:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", not_installed)
+
+    assert versions()["version of lightning-gpipe"] == __version__
 
 
 class Dying(Classifier):
