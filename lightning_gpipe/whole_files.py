@@ -26,7 +26,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_gpipe.unreadable import check_contents, explained
+from lightning_gpipe.unreadable import explained
 
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}  # some file systems of networks
 
@@ -64,13 +64,10 @@ class WholeFiles(TorchCheckpointIO):
         """As Lightning's.
 
         Raises:
-            RuntimeError: If there is no checkpoint in the file; it says why.
+            RuntimeError: If the file cannot be read; it says why.
         """
-        place = on_this_machine(path)
-        with explained(path, place):
-            found = super().load_checkpoint(path, **options)
-        check_contents(found, path)
-        return found
+        with explained(path, on_this_machine(path)):
+            return super().load_checkpoint(path, **options)
 
 
 def on_this_machine(path: str | Path) -> Path | None:

@@ -7,18 +7,22 @@ and also where a launcher's variables are set. One in several is started by Ligh
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -297,7 +301,32 @@ def backend_for(device: torch.device) -> str:
 
 
 class _Started(_MultiProcessingLauncher):
-    """Starts processes with multiprocessing, and leaves the whole model in the main process."""
+    """Starts processes with multiprocessing, and leaves the whole model in the main process.
+
+    Lightning takes forkserver for a kind of fork. But a process of such a server gets the model
+    pickled, in memory that all processes share, and begins without the random states of the main
+    process, as a spawned one does.
+    """
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._global_states = _GlobalStateSnapshot.capture()  # pickled with the launcher
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+    ) -> None:
+        if self._start_method == "forkserver":
+            self._global_states.restore()
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
 
     @override
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:

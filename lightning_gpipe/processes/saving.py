@@ -34,6 +34,7 @@ from lightning_gpipe.sharded import (
     save_parts,
     set_aside,
 )
+from lightning_gpipe.unreadable import check_contents
 from lightning_gpipe.whole_files import WholeFiles
 
 
@@ -122,7 +123,10 @@ class Saving(Launched):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._folder = folder_of(Path(self.broadcast(str(checkpoint_path))))
         if self._folder is None:
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+            # Here and not in WholeFiles, by which launchers bring bare weights home.
+            check_contents(checkpoint, checkpoint_path)
+            return checkpoint
         rest = super().load_checkpoint(self._folder / REST, *args, **kwargs)
         return {**rest, **load_rest(self._folder)}
 
