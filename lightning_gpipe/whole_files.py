@@ -52,7 +52,7 @@ class WholeFiles(TorchCheckpointIO):
             with _in_the_place_of(place) as file:
                 _write(checkpoint, file)
         except OSError as error:
-            kept = "The one that was there is whole. " if place.exists() else ""
+            kept = "The one that was there is whole. " if os.path.exists(place) else ""
             raise OSError(
                 error.errno,
                 f"the checkpoint {place} was not saved: {error.strerror or error}. {kept}Its "

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.support.ranks import Failed, new_ranks
 
 KILLS = 20 if settings().max_examples > 1000 else 4
 NOBODY = 65534
+NOTHING = nullcontext()
 MEMORY = Path("/dev/shm")
 
 OLD, NEW = 1.0, 2.0
@@ -69,14 +71,6 @@ def elsewhere() -> Iterator[Path]:
     if not MEMORY.is_dir() or MEMORY.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev:
         pytest.skip("there is no second file system: /dev/shm is none")
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that another user may read."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.chmod(folder, 0o755)
         yield Path(folder)
 
 
@@ -149,13 +143,16 @@ def test_interrupt_at_any_line(tmp_path: Path) -> None:
 # A disk that is full, and a folder that is not ours.
 
 
-def check_refused(path: Path, temporary: Path, why: int) -> None:
+def check_refused(
+    path: Path, temporary: Path, why: int, limited: AbstractContextManager[None] = NOTHING
+) -> None:
     """A save that replaces a checkpoint fails; it says why, and has no consequence."""
     before = path.read_bytes()
 
-    with pytest.raises(
-        OSError, match=r"last.ckpt was not saved: .*The one that was there"
-    ) as error:
+    with (
+        pytest.raises(OSError, match=r"last.ckpt was not saved: .*The one that was there") as error,
+        limited,
+    ):
         save(path, NEW)
 
     assert error.value.errno == why
@@ -200,23 +197,49 @@ def test_full_disk(small_disk: Path, temporary: Path) -> None:
     check_refused(path, temporary, errno.ENOSPC)
 
 
-def as_nobody(path: Path, temporary: Path) -> None:
-    """The test of a folder that this user may read only."""
-    if os.getuid() == 0:
-        os.setuid(NOBODY)
-    else:
-        path.parent.chmod(0o555)
-    tempfile.tempdir = str(temporary)
-    check_refused(path, temporary, errno.EACCES)
+@contextmanager
+def without_rights() -> Iterator[None]:
+    """Let permissions of files hold for root too: what they forbid to all, it may do else."""
+    user = os.geteuid()
+    if not user:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
 
 
-def test_folder_that_may_not_be_written(open_folder: Path) -> None:
-    (temporary := open_folder / "temporary").mkdir()
-    path = open_folder / "run" / "last.ckpt"
-    save(path, OLD)
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that any user may read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        with without_rights():
+            reached = os.access(folder, os.X_OK, effective_ids=True)
+        if not reached:
+            pytest.skip(f"{folder.parent} must be open to all users: rights of root are not tested")
+        yield folder
 
-    with new_ranks(1) as ranks:
-        ranks.run(as_nobody, path, temporary)
+
+def test_folder_that_may_not_be_written(readable: Path, temporary: Path) -> None:
+    """Once the test could not be run by root in a checkout that other users may not read."""
+    path = readable / "last.ckpt"
+    save(path, OLD)  # which imports all that another save needs
+    readable.chmod(0o555)
+
+    check_refused(path, temporary, errno.EACCES, without_rights())
+
+
+def test_folder_that_may_not_be_entered(tmp_path: Path) -> None:
+    """Once what must hold was not said, for whether there is a checkpoint was not known either."""
+    save(tmp_path / "run" / "last.ckpt", OLD)
+    (tmp_path / "run").chmod(0o000)
+    try:
+        with pytest.raises(OSError, match=r"must let this process write"), without_rights():
+            save(tmp_path / "run" / "last.ckpt", NEW)
+    finally:
+        (tmp_path / "run").chmod(0o755)
 
 
 def test_first_checkpoint_in_no_folder(tmp_path: Path) -> None:
