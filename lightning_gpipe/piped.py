@@ -96,7 +96,6 @@ def cut_evenly(
     for taken, balance in zip(found, sizes, strict=True):
         check_balance(balance, len(taken.units), taken.name)
         check_even(len(balance), devices, f"Write Trainer(devices={len(balance)}). {AUTO_DEVICES}")
-    warn_of_one_device(max(map(len, sizes)), devices)
     return sizes
 
 
@@ -152,6 +151,7 @@ class Piped:
         )
         choice = agree(chosen(self.found, sizes_given, measuring, given, around))
         sizes = agree(cut_evenly(self.found, choice.balances, measuring, around))
+        warn_of_one_device(balances, sizes, len(devices))
         profiles = measuring.profiles if measured else measuring.done
         kept.keep(self.found, balances, sizes)
         self._root = root

@@ -221,12 +221,29 @@ def _devices_of(tensors: Iterable[Tensor]) -> list[str]:
     return list(dict.fromkeys(str(tensor.device) for tensor in tensors))
 
 
-def warn_of_one_device(stages: int, devices: int) -> None:
-    """Warn if several stages share one device."""
+def warn_of_one_device(
+    balances: Sequence[Any], sizes: Sequence[Sequence[int]], devices: int
+) -> None:
+    """Warn if nothing runs at the same time, unless the user asked for a single stage.
+
+    Args:
+        balances: The balance of each module, as the user gave it; a list says how many stages.
+        sizes: The number of layers in each stage, of each module.
+        devices: The number of devices of a pipeline.
+    """
+    stages = max(map(len, sizes))
     if devices == 1 < stages:
         rank_zero_warn(
             f"All {stages} stages of the pipeline share one device, so nothing runs at the same "
             f"time. Write Trainer(devices={stages}) for a device per stage. {AUTO_DEVICES}"
+        )
+    elif stages == 1 and all(isinstance(balance, str) for balance in balances):
+        one_each = [list(size) for size in sizes]
+        rank_zero_warn(
+            "A pipeline with one device has one stage, so nothing is pipelined. Give it several "
+            "devices, such as Trainer(accelerator='gpu', devices=4), or devices=2 on the CPU; or "
+            f"write balance={one_each if len(one_each) > 1 else one_each[0]}, if one stage is "
+            f"meant. {AUTO_DEVICES}"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.refusals import warn_of_one_device
 from tests.support.lightning_modules import Classifier, Data, fitted, six_layers, trainer
 
 
@@ -79,12 +79,46 @@ def test_all_stages_on_one_device_warn(tmp_path: Path) -> None:
         fitted(tmp_path, GPipeStrategy([1, 1, 2, 2]), devices="auto", max_steps=1)
 
 
-def test_one_stage_on_one_device_does_not_warn(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitted(tmp_path, GPipeStrategy([6]), max_steps=1)
+@pytest.mark.parametrize(
+    "strategy, devices",
+    [("gpipe", "auto"), (GPipeStrategy, "auto"), (GPipeStrategy, 1)],
+    ids=["name", "auto", "one"],
+)
+def test_one_device_without_a_balance_warns(tmp_path: Path, strategy: Any, devices: Any) -> None:
+    """Without ``devices=`` all layers were one stage on one CPU, and nothing said so."""
+    made = strategy if isinstance(strategy, str) else strategy()
 
-    assert not [warning for warning in caught if "share one device" in str(warning.message)]
+    with pytest.warns(UserWarning, match="one device") as caught:
+        fitted(tmp_path, made, devices=devices, max_steps=1)
+
+    messages = [str(warning.message) for warning in caught]
+    assert [message for message in messages if "pipelined" in message] == [
+        "A pipeline with one device has one stage, so nothing is pipelined. Give it several "
+        "devices, such as Trainer(accelerator='gpu', devices=4), or devices=2 on the CPU; or write "
+        "balance=[6], if one stage is meant. devices='auto' means one device on the CPU and in a "
+        "notebook, and all GPUs elsewhere."
+    ]
+
+
+def test_one_device_for_several_modules_warns() -> None:
+    with pytest.warns(UserWarning, match=r"nothing is pipelined.*balance=\[\[2\], \[1\]\]"):
+        warn_of_one_device(["parameters", "parameters"], [[2], [1]], devices=1)
+
+
+@pytest.mark.parametrize("option", ["balance", "chunks"])
+def test_one_device_and_a_measurement_warn_once(tmp_path: Path, option: str) -> None:
+    given: Any = {"balance": {"balance": "time"}, "chunks": {"chunks": "auto"}}[option]
+
+    with pytest.warns(UserWarning, match="one device") as caught:
+        fitted(tmp_path, GPipeStrategy(**given), max_steps=1)
+
+    assert sum("one device" in str(warning.message) for warning in caught) == 1
+
+
+def test_one_stage_that_was_asked_for_does_not_warn(tmp_path: Path) -> None:
+    made = fitted(tmp_path, GPipeStrategy([6]), max_steps=1)  # a warning is an error
+
+    assert made.global_step == 1
 
 
 class Holder(Classifier):
