@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -276,11 +275,9 @@ class Piped:
 
     def __str__(self) -> str:
         """A line for each module: how it was cut, over what; and what else could have been."""
-        stages = iter(self.pipeline.stages)
         lines = []
-        for taken, size in zip(self.found, self.pipeline.balances, strict=True):
-            each_on = (f"{each.partition} on {each.device}" for each in islice(stages, len(size)))
-            cut = ", ".join(each_on)
+        for taken, layout in zip(self.found, self.pipeline.layouts, strict=True):
+            cut = ", ".join(f"{each} on {layout.where(each.index)}" for each in layout.partitions)
             kind = type(taken.module).__name__
             lines.append(f"GPipe runs {taken.name} ({kind}) as a pipeline: {cut}")
         beside = parameters_around(self.found)

@@ -433,7 +433,7 @@ class GPipeStrategy(OverProcesses):
         self._twins = piped.pipeline.copy_batches(self.root_device)
         self.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
-        if piped.pipeline.profiles:
+        if piped.pipeline.profiles and self.is_global_zero:
             show(piped.pipeline.listing())
         self._steps = UserSteps(module, piped, verify=given.verify)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
+from contextlib import redirect_stdout
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ from torchmetrics import SumMetric
 from torchmetrics.functional import accuracy
 
 from lightning_gpipe import GPipe
-from tests.support.lightning_modules import CLASSES, Data
+from tests.support.lightning_modules import CLASSES, Classifier, Data
 from tests.support.models import rows
 from tests.support.processes import assert_equal, processes
 from tests.support.ranks import Pool
@@ -133,3 +137,73 @@ def test_optimizers_that_update_each_parameter_by_itself(two_ranks: Pool) -> Non
         assert not set(one[name]) & set(other[name]), name
         found = {**one[name], **other[name]}
         assert_equal({key: found[key] for key in values}, values)
+
+
+def lines_at_setup(root: Path, processes: str, build: Any, balance: Any, options: Any) -> list[str]:
+    """What this process prints of how its pipelines were cut."""
+    handler = BufferingHandler(capacity=10_000)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        trainer_over(root, processes, balance, options, max_steps=1).fit(build(), Data())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    messages = [record.getMessage() for record in handler.buffer]
+    return [line for text in messages if "as a pipeline" in text for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "build, balance, options, expected",
+    [
+        (
+            Classifier,
+            [2, 4],
+            {},
+            [
+                "GPipe runs Classifier.layers (Sequential) as a pipeline: layers 0..1 on cpu of "
+                "rank 0, layers 2..5 on cpu of rank 1; around, on cpu: 27 parameters."
+            ],
+        ),
+        (
+            Translator,
+            [[1, 2], [2, 2]],
+            {"module": ["layers.encoder", "layers.decoder"]},
+            [
+                "GPipe runs Translator.layers.encoder (ModuleList) as a pipeline: layers.encoder.0 "
+                "on cpu of rank 0, layers.encoder.1..2 on cpu of rank 1.",
+                "GPipe runs Translator.layers.decoder (ModuleList) as a pipeline: "
+                "layers.decoder.0..1 on cpu of rank 0, layers.decoder.2..3 on cpu of rank 1; "
+                "around, on cpu: 83 parameters.",
+            ],
+        ),
+    ],
+    ids=["layers", "several"],
+)
+def test_the_line_at_setup_has_the_stages_of_all_processes(
+    tmp_path: Path, two_ranks: Pool, build: Any, balance: Any, options: Any, expected: list[str]
+) -> None:
+    """Once the first process printed its own stages as if there were no others.
+
+    Of several modules, the line of the first one had the stages of all.
+    """
+    first, second = two_ranks.run(lines_at_setup, tmp_path, "per_stage", build, balance, options)
+
+    assert first == expected
+    assert not second
+
+
+def printed_by_time(root: Path) -> str:
+    with redirect_stdout(io.StringIO()) as printed:
+        trainer_over(root, "per_stage", "time", {}, max_steps=1).fit(Classifier(), Data())
+    return printed.getvalue()
+
+
+def test_the_table_of_a_measured_balance_is_printed_once(tmp_path: Path, two_ranks: Pool) -> None:
+    """Once each process printed it."""
+    first, second = two_ranks.run(printed_by_time, tmp_path)
+
+    assert "stage" in first
+    assert not second
