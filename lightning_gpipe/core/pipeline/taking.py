@@ -19,6 +19,7 @@ from lightning_gpipe.core.plan import (
     Placing,
     check_outside,
     check_sharing,
+    check_whole,
     lay_out,
     looped,
     shared_with_outside,
@@ -154,7 +155,12 @@ def layers_in(layout: Layout) -> tuple[list[nn.Module], list[str]]:
 
 
 def taken_at(root: nn.Module, path: str, module: nn.Module) -> Taken:
-    """What runs as a pipeline, if it was found already; the type of ``module`` decides how."""
+    """What runs as a pipeline, if it was found already; the type of ``module`` decides how.
+
+    Raises:
+        TypeError: If it cannot run as a pipeline, or its parameters are shards.
+    """
+    check_whole([(path, module)])
     if isinstance(module, nn.Sequential):
         return Layers(root, path, module)
     return Programs(root, path, module)

@@ -87,6 +87,7 @@ from lightning_gpipe.core.plan.route import (
 )
 from lightning_gpipe.core.plan.schedule import Schedule
 from lightning_gpipe.core.plan.settings import Settings
+from lightning_gpipe.core.plan.shards import check_whole, has_shards
 from lightning_gpipe.core.plan.sharing import (
     Slot,
     check_copies,
@@ -159,6 +160,7 @@ __all__ = [
     "check_schedule_name",
     "check_sequential",
     "check_sharing",
+    "check_whole",
     "contents",
     "count_recomputed",
     "counts_between",
@@ -167,6 +169,7 @@ __all__ = [
     "folded",
     "followed_slots",
     "has_own_forward",
+    "has_shards",
     "held_in",
     "holders",
     "is_generator",

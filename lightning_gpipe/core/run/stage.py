@@ -38,7 +38,9 @@ from lightning_gpipe.core.plan import (
     Route,
     RouteName,
     check_copies,
+    check_whole,
     followed_slots,
+    has_shards,
 )
 from lightning_gpipe.core.run.split import Splits
 from lightning_gpipe.core.skip import declared_in
@@ -111,13 +113,16 @@ class Stage:
         """Update :attr:`modules`, which the user may have changed since the last step.
 
         Raises:
-            RuntimeError: If a parameter was moved from the stage's device.
+            RuntimeError: If a parameter was moved from the stage's device, or sharded.
         """
         self.journal.reset()  # changes that an interrupted mini-batch left
         modules = self.modules_now()
         if modules != self.modules:
             self._set_modules(modules)
         self.state.refresh()
+        if has_shards(modules):
+            layers = zip(self.partition.titles, self.partition.layers, strict=True)
+            check_whole(layers, RuntimeError)
         self._check_placement()
 
     def modules_now(self) -> tuple[nn.Module, ...]:
