@@ -42,10 +42,14 @@ class WholeFiles(TorchCheckpointIO):
 
         Raises:
             OSError: If the file cannot be written; what was in its place is whole.
+            TypeError: If there are ``storage_options``, which are for a CheckpointIO of the user's.
         """
+        if storage_options is not None:  # refused under the name that a plain Trainer gives it
+            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options=storage_options)
+            return
         place = on_this_machine(path)
-        if place is None or storage_options is not None:  # which it refuses
-            super().save_checkpoint(checkpoint, path, storage_options)
+        if place is None:
+            super().save_checkpoint(checkpoint, path)
             return
         try:
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -30,11 +30,13 @@ class AdaptedTrainer:
         self._logs = GuardedLogs()
 
     def connect(self, model: LightningModule) -> None:
-        """Adapt what begins before all else."""
-        self._profiling.record_threads(profiler_of(model))
+        """Adapt what begins before all else, if the model is in a Trainer yet."""
+        if model._trainer is not None:
+            self._profiling.record_threads(profiler_of(model))
 
     def setup_environment(self, model: LightningModule) -> None:
         """Adapt what begins before the layers are on their devices."""
+        self._profiling.record_threads(profiler_of(model))
         self._averages.hold_back(model)
 
     def setup(

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerAction
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.lightning_modules import Classifier, assert_same_weights, fitted, six_layers
+from tests.support.lightning_modules import (
+    Classifier,
+    assert_same_weights,
+    fitted,
+    six_layers,
+    trainer,
+)
 
 STEPS, CHUNKS = 3 * 3, 3  # three epochs of three batches
 
@@ -197,3 +203,19 @@ def test_use_of_the_devices_is_of_all(tmp_path: Path) -> None:
     fitted(tmp_path, strategy(), build=Counted, devices=2, max_steps=1, **options)
 
     assert {each.available_flops for each in monitor._throughputs.values()} == {2000}
+
+
+def test_connection_before_there_is_a_trainer(tmp_path: Path) -> None:
+    """Once it raised that the model is not attached to a Trainer; Lightning's strategies do not."""
+    profiler = PyTorchProfiler(tmp_path)
+    made = trainer(tmp_path, strategy(), devices=2, profiler=profiler)
+    model = Classifier()
+
+    made.strategy.connect(model)
+    assert made.strategy.lightning_module is model
+    model.trainer = made
+    made.strategy.setup_environment()
+
+    assert "experimental_config" in profiler._profiler_kwargs, "it records all threads"
+    made.strategy.teardown()
+    assert "experimental_config" not in profiler._profiler_kwargs

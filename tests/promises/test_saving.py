@@ -19,13 +19,14 @@ import pytest
 import torch
 from hypothesis import settings
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from lightning_gpipe import GPipeStrategy, whole_files
 from lightning_gpipe.whole_files import WholeFiles
 from tests.support.interrupts import interrupted
 from tests.support.kills import Calls, Moment
-from tests.support.lightning_modules import Data, fitted
+from tests.support.lightning_modules import Classifier, Data, fitted
 from tests.support.processes import assert_equal
 from tests.support.ranks import Failed, new_ranks
 
@@ -345,6 +346,74 @@ def test_io_of_the_user(tmp_path: Path, wrap: bool) -> None:
 
     assert own.saved == ["end.ckpt"]
     made.validate(datamodule=Data(), ckpt_path=tmp_path / "end.ckpt", verbose=False)
+
+
+class InMemory(CheckpointIO):
+    """A user's own, which lists its calls, with the keys of the checkpoints."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self._saved: dict[str, dict[str, Any]] = {}
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        self.calls.append(("save", set(checkpoint) - {"lightning_gpipe"}, path, storage_options))
+        self._saved[str(path)] = checkpoint
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        self.calls.append(("load", path, args, options))
+        return self._saved[str(path)]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(("remove", path))
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+def calls_of(root: Path, strategy: Any, devices: int) -> list[Any]:
+    """The calls of a fit, of saves with options, and of a fit that goes on."""
+    io = InMemory()
+    options: dict[str, Any] = {"devices": devices, "plugins": [io], "enable_checkpointing": True}
+    each = ModelCheckpoint(root, "{epoch}", save_top_k=1)
+    made = fitted(root, strategy, callbacks=[each], max_epochs=2, **options)
+    made.save_checkpoint(root / "end.ckpt", storage_options={"retries": 3})
+    made.save_checkpoint("s3://bucket/weights.ckpt", weights_only=True, storage_options=b"key")
+    made.strategy.remove_checkpoint("s3://bucket/weights.ckpt")
+    made.fit(Classifier(), datamodule=Data(), ckpt_path=root / "end.ckpt")
+    return io.calls
+
+
+def test_io_of_the_user_is_called_as_in_a_plain_trainer(tmp_path: Path) -> None:
+    expected = calls_of(tmp_path, "auto", 1)
+
+    found = calls_of(tmp_path, GPipeStrategy([3, 3]), 2)
+
+    assert found == expected
+    assert {"retries": 3} in [call[-1] for call in found]
+
+
+def test_storage_options_without_an_io_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the error named WholeFiles, which no user has written anywhere.
+
+    And Lightning's plugin, in its place, got the options without their name.
+    """
+    seen: list[dict[str, Any]] = []
+    made = fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_epochs=1)
+
+    with pytest.raises(TypeError, match="`storage_options` arg is not supported for `TorchCheckp"):
+        made.save_checkpoint(tmp_path / "end.ckpt", storage_options="key")
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            TorchCheckpointIO, "save_checkpoint", lambda *_, **options: seen.append(options)
+        )
+        made.save_checkpoint(tmp_path / "end.ckpt", storage_options="key")
+
+    assert seen == [{"storage_options": "key"}]
+    assert left_in(tmp_path) == []
 
 
 def test_asynchronous_save(tmp_path: Path) -> None:
