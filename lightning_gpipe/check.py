@@ -59,11 +59,12 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def listing(pipeline: GPipe) -> str:
-    """The stages of a pipeline, a line for each."""
+    """The stages of a pipeline, those of all processes, a line for each."""
     lines = []
-    for j, stage in enumerate(pipeline.stages):
-        count = sum(parameter.numel() for parameter in stage.partition.parameters)
-        lines.append(f"stage {j}: {stage.partition}, {count:,} parameters")
+    partitions = (partition for layout in pipeline.layouts for partition in layout.partitions)
+    for j, partition in enumerate(partitions):
+        count = sum(parameter.numel() for parameter in partition.parameters)
+        lines.append(f"stage {j}: {partition}, {count:,} parameters")
     return "\n".join(lines)
 
 
@@ -123,7 +124,8 @@ class _Listed(Callback):
                 "trainer.strategy must be a pipeline to be checked: got "
                 f"{type(strategy).__name__}. Write strategy: gpipe in the configuration."
             )
-        print(listing(strategy.pipeline))
+        if trainer.is_global_zero:
+            print(listing(strategy.pipeline))
 
 
 def _check_configuration(arguments: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
 from torch import Tensor, nn
 
-from lightning_gpipe.check import check
+from lightning_gpipe import GPipe
+from lightning_gpipe.check import check, listing
+from tests.support.processes import processes
+from tests.support.ranks import Pool
 
 HERE = "tests.lightning.test_check"
 
@@ -169,6 +173,19 @@ def test_configuration(
     assert "stage 0: layers 0..1, " in found
     assert "A batch was trained" in found
     assert not list(tmp_path.glob("*/"))
+
+
+def listed() -> str:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    with closing(GPipe(layers, [1, 2], devices=["cpu", "cpu"], **processes((0, 1)))) as pipeline:
+        return listing(pipeline)
+
+
+def test_listing_has_the_stages_of_all_processes(two_ranks: Pool) -> None:
+    """Once each process listed its own stages, and the second one called its own stage 0."""
+    expected = "stage 0: layer 0, 9 parameters\nstage 1: layers 1..2, 8 parameters"
+
+    assert two_ranks.run(listed) == [expected] * 2
 
 
 def test_configuration_that_does_not_fit(
