@@ -119,8 +119,8 @@ class GPipeStrategy(OverProcesses):
             micro-batches of any size; or a dict of torch.compile's options, such as
             ``{"fullgraph": True}``. The first training batch takes as long as that takes.
         threads: Whether each device has a thread of its own. False runs everything on the main
-            thread in the schedule's order, for a debugger. ``"auto"`` tries both in the first
-            batches, and says which is faster; the results are the same.
+            thread in the schedule's order, for a debugger. ``"auto"`` finds the
+            faster way in the first batches, and says which; the results are the same.
         split_backward: Whether the gradients of the weights are computed apart from those for which
             the stage before waits, so that it waits for less; see :class:`~lightning_gpipe.GPipe`.
             ``"auto"`` plans it, as ``chunks``.

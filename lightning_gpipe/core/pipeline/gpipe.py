@@ -110,8 +110,8 @@ class GPipe(StandIn):
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger, as is always done on one device.
-            ``"auto"`` runs some of the first mini-batches either way, and then all by the faster
-            one: with small operators one thread is. The results are the same.
+            ``"auto"`` finds the faster way in the first mini-batches: with small operators one
+            thread is. The results are the same.
         split_backward: Whether the gradients of the weights are computed apart from those for which
             the stage before waits, so that it waits for less. ``"auto"`` plans it, as ``chunks``.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
@@ -405,7 +405,7 @@ class GPipe(StandIn):
     def ways(self) -> list[Found | None]:
         """How long a mini-batch takes with threads and without, for each module.
 
-        None until ``threads="auto"`` has tried both with mini-batches such as the latest one.
+        None until ``threads="auto"`` has chosen for mini-batches such as the latest one.
         """
         return [pipeline.engine.found_way for pipeline in self._pipelines]
 

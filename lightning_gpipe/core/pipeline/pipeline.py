@@ -66,7 +66,7 @@ class Pipeline:
         activation_checkpointing: Which micro-batches are recomputed.
         microbatching: How a mini-batch is split into micro-batches.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        threads: Whether workers run on threads of their own; ``"auto"`` tries both.
+        threads: Whether workers run on threads of their own; ``"auto"`` finds the faster way.
         split_backward: Whether backward computes the gradients of the weights apart.
         workers: The threads, if pipelines of other modules over the same devices use them too.
         connection: To the owners of the layout, if there are several.

@@ -8,7 +8,7 @@ recorded behavior of the layers, and the threads.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -41,8 +41,6 @@ from lightning_gpipe.core.transport import (
     Transport,
     Twins,
 )
-
-_AS_THE_TRANSPORT = Way()
 
 Observer = Callable[[Timeline], None]
 
@@ -195,7 +193,7 @@ class Engine:
             unfinished=self._unfinished,
             training_flags=self._training_flags,
             division=division,
-            way=_AS_THE_TRANSPORT if self.ways is None else self.ways.next(schedule, 1),
+            way=self._way_of(schedule, schedule, 1),
             twins=self.twins,
         )
         shared = self._side_channels.begin()
@@ -218,14 +216,20 @@ class Engine:
     def _way(
         self, microbatches: Sequence[FlatTree], schedule: Schedule, program: Program | None
     ) -> Way:
-        """How a mini-batch runs."""
-        if self.ways is None:
-            return _AS_THE_TRANSPORT
+        """How a mini-batch runs whose loss is its own."""
         grad, size = torch.is_grad_enabled(), _elements_of(microbatches[0])
         of = 0 if program is None else program.fingerprint
         # Equal for mini-batches whose sizes differ by a factor of four at most.
         kind = grad, schedule.m, size.bit_length() // 2, of
-        return self.ways.next(kind, 1 + grad, schedule.bubble, schedule.m * schedule.n)
+        return self._way_of(kind, schedule, 1 + grad, schedule.bubble)
+
+    def _way_of(
+        self, kind: Hashable, schedule: Schedule, phases: int, bubble: float | None = None
+    ) -> Way:
+        """How a mini-batch of a kind runs: see :meth:`Ways.next`."""
+        if self.ways is None:
+            return Way([])
+        return self.ways.next(kind, phases, schedule.m * schedule.n, bubble)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.

@@ -252,7 +252,12 @@ class MiniBatch:
         ]
         clocks = [worker.clock for worker in self._workers]
         self.timeline = Timeline(
-            self._schedule, clocks, layout.workers_here, layout, inline=self._inline
+            self._schedule,
+            clocks,
+            layout.workers_here,
+            layout,
+            inline=self._inline,
+            computed=self._way.computed,
         )
 
     def _generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:

@@ -116,6 +116,7 @@ class Stepped:
             layout,
             inline=self._inline,
             caller=clock_of(self._streams.on(layout.outside)),
+            computed=way.computed,
         )
 
     def run(self) -> Tensor | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_gpipe.core.plan import Action, Layout, Schedule
-from lightning_gpipe.core.run.clocks import Clock, Timestamp
+from lightning_gpipe.core.run.clocks import Clock, HostClock, Timestamp
 
 _T = TypeVar("_T")
 
@@ -41,9 +41,11 @@ class Timeline:
         layout: What runs where.
         inline: Whether one thread runs all workers.
         caller: The clock of the caller, if it has a row of the schedule.
+        computed: Gets the seconds of processor time that each worker's thread takes in each phase;
+            it stays empty where one thread runs all workers.
 
     Attributes:
-        schedule, layout, inline: As given.
+        schedule, layout, inline, computed: As given.
         records: What ran, in the order in which it ended.
     """
 
@@ -56,8 +58,10 @@ class Timeline:
         *,
         inline: bool = False,
         caller: Clock | None = None,
+        computed: list[float] | None = None,
     ) -> None:
         self.schedule = schedule
+        self.computed = [] if computed is None else computed
         self.inline = inline
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
@@ -94,6 +98,19 @@ class Timeline:
         seconds = {w: readings[clock.device] for w, clock in clock_of.items()}
         spans = [Span(w, action, seconds[w](a), seconds[w](b)) for w, action, a, b in records]
         return sorted(spans, key=lambda span: span.start)
+
+    @property
+    def lag(self) -> float:
+        """How many times as long the actions took as the threads of workers have computed.
+
+        More than one where threads wait in the midst of an action: for a core, or for the lock of
+        the interpreter. 1.0 where that is not known: on GPUs, and where one thread runs all.
+        """
+        on_host = all(isinstance(clock, HostClock) for clock in self._clocks.values())
+        computed = sum(self.computed)
+        if not computed or not on_host:
+            return 1.0
+        return sum(span.end - span.start for span in self.spans) / computed
 
     @property
     def bubble(self) -> float:

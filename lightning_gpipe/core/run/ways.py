@@ -2,8 +2,14 @@
 
 Threads let devices compute at the same time. They also wait for one another, under the lock of one
 interpreter, and wake one another for each value: where operators are small that costs more than it
-brings. Which is faster depends on the model, the batches and the machine. So both run some of the
-first mini-batches in turns, and the faster one runs the others. What is computed is the same.
+brings. Which is faster depends on the model, the batches and the machine. What is computed is the
+same.
+
+A mini-batch of the slower way takes up to twice as long, so as few as possible are spent on finding
+it. One with threads tells how long they have computed, by the clock of each thread, which stands
+still while it waits: one thread takes about as long for all of it. If that is longer than the
+mini-batch took, threads are faster. If one thread has taken no longer for a micro-batch on a stage
+than to wake another thread for it, one thread is faster. Only between the two both run in turns.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,9 +25,12 @@ import torch
 from lightning_gpipe.core.faithful import NOTHING, Manager
 
 THREADS, INLINE = False, True
-_ROUNDS = 3  # mini-batches of each way that count, after one that does not
-_CLEAR = 3.0  # if one way is so many times as fast, one mini-batch of each shows it
-_AGAIN = 1000  # mini-batches after which both are tried again
+_ROUNDS = 3  # mini-batches of each way, at most
+_CLEAR = 1.2  # times as long is no accident
+_AGAIN = 1000  # mini-batches after which the ways are compared again
+_MORE = 1e-4  # seconds that threads compute more than one, for a micro-batch on a stage, at most
+_SMALL = 1e-4  # seconds of a micro-batch on a stage: to wake a thread for it takes as long
+_LARGE = 1e-3  # from there on threads are faster, unless something else keeps them from computing
 _KINDS = 16  # of mini-batches that are told apart, at most
 _STARVED = 1.5  # times what the schedule allows
 _LITTLE = 1e-3  # seconds of a micro-batch on a stage: a message between processes takes 0.3e-3
@@ -48,11 +57,13 @@ class Found(NamedTuple):
         inline: Seconds with one thread for all of them.
         allowed: Seconds by the schedule, if threads never waited for one another; None on GPUs,
             whose threads do not compute themselves, and where there is little to compute.
+        clear: Whether mini-batches of the faster way showed it, so that the other time is a guess.
     """
 
     threads: float
     inline: float
     allowed: float | None = None
+    clear: bool = False
 
     @property
     def faster(self) -> bool:
@@ -67,20 +78,24 @@ class Found(NamedTuple):
     def __str__(self) -> str:
         one, many = (f"{1e3 * seconds:.1f} ms" for seconds in (self.inline, self.threads))
         if self.faster is INLINE:
-            return (
-                f"one thread for all devices: {one} per mini-batch, {many} with a thread for each"
-            )
-        return f"a thread for each device: {many} per mini-batch, {one} with one thread for all"
+            other = "too little for threads" if self.clear else f"{many} with a thread for each"
+            return f"one thread for all devices: {one} per mini-batch, {other}"
+        other = (
+            f"in which they compute for {one}" if self.clear else f"{one} with one thread for all"
+        )
+        return f"a thread for each device: {many} per mini-batch, {other}"
 
 
 class Way(NamedTuple):
     """How a mini-batch runs.
 
     Attributes:
+        computed: Gets the seconds of processor time that each worker's thread takes in each phase.
         inline: Whether one thread runs all workers.
         timed: Entered around each phase.
     """
 
+    computed: list[float]
     inline: bool = THREADS
     timed: Manager = NOTHING
 
@@ -99,51 +114,56 @@ class Ways:
         self.found: Found | None = None
         devices = list(devices)
         self._gpus = [device for device in devices if device.type == "cuda"]
-        self._at_once = 0 if self._gpus else min(len(devices), os.cpu_count() or 1)
+        self._at_once = min(len(devices), os.cpu_count() or 1)
         self._contests: OrderedDict[Hashable, Contest] = OrderedDict()
 
-    def next(self, kind: Hashable, phases: int, bubble: float = 0.0, pairs: int = 0) -> Way:
+    def next(self, kind: Hashable, phases: int, pairs: int, bubble: float | None = None) -> Way:
         """The way of the next mini-batch.
 
         Args:
             kind: Equal for mini-batches that take about as long.
             phases: How many phases it has.
-            bubble: The share of time in which a worker is idle by the schedule.
-            pairs: The number of stages times that of micro-batches; 0 if threads are not compared
-                with the schedule.
+            pairs: The number of stages times that of micro-batches.
+            bubble: The share of time in which a worker is idle by the schedule; None if threads
+                are not compared with it.
         """
-        speed_up = self._at_once * (1 - bubble) if pairs else 0.0
-        contest = self._contests.pop(kind, None) or Contest(speed_up, pairs)
+        if self._gpus:  # which compute by themselves, so that the processor's time tells nothing
+            pairs, bubble = 0, None
+        speed_up = 0.0 if bubble is None else self._at_once * (1 - bubble)
+        contest = self._contests.pop(kind, None) or Contest(pairs, speed_up)
         self._contests[kind] = contest
         if len(self._contests) > _KINDS:
             self._contests.popitem(last=False)
         self.found = contest.found
-        way = contest.next()
+        way, computed = contest.next(), list[float]()
         if way is None:
             assert contest.found is not None, "it goes on until something is found"
-            return Way(contest.found.faster)
-        return Way(way, _Timed(contest, way, phases, self._gpus))
+            return Way(computed, contest.found.faster)
+        return Way(computed, way, _Timed(contest, way, phases, self._gpus, computed))
 
 
 class Contest:
-    """Both ways in turns, for mini-batches of one kind.
+    """Mini-batches of one kind in either way, until it is known which is faster.
 
     Args:
+        pairs: The number of stages times that of micro-batches; 0 where the processor's time does
+            not tell how long one thread would take.
         speed_up: What the schedule allows threads; 0 if that is not known.
-        pairs: The number of stages times that of micro-batches.
 
     Attributes:
         found: What came of it, if it has ended once.
     """
 
-    def __init__(self, speed_up: float = 0.0, pairs: int = 0) -> None:
+    def __init__(self, pairs: int = 0, speed_up: float = 0.0) -> None:
         self.found: Found | None = None
+        self._pairs = pairs
         self._speed_up = speed_up
-        self._little = pairs * _LITTLE
         self._begin()
 
     def _begin(self) -> None:
         self._seconds: dict[bool, list[float]] = {THREADS: [], INLINE: []}
+        self._next = THREADS
+        self._steady = True  # whether mini-batches on one thread computed all the time
         self._since = 0
 
     def next(self) -> bool | None:
@@ -151,43 +171,73 @@ class Contest:
         if self.found is not None and self._since < _AGAIN:
             self._since += 1
             return None
-        threads, inline = self._seconds[THREADS], self._seconds[INLINE]
-        return INLINE if len(inline) < len(threads) else THREADS
+        return self._next
 
-    def add(self, way: bool, seconds: float) -> None:
-        """Add how long a mini-batch took."""
-        self._seconds[way].append(seconds)
-        # The first one of each way chooses kernels and allocates memory.
-        threads, inline = self._seconds[THREADS][1:], self._seconds[INLINE][1:]
-        if not threads or len(threads) != len(inline):
-            return
-        # What else the machine does makes some of them take longer, and none shorter.
-        one, many = min(inline), min(threads)
-        known = self._speed_up and one > self._little
-        found = Found(many, one, one / self._speed_up if known else None)
-        if len(threads) >= _ROUNDS or max(found[:2]) > _CLEAR * min(found[:2]):
+    def add(self, way: bool, seconds: float, computed: float) -> None:
+        """Add how long a mini-batch took, and the processor time of its threads, in seconds."""
+        if self.found is not None and self._since < _AGAIN:
+            return  # it began before the contest ended
+        threads, inline = self._seconds[THREADS], self._seconds[INLINE]
+        (inline if way is INLINE else threads).append(seconds)
+        if way is INLINE:
+            self._steady &= seconds < _CLEAR * computed
+        # The first mini-batch has also chosen kernels and allocated memory.
+        first = len(threads) == 1 and not inline
+        self._next = THREADS if first and computed > self._pairs * _LARGE > 0 else not way
+        found = self._found_by_parts(way, seconds, computed) or self._compared()
+        if found is not None:
             self.found = found
             self._begin()
+
+    def _found_by_parts(self, way: bool, seconds: float, computed: float) -> Found | None:
+        """What is known if the other way has no chance, by what this mini-batch consists of."""
+        if way is THREADS and 0 < self._pairs * _MORE < computed - seconds:
+            return Found(seconds, computed, clear=True)  # one thread would compute for longer
+        threads = min(self._seconds[THREADS], default=0.0)
+        if way is INLINE and seconds < min(threads, self._pairs * _SMALL):
+            return Found(threads, seconds, clear=True)
+        return None
+
+    def _compared(self) -> Found | None:
+        """What mini-batches of both ways show; None if there must be more of them."""
+        threads, inline = self._seconds[THREADS], self._seconds[INLINE]
+        if not threads or not inline:
+            return None
+        # What else the machine does makes some of them take longer, and none shorter.
+        many, one = min(threads), min(inline)
+        known = self._speed_up and one > self._pairs * _LARGE
+        found = Found(many, one, one / self._speed_up if known else None)
+        enough = self._steady if found.faster is THREADS else len(threads) >= _ROUNDS
+        if len(inline) >= _ROUNDS or (enough and max(one, many) > _CLEAR * min(one, many)):
+            return found
+        return None
 
 
 class _Timed:
     """Measures how long the phases of one mini-batch take."""
 
     def __init__(
-        self, contest: Contest, way: bool, phases: int, gpus: Iterable[torch.device]
+        self,
+        contest: Contest,
+        way: bool,
+        phases: int,
+        gpus: Iterable[torch.device],
+        workers: Iterable[float],
     ) -> None:
         self._contest, self._way, self._left, self._gpus = contest, way, phases, gpus
-        self._seconds = self._begun = 0.0
+        self._workers = workers
+        self._seconds = self._computed = 0.0  # computed: by the caller's thread
 
     def __enter__(self) -> None:
-        self._begun = perf_counter()
+        self._seconds -= perf_counter()
+        self._computed -= thread_time()
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None:
-            return
-        for device in self._gpus:  # which may not have computed yet what they were given
-            torch.cuda.synchronize(device)
-        self._seconds += perf_counter() - self._begun
-        self._left -= 1
+        if error[0] is None:
+            for device in self._gpus:  # which may not have computed yet what they were given
+                torch.cuda.synchronize(device)
+            self._left -= 1
+        self._seconds += perf_counter()
+        self._computed += thread_time()
         if not self._left:
-            self._contest.add(self._way, self._seconds)
+            self._contest.add(self._way, self._seconds, self._computed + sum(self._workers))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
+from time import thread_time
 
 import torch
 from typing_extensions import override
@@ -106,6 +107,8 @@ class WorkerTask(Task):
         self._exchange = exchange
         self._context = context
         self._record = timeline.records.append
+        self._inline = timeline.inline
+        self._computed = timeline.computed.append
         self._profiled = profiled()
 
     @property
@@ -137,12 +140,15 @@ class WorkerTask(Task):
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:
+        begun = 0.0 if self._inline else thread_time()
         if self._worker.stream is not None:
             # With another current device, more of the thread's state may differ from the context.
             with torch.cuda.device(self._worker.stream.device), self._context.entered():
                 self._perform(actions)
         else:
             self._perform(actions)
+        if not self._inline:
+            self._computed(thread_time() - begun)
 
     @override
     def abandon(self) -> None:

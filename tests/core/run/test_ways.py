@@ -1,4 +1,4 @@
-"""Threads or one thread: both are timed in turns, and the faster one is taken."""
+"""Threads or one thread: as few mini-batches as possible run in the slower way."""
 
 import pytest
 import torch
@@ -11,51 +11,97 @@ from tests.support.models import Call, assert_same_step, perceptron, rows
 from tests.support.pipes import Pipe, every_mode
 
 SLOW, FAST = 3.0, 2.0
+PAIRS = 16
+MIDDLE = 5e-4  # seconds of a pair: neither small nor large
 
 
-def contest(seconds: dict[bool, float]) -> tuple[Contest, list[bool]]:
-    """One that has come to an end, and what it tried."""
-    found, tried = Contest(), []
-    while (way := found.next()) is not None:
+def contest(
+    seconds: dict[bool, float], *, computed: float = 0.0, pairs: int = 0
+) -> tuple[Contest, list[bool]]:
+    """One that has come to an end, and what it tried.
+
+    Args:
+        seconds: How long a mini-batch takes either way; with one thread it computes all the time.
+        computed: How long the threads compute in it.
+        pairs: The number of stages times that of micro-batches.
+    """
+    made, tried = Contest(pairs), []
+    while (way := made.next()) is not None:
         tried.append(way)
-        found.add(way, seconds[way])
-    return found, tried
+        made.add(way, seconds[way], seconds[INLINE] if way is INLINE else computed)
+    return made, tried
+
+
+def test_threads_that_compute_for_longer_than_they_take() -> None:
+    """Once four of the first eight mini-batches ran on one thread, whatever it took."""
+    made, tried = contest({THREADS: 0.1, INLINE: 0.19}, computed=0.18, pairs=PAIRS)
+
+    assert tried == [THREADS]
+    assert made.found == Found(0.1, 0.18, clear=True)
+    assert f"{made.found}" == (
+        "a thread for each device: 100.0 ms per mini-batch, in which they compute for 180.0 ms"
+    )
+
+
+def test_large_operators_and_a_first_mini_batch_that_has_more_to_do() -> None:
+    made = Contest(PAIRS)
+    for seconds in (0.5, 0.1):
+        assert made.next() is THREADS
+        made.add(THREADS, seconds, 0.18)
+
+    assert made.next() is None
+    assert made.found is not None and made.found.faster is THREADS
+
+
+def test_large_operators_on_a_busy_machine() -> None:
+    """One mini-batch on one thread is enough."""
+    made, tried = contest({THREADS: 0.2, INLINE: 0.3}, computed=0.17, pairs=PAIRS)
+
+    assert tried == [THREADS, THREADS, INLINE]
+    assert made.found == Found(0.2, 0.3)
+
+
+def test_operators_for_which_no_thread_is_worth_waking() -> None:
+    """Once four of the first eight mini-batches ran on threads, whatever they took."""
+    made, tried = contest({THREADS: 2e-3, INLINE: 1e-3}, computed=2e-3, pairs=PAIRS)
+
+    assert tried == [THREADS, INLINE]
+    assert made.found == Found(2e-3, 1e-3, clear=True)
+    assert f"{made.found}" == (
+        "one thread for all devices: 1.0 ms per mini-batch, too little for threads"
+    )
+
+
+@pytest.mark.parametrize("faster, count", [(THREADS, 2), (INLINE, 5)])
+def test_operators_between(faster: bool, count: int) -> None:
+    seconds = {faster: PAIRS * MIDDLE, not faster: 1.5 * PAIRS * MIDDLE}
+
+    made, tried = contest(seconds, computed=PAIRS * MIDDLE, pairs=PAIRS)
+
+    assert tried == ([THREADS, INLINE] * 3)[:count]
+    assert made.found is not None and made.found.faster is faster
+    assert "with" in f"{made.found}"
 
 
 @pytest.mark.parametrize("faster", [THREADS, INLINE])
-def test_the_faster_way_is_found(faster: bool) -> None:
-    found, tried = contest({faster: FAST, not faster: SLOW})
+def test_ways_that_take_about_as_long(faster: bool) -> None:
+    made, tried = contest({faster: FAST, not faster: 1.1 * FAST})
 
-    assert found.found is not None and found.found.faster is faster
-    assert tried == [THREADS, INLINE] * 4
-
-
-def test_a_clear_difference_is_seen_at_once() -> None:
-    _, tried = contest({THREADS: 1.0, INLINE: 5.0})
-
-    assert tried == [THREADS, INLINE] * 2
-
-
-def test_first_mini_batches_do_not_count() -> None:
-    found = Contest()
-    for way, seconds in [(THREADS, 100.0), (INLINE, 1.0)]:
-        found.add(way, seconds)
-    for _ in range(3):
-        found.add(THREADS, FAST)
-        found.add(INLINE, SLOW)
-
-    assert found.found == Found(threads=FAST, inline=SLOW)
+    assert made.found is not None and made.found.faster is faster
+    assert tried == [THREADS, INLINE] * 3
 
 
 @pytest.mark.parametrize("faster", [THREADS, INLINE])
 def test_mini_batches_that_were_held_up_do_not_decide(faster: bool) -> None:
-    found = Contest()
-    for held_up in (1.0, 2.0, 1.0, 2.0):
+    made = Contest()
+    for held_up in (2.0, 2.0, 1.0, 2.0):
         for way in (THREADS, INLINE):
-            found.add(way, FAST * held_up if way is faster else SLOW)
+            if made.next() is way:
+                seconds = FAST if way is faster else SLOW
+                made.add(way, held_up * seconds, seconds)
 
-    assert found.found is not None
-    assert found.found.faster is faster
+    assert made.found is not None
+    assert made.found.faster is faster
 
 
 def test_threads_that_take_longer_than_the_schedule_allows() -> None:
@@ -75,11 +121,11 @@ def test_what_the_schedule_allows(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ways = Ways(map(torch.device, devices))
-    for k in range(8):
-        way = ways.next("kind", phases=1, bubble=0.25, pairs=pairs)
+    for _ in range(6):
+        way = ways.next("kind", 1, pairs, bubble=0.25)
         assert isinstance(way.timed, _Timed)
-        way.timed._contest.add(way.inline, 6.0 if way.inline else 1.0 + k)
-    ways.next("kind", phases=1, bubble=0.25)
+        way.timed._contest.add(way.inline, 6.0 if way.inline else 6.1, 0.0)
+    ways.next("kind", 1, pairs, bubble=0.25)
 
     assert ways.found is not None
     assert ways.found.allowed == allowed
@@ -91,7 +137,7 @@ def test_both_are_tried_again_after_many_mini_batches() -> None:
     ways = [found.next() for _ in range(2000)]
 
     assert ways.index(THREADS) == 999
-    found.add(THREADS, SLOW)
+    found.add(THREADS, SLOW, 0.0)
     assert found.next() is INLINE
     assert found.found is not None and found.found.faster is THREADS
 
@@ -100,24 +146,24 @@ def test_kinds_of_mini_batches_are_found_apart() -> None:
     ways = Ways([torch.device("cpu")])
     for kind in ("small", "large"):
         for _ in range(8):
-            ways.next(kind, phases=1)
+            ways.next(kind, 1, PAIRS)
     assert ways.found is None
 
-    with ways.next("small", phases=1).timed:
+    with ways.next("small", 1, PAIRS).timed:
         pass
 
-    assert not ways.next("large", phases=1).inline
+    assert not ways.next("large", 1, PAIRS).inline
 
 
 def test_what_is_never_finished_does_not_count() -> None:
     ways = Ways([torch.device("cpu")])
-    way = ways.next("kind", phases=2)
+    way = ways.next("kind", 2, PAIRS)
     for _ in range(20):
         with way.timed:
             pass
         with pytest.raises(OwnError), way.timed:
             raise OwnError
-        way = ways.next("kind", phases=2)
+        way = ways.next("kind", 2, PAIRS)
 
     assert not way.inline
     assert ways.found is None
