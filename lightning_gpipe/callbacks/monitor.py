@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from lightning_gpipe.callbacks.required import (
     strategy_of,
 )
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Layout, changes, parts_of
+from lightning_gpipe.core.plan import Layout, changes, doubts, parts_of
 from lightning_gpipe.core.run import Observation, Span, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
 
@@ -86,7 +87,7 @@ class PipelineMonitor(Callback):
         self._timelines: list[Timeline] = []  # of the step that runs
         self._marks: list[tuple[str, float]] = []  # what began when
         self._steps: deque[_Step] = deque(maxlen=_KEPT)
-        self._latest: dict[str, Observation] = {}  # of each pipeline
+        self._latest: dict[str, deque[Observation]] = {}  # of each pipeline, in these steps
         self._seen = 0
 
     @override
@@ -164,9 +165,9 @@ class PipelineMonitor(Callback):
         pairs = zip(self._marks, self._marks[1:], strict=False)
         caller = [Slice(name, start, end) for (name, start), (_, end) in pairs]
         self._steps.append(_Step(self._seen, runs, caller))
-        self._latest = found
         self.metrics = {}
-        for name, observation in self._latest.items():
+        for name, observation in found.items():
+            self._latest.setdefault(name, deque(maxlen=_KEPT)).append(observation)
             prefix = f"pipeline/{name}/" if name else "pipeline/"
             self.metrics |= {prefix + key: each for key, each in _metrics(observation).items()}
         length = caller[-1].end - caller[0].start if caller else 0.0
@@ -192,8 +193,8 @@ class PipelineMonitor(Callback):
         pipeline = pipeline_of(trainer, self)
         if not trainer.is_global_zero:
             return
-        for name, observation in self._latest.items():
-            rank_zero_info(_said(name, pipeline, observation, steps=self._steps_may_be(trainer)))
+        for name, latest in self._latest.items():
+            rank_zero_info(_said(name, pipeline, latest, steps=self._steps_may_be(trainer)))
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         runs = [run for step in self._steps for run in step.runs]
@@ -223,7 +224,7 @@ class PipelineMonitor(Callback):
         ]
         if any(span.action.by_caller for _, spans in step.runs for span in spans):
             workers.append(f"{layout.outside}\ncaller")
-        first = next(iter(self._latest.values()))
+        first = next(iter(self._latest.values()))[-1]
         note = (
             f"one mini-batch of {first.schedule.m} micro-batches, bubble {first.bubble:.0%} "
             f"({first.schedule.bubble:.0%} by the schedule)"
@@ -248,23 +249,46 @@ def _metrics(observation: Observation) -> dict[str, float]:
     return found
 
 
-def _said(name: str, pipeline: GPipe, observation: Observation, *, steps: bool) -> str:
-    """What a mini-batch took, and what to change; ``steps``: micro-batches may have own losses."""
+def _said(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
+    """What a mini-batch took, and what to change.
+
+    Args:
+        name: The path of the module that runs as a pipeline, if there are several.
+        pipeline: The pipelines.
+        latest: What mini-batches of it took.
+        steps: Whether micro-batches may have losses of their own.
+    """
+    observation = latest[-1]
+    what = f" of {name}" if name else ""
+    busy = ", ".join(map(milliseconds, observation.busy))
+    return (
+        f"PipelineMonitor: a mini-batch takes {milliseconds(observation.length)} in the "
+        f"pipeline{what}, its bubble is {observation.bubble:.0%} "
+        f"({observation.schedule.bubble:.0%} by the schedule), its stages are busy for "
+        f"{busy}. {_advice(name, pipeline, latest, steps=steps)}."
+    )
+
+
+def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
+    """What other settings would bring, if the simulator explains what these mini-batches took."""
+    last = latest[-1]
+    alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
+    times = {key: fmean(each.times[key] for each in alike) for key in last.times}
+    length, lag = (median(of_it) for of_it in zip(*((x.length, x.lag) for x in alike), strict=True))
+    unknown = doubts(last.schedule, times, length, lag=lag, inline=last.inline)
+    if unknown:
+        return f"What other settings would bring is not known, for {unknown}"
     paths = [""] if len(pipeline.taken) == 1 else [taken.path for taken in pipeline.taken]
     k = paths.index(name)
     best = partial(best_balance, pipeline, k) if pipeline.profiles else None
     parts = None
     if pipeline.profiles and pipeline.profiles[k].split:
         parts = parts_of(pipeline.profiles[k], pipeline.balances[k])
-    seen = observation.schedule, observation.times, observation.busy
-    found = changes(*seen, best, parts=parts, steps=steps)
+    found = changes(
+        last.schedule, times, last.busy, best, parts=parts, steps=steps, inline=last.inline
+    )
     worth = [str(each) for each in found if each.gain > _WORTH]
-    what = f" of {name}" if name else ""
-    advice = "; ".join(worth) if worth else f"no other setting would bring more than {_WORTH:.0%}"
-    busy = ", ".join(map(milliseconds, observation.busy))
-    return (
-        f"PipelineMonitor: a mini-batch takes {milliseconds(observation.length)} in the "
-        f"pipeline{what}, its bubble is {observation.bubble:.0%} "
-        f"({observation.schedule.bubble:.0%} by the schedule), its stages are busy for "
-        f"{busy}. By simulation, {advice}."
+    alone = " on one thread, where no schedule overlaps" if last.inline else ""
+    return f"By simulation{alone}, " + (
+        "; ".join(worth) if worth else f"no other setting would bring more than {_WORTH:.0%}"
     )

@@ -1,5 +1,6 @@
 """What the monitor logs and writes, and what it says at the end."""
 
+import re
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.support.traces import events_of, named
 from tests.support.trainers import trainer_over
 from tests.support.two_stacks import Translator
 
+# What it says depends on how busy the machine was.
+ADVICE = re.compile(r"\. (By simulation|What other settings would bring is not known, for its)")
 NAMES = {
     "pipeline/bubble",
     "pipeline/bubble_by_schedule",
@@ -137,7 +140,7 @@ def test_loss_of_each_micro_batch(
     shares = [found[f"pipeline/stage_{j}/busy"] for j in range(2)]
     assert found["pipeline/bubble"] == pytest.approx(1 - sum(shares) / 2)
     assert all(0 < share <= 1 for share in shares) and found["pipeline/caller/busy"] > 0
-    assert "By simulation, " in caplog.text
+    assert ADVICE.search(caplog.text)
     events = events_of((tmp_path / TRACE).read_text("utf-8"))
     boxes = [each for each in events if each["ph"] == "X"]
     caller = [each["name"] for each in boxes if each["tid"] == 3]
@@ -158,7 +161,7 @@ def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     run(tmp_path, PipelineMonitor(every_n_steps=1))
 
     assert "PipelineMonitor: a mini-batch takes" in caplog.text
-    assert "By simulation, " in caplog.text
+    assert ADVICE.search(caplog.text)
     assert "no picture, since matplotlib is missing: pip install" in caplog.text
 
 

@@ -4,7 +4,7 @@ What is shown, simulated and tested here is the same object that runs.
 """
 
 from lightning_gpipe.core.plan.action import Action, Kind, predecessors, successor
-from lightning_gpipe.core.plan.advice import Change, changes
+from lightning_gpipe.core.plan.advice import Change, changes, doubts
 from lightning_gpipe.core.plan.balance.by_names import counts_between
 from lightning_gpipe.core.plan.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.plan.balance.by_profile import (
@@ -165,6 +165,7 @@ __all__ = [
     "count_recomputed",
     "counts_between",
     "cut",
+    "doubts",
     "fill_drain",
     "folded",
     "followed_slots",

@@ -27,6 +27,8 @@ class Observation:
         waits: The time in which the worker of each stage was idle.
         times: The mean time of an action of each kind, on each stage and of the caller.
         caller: The time in which the caller's code ran beside the stages; None if it had no row.
+        lag: How many times as long actions took as their threads computed, see :class:`Timeline`.
+        inline: Whether one thread ran all stages.
     """
 
     schedule: Schedule
@@ -36,6 +38,8 @@ class Observation:
     waits: tuple[float, ...]
     times: Mapping[tuple[Kind, int], float]
     caller: float | None = None
+    lag: float = 1.0
+    inline: bool = False
 
     @classmethod
     def of(cls, timeline: Timeline, spans: Sequence[Span] | None = None) -> Observation | None:
@@ -64,6 +68,8 @@ class Observation:
             tuple(length - of_worker[worker] for worker in schedule.placement),
             {key: fmean(each) for key, each in (taken | by_caller).items()},
             sum(map(sum, by_caller.values())) if schedule.caller else None,
+            timeline.lag,
+            timeline.inline,
         )
 
     @property

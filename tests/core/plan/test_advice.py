@@ -8,6 +8,7 @@ from lightning_gpipe.core.plan import (
     Shift,
     by_micro_batch,
     changes,
+    doubts,
     fill_drain,
 )
 
@@ -54,6 +55,63 @@ def test_recomputation_that_costs() -> None:
     assert str(best) == ("activation_checkpointing='never' would bring 33%, if the memory suffices")
 
 
+def test_forwards_that_keep_activations_take_as_long_as_recomputations() -> None:
+    """Once 'never' was to bring the whole recomputation, and took longer."""
+    times = {(F, 0): 1.0, (R, 0): 3.0, (B, 0): 4.0}
+
+    best = changes(fill_drain(2, (0,), recomputed=2), times, [16])[0]
+
+    assert best.gain == pytest.approx(1 - (3 + 4) / (1 + 3 + 4))
+
+
+def test_one_thread_overlaps_nothing() -> None:
+    """Once a small model on one thread was to gain a third from schedules that took longer."""
+    times = {(kind, j): 1.0 for kind in (F, R, B) for j in range(2)}
+    schedule = fill_drain(4, (0, 1), recomputed=4)
+
+    found = changes(schedule, times, [12, 12], steps=True, inline=True)
+
+    assert [each.setting for each in found] == ["activation_checkpointing='never'"]
+    assert found[0].gain == pytest.approx(1 - 16 / 24)
+
+
+def test_small_actions_gain_nothing_by_more_micro_batches() -> None:
+    times = {(F, 0): 8e-5, (F, 1): 8e-5, (B, 0): 1e-4, (B, 1): 1e-4}
+
+    found = {each.setting: each.gain for each in changes(fill_drain(4, (0, 1)), times, [1, 1])}
+
+    assert found["chunks=8"] < 0
+
+
+def test_small_micro_batches_gain_nothing_by_losses_of_their_own() -> None:
+    times = {(F, 0): 3e-4, (F, 1): 3e-4, (B, 0): 3e-4, (B, 1): 3e-4}
+
+    found = {
+        each.setting: each for each in changes(fill_drain(4, (0, 1)), times, [1, 1], steps=True)
+    }
+
+    assert found["schedule='1f1b'"].gain < 0 and found["schedule='1f1b'"].at_most
+
+
+def test_what_the_simulator_explains() -> None:
+    times = {(F, 0): 1.0, (F, 1): 1.0, (B, 0): 2.0, (B, 1): 2.0}
+    schedule = fill_drain(4, (0, 1))  # 15 by simulation, 24 on one thread
+
+    assert not doubts(schedule, times, 15.5)
+    assert doubts(schedule, times, 17.0) == "its actions explain 15,000.0 of 17,000.0 ms"
+    assert doubts(schedule, times, 12.0) == "its actions explain 15,000.0 of 12,000.0 ms"
+    assert not doubts(schedule, times, 25.0, inline=True)
+    assert doubts(schedule, times, 15.0, inline=True)
+
+
+def test_actions_that_wait_for_cores() -> None:
+    times = {(F, 0): 1.0, (F, 1): 1.0, (B, 0): 2.0, (B, 1): 2.0}
+
+    why = doubts(fill_drain(4, (0, 1)), times, 15.0, lag=2.0)
+
+    assert why.startswith("its actions took 2.0 times as long as their threads computed")
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 def test_same_schedule_of_other_numbers(name: ByMicroBatch) -> None:
     """What the caller does counts, too: here a loss takes as long as a stage."""
@@ -96,8 +154,8 @@ def test_schedules_with_a_loss_for_each_micro_batch() -> None:
 
     now = 5 + 4 * 2 + 1
     assert str(found["schedule='1f1b'"]) == (
-        f"schedule='1f1b' would bring {1 - 10 / now:.0%}, if training_step may be called for each "
-        "micro-batch"
+        f"schedule='1f1b' would bring up to {1 - 10 / now:.0%}, if training_step may be called for "
+        "each micro-batch"
     )
     assert found["schedule='zero_bubble'"].at_most
 
