@@ -44,7 +44,8 @@ help:
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
 	@echo "make bench   all benchmarks for 2 CPU cores (under 15 minutes); ARGS=--save keeps the results"
 	@echo "make bench-gpu  the tests and benchmarks for one GPU (under 8 minutes)"
-	@echo "make docs    the site of docs/, in build/site; a link that leads nowhere ends it"
+	@echo "make docs    the site of docs/, in build/site; a link that leads nowhere ends it. The code"
+	@echo "             of the built pages is that of their sources, and runs (a minute)"
 	@echo "make dist    wheel and sdist in dist/, checked; the wheel trains in an empty environment"
 	@echo "make check   format, lint, types, rooms; changes nothing"
 	@echo "make format  format, and repair what the linter can"
@@ -93,8 +94,9 @@ bench: $(BENCH_READY)
 bench-gpu: $(BENCH_READY)
 	$(BENCH) -m benchmarks gpu $(ARGS)
 
-docs: .venv-docs/.ready
+docs: .venv-docs/.ready $(READY)
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	$(BIN)/pytest tests/site
 
 dist: .venv-dist/.ready
 	rm -rf dist build/installed

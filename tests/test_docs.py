@@ -1,70 +1,20 @@
-"""What README and the guide show is what happens: their code runs, and their links lead somewhere.
-
-The blocks marked ``python`` of a page run in order, in one namespace, on the CPU. Two conventions::
-
-    <!-- not run: needs GPUs -->    above a block: it is compiled only
-    ```text                         right below a block: what it prints, but for white space; a
-                                    Trainer may print more around it
-"""
+"""What README and the guide show is what happens: code runs, and links lead somewhere."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
 
 import pytest
-import torch
 
 import lightning_gpipe
+from tests.support.pages import DOCS, GUIDE, README, ROOT, SITE, blocks, name_of, prose, run_blocks
 
-ROOT = Path(__file__).parents[1]
-README, DOCS = ROOT / "README.md", ROOT / "docs"
-GUIDE = sorted(DOCS.glob("guide/*.md"))
-SITE = sorted(DOCS.rglob("*.md"))
 OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")]
 
-_NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 _HEADING = re.compile(r"#{1,6} +(.+)")
 _LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
-
-
-class Block(NamedTuple):
-    """A fenced block: its language, its lines, and the last line with text above it."""
-
-    language: str
-    line: int
-    text: str
-    above: str
-
-
-def blocks(page: str) -> Iterator[Block]:
-    """Yield the fenced blocks of a page; ``line`` is the number of the first line within."""
-    lines = page.splitlines()
-    above, k = "", 0
-    while k < len(lines):
-        if lines[k].startswith("```"):
-            end = lines.index("```", k + 1)
-            yield Block(lines[k][3:], k + 2, "\n".join(lines[k + 1 : end]) + "\n", above)
-            k = end
-        above = lines[k] or above
-        k += 1
-
-
-def prose(page: str) -> list[str]:
-    """The lines outside of fenced blocks."""
-    outside, found = True, []
-    for line in page.splitlines():
-        if line.startswith("```"):
-            outside = not outside
-        elif outside:
-            found.append(line)
-    return found
 
 
 def anchors(page: str) -> list[str]:
@@ -90,10 +40,6 @@ def broken_links(path: Path) -> list[str]:
     return found
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 # Code.
 
 
@@ -104,26 +50,9 @@ def test_code_of_a_page(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module = ModuleType(f"page_{page.stem}")
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # for pickles and dataclasses
     monkeypatch.chdir(tmp_path)  # a Trainer writes to where it is
-    found = list(blocks(page.read_text("utf-8")))
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # what a page shows may depend on its numbers, if rarely
-        for block, below in zip_longest(found, found[1:]):
-            if block.language != "python":
-                continue
-            # At its lines in the page, for tracebacks.
-            code = "\n" * (block.line - 1) + block.text
-            compiled = compile(code, str(page), "exec", dont_inherit=True)
-            if _NOT_RUN.fullmatch(block.above):
-                continue
-            capsys.readouterr()
-            exec(compiled, vars(module))
-            if below is not None and below.language == "text" and below.above == "```":
-                shown, printed = below.text.split(), capsys.readouterr().out.split()
-                assert " ".join(shown) in " ".join(printed), f"line {below.line}"
+    run_blocks(page, blocks(page.read_text("utf-8")), monkeypatch, capsys)
 
 
 # Links.
