@@ -92,6 +92,22 @@ def test_index_lists_every_page_of_the_guide() -> None:
     assert {f"guide/{page.name}" for page in GUIDE} <= linked
 
 
+def test_one_page_says_how_to_install() -> None:
+    """Pages, a notebook and errors said to run ``pip install 'lightning-gpipe[pictures]'``.
+
+    No index has that package: pip failed, or would have installed one that somebody else publishes
+    under this name.
+    """
+    modules, examples = (ROOT / "lightning_gpipe").rglob("*.py"), (ROOT / "examples").glob("*.*")
+    wrong = re.compile(r"lightning[-_]gpipe\[[a-z]|pip install ['\"]?lightning[-_]gpipe")
+
+    assert [
+        name_of(path)
+        for path in [README, *SITE, *examples, *modules]
+        if path != DOCS / "index.md" and wrong.search(path.read_text("utf-8"))
+    ] == []
+
+
 def test_site_has_every_page() -> None:
     order = (ROOT / "mkdocs.yml").read_text("utf-8")
 

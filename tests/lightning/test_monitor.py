@@ -162,7 +162,7 @@ def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
     assert "PipelineMonitor: a mini-batch takes" in caplog.text
     assert ADVICE.search(caplog.text)
-    assert "no picture, since matplotlib is missing: pip install" in caplog.text
+    assert "no picture, since matplotlib is missing: pip install matplotlib." in caplog.text
 
 
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

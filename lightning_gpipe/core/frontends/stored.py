@@ -75,8 +75,7 @@ def opened(file: Path) -> Any:
         from safetensors import safe_open
     except ImportError as error:
         raise ImportError(
-            f"{file} is a file of safetensors, which must be installed to read it: run "
-            "pip install 'lightning-gpipe[pretrained]'."
+            f"reading {file} needs the package safetensors: got none. Run pip install safetensors."
         ) from error
     return safe_open(file, framework="pt")
 

@@ -30,7 +30,7 @@ def greenlets() -> Any:
             raise
         raise ModuleNotFoundError(
             "schedules with a loss for each micro-batch need the package greenlet: got none. "
-            "Write pip install 'lightning-gpipe[schedules]', or schedule='fill_drain'.",
+            "Run pip install greenlet, or write schedule='fill_drain'.",
             name="greenlet",
         ) from None
 

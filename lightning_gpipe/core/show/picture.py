@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INSTALL = "pip install 'lightning-gpipe[pictures]'"
+INSTALL = "pip install matplotlib"
 
 _COLORS = {
     Kind.FORWARD: "#3b75af",
