@@ -69,21 +69,24 @@ def windows(codes: Tensor, context: int, stride: int) -> TensorDataset:
 class TopicsData(L.LightningDataModule):
     """The language reference, in windows of `context` characters.
 
-    Training windows begin anywhere, and an epoch draws as many as fit into the text side by side.
-    Validation windows do lie side by side.
+    Training windows begin anywhere: `training_windows` is how many of them an epoch draws, None
+    draws each once. Validation windows lie side by side.
     """
 
-    def __init__(self, context: int = 128, batch_size: int = 32) -> None:
+    def __init__(
+        self, context: int = 128, batch_size: int = 32, training_windows: int | None = None
+    ) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
+        self.training_windows = training_windows
 
     def setup(self, stage: str) -> None:
         self.training, self.validation = map(encode, split(TEXT))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         dataset = windows(self.training, self.context, stride=1)
-        sampler = RandomSampler(dataset, num_samples=len(dataset) // self.context)
+        sampler = RandomSampler(dataset, num_samples=self.training_windows)
         return DataLoader(dataset, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
@@ -198,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = start(parser, arguments)
 
     model = CharLM(**SIZES[options.size])
-    data = TopicsData(model.context, options.batch_size)
+    data = TopicsData(model.context, options.batch_size, options.steps * options.batch_size)
 
     # The pipeline. With the Trainer's default, strategy="auto", the same training is a plain one.
     strategy = GPipeStrategy(options.balance, options.chunks, activation_checkpointing="never")
@@ -206,9 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     best, measurements = ModelCheckpoint(filename="best", monitor="val_loss"), Measurements()
     trainer = L.Trainer(
         strategy="auto" if options.plain else strategy,
-        max_steps=options.steps,
+        max_epochs=1,
         val_check_interval=min(100, options.steps),
-        check_val_every_n_epoch=None,
         gradient_clip_val=1.0,
         callbacks=[best, measurements],
         **trainer_arguments(options),  # devices, loggers

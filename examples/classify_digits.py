@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from examples.report import Measurements, options_parser, report, start, trainer_arguments
@@ -37,12 +37,18 @@ DIGITS = 10
 
 
 class DigitsData(L.LightningDataModule):
-    """Scans enlarged to `size` pixels, in three equal channels; the last fifth for validation."""
+    """Scans enlarged to `size` pixels, in three equal channels; the last fifth for validation.
 
-    def __init__(self, batch_size: int = 32, size: int = 32) -> None:
+    `training_scans` is how many scans an epoch draws, None draws each once.
+    """
+
+    def __init__(
+        self, batch_size: int = 32, size: int = 32, training_scans: int | None = None
+    ) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.size = size
+        self.training_scans = training_scans
 
     def setup(self, stage: str) -> None:
         scans, digits = load_digits(return_X_y=True)
@@ -53,7 +59,8 @@ class DigitsData(L.LightningDataModule):
         self.validation = TensorDataset(images[cut:], torch.tensor(digits[cut:]))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(self.training, self.batch_size, shuffle=True, drop_last=True)
+        sampler = RandomSampler(self.training, num_samples=self.training_scans)
+        return DataLoader(self.training, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.validation, self.batch_size)
@@ -113,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=32, help="pixels of an image's side")
     options = start(parser, arguments)
 
-    data = DigitsData(options.batch_size, options.size)
+    data = DigitsData(options.batch_size, options.size, options.steps * options.batch_size)
     model = Classifier(options.network)
 
     # The pipeline. With the Trainer's default, strategy="auto", the same training is a plain one.
@@ -125,9 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measurements = Measurements()
     trainer = L.Trainer(
         strategy="auto" if options.plain else strategy,
-        max_steps=options.steps,
+        max_epochs=1,
         val_check_interval=min(50, options.steps),
-        check_val_every_n_epoch=None,  # count steps, not epochs
         callbacks=[best, measurements],
         **trainer_arguments(options),  # devices, loggers
     )

@@ -61,7 +61,8 @@ class Windows(Dataset[Tensor]):
 class TopicsTokens(L.LightningDataModule):
     """The language reference, in windows of `context` tokens.
 
-    The tokenizer is that in the folder `pretrained`, or trained on the training text.
+    Training windows begin anywhere: `training_windows` is how many of them an epoch draws, None
+    draws each once. The tokenizer is that in the folder `pretrained`, or trained on the text.
     """
 
     def __init__(
@@ -70,10 +71,12 @@ class TopicsTokens(L.LightningDataModule):
         batch_size: int = 16,
         vocabulary: int = 2048,
         pretrained: str | None = None,
+        training_windows: int | None = None,
     ) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
+        self.training_windows = training_windows
         self.vocabulary = vocabulary
         self.pretrained = pretrained
         self.training = self.validation = torch.empty(0, dtype=torch.int64)
@@ -92,7 +95,7 @@ class TopicsTokens(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         windows = Windows(self.training, self.context, stride=1)
-        sampler = RandomSampler(windows, num_samples=len(windows) // self.context)
+        sampler = RandomSampler(windows, num_samples=self.training_windows)
         return DataLoader(windows, self.batch_size, sampler=sampler, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
@@ -214,7 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     size = SIZES[options.size]
     model = Llama(**size, pretrained=options.pretrained, lora=options.lora)
-    data = TopicsTokens(options.context, options.batch_size, size["vocabulary"], options.pretrained)
+    data = TopicsTokens(
+        options.context,
+        options.batch_size,
+        size["vocabulary"],
+        options.pretrained,
+        training_windows=options.steps * options.batch_size,
+    )
 
     # The pipeline. It finds the blocks by itself: they have more than half of all parameters.
     strategy = GPipeStrategy(options.balance, options.chunks, activation_checkpointing="never")
@@ -222,9 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     best, measurements = ModelCheckpoint(filename="best", monitor="val_loss"), Measurements()
     trainer = L.Trainer(
         strategy="auto" if options.plain else strategy,
-        max_steps=options.steps,
+        max_epochs=1,
         val_check_interval=min(100, options.steps),
-        check_val_every_n_epoch=None,
         gradient_clip_val=1.0,
         callbacks=[best, measurements],
         **trainer_arguments(options),  # devices, loggers

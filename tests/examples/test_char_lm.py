@@ -209,6 +209,17 @@ def test_demo_reports_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert re.search(line, report)
 
 
+def test_bar_counts_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A Trainer with `max_steps` and no `max_epochs` has -1 epochs, and its bar says the last one.
+
+    Lightning 2.6 counts epochs from 0, so the bar of the demo began with "Epoch 0/-2".
+    """
+    run(tmp_path)
+
+    shown = capsys.readouterr().out
+    assert re.findall(r"Epoch (\S+) .* (\d+/\d+) ", shown) == [("0/0", "6/6")]
+
+
 def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
     plain = run(tmp_path / "plain", "--plain")
     pipelined = run(tmp_path / "pipelined")
@@ -222,11 +233,11 @@ def test_pipeline_learns_what_a_plain_run_learns(tmp_path: Path):
 # Lightning 2.6, cli.py, calls ArgumentParser.add_instantiator, deprecated in jsonargparse 4.49.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.pytorch.cli")
 def test_configuration_trains_through_lightning_cli(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     options = {
         "--config": CONFIG,
-        "--trainer.max_steps": 6,
+        "--trainer.limit_train_batches": 6,
         "--trainer.val_check_interval": 3,
         "--trainer.logger.init_args.save_dir": tmp_path,
     }
@@ -238,5 +249,6 @@ def test_configuration_trains_through_lightning_cli(
     assert isinstance(trainer.strategy, GPipeStrategy)
     assert trainer.num_devices == 2
     assert trainer.global_step == 6
+    assert re.search(r"Epoch 0/0 .* 6/6 ", capsys.readouterr().out)
     guess = math.log(len(ALPHABET))  # the loss of one who knows nothing of the text
     assert trainer.callback_metrics["val_loss"] < guess - 0.5

@@ -88,6 +88,7 @@ def test_demo_reports_what_it_shows(
     found = capsys.readouterr().out
     assert "val_accuracy" in found
     assert "images" in found
+    assert re.search(r"Epoch 0/0 .* 6/6 ", found)
     assert (tmp_path / "version_0/metrics.csv").exists()
 
 

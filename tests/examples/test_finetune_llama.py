@@ -60,6 +60,7 @@ def test_run_from_the_weights_of_another(
     second = run(tmp_path / "second", f"--pretrained={folder}")
 
     for line in (
+        r"Epoch 0/0 .* 6/6 ",
         rf"│ val_loss +│ \d\.\d{{4}} +│ {first:.4f} +│ {first:.4f} +│",
         r"│ tokens per second +│ [\d,]+ +│",
         r"\n\nThe ",
@@ -106,7 +107,7 @@ def test_configuration_trains_through_lightning_cli(
 ) -> None:
     options = {
         "--config": CONFIG,
-        "--trainer.max_steps": 6,
+        "--trainer.limit_train_batches": 6,
         "--trainer.val_check_interval": 6,
         "--trainer.limit_val_batches": 2,
         "--trainer.logger.init_args.save_dir": tmp_path,
