@@ -10,7 +10,7 @@ input to the first stage.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -446,26 +446,28 @@ class GPipeStrategy(OverProcesses):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
+        if self._steps is None:  # the Trainer runs nothing, so nothing is piped
+            return super().training_step(*args, **kwargs)
         return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
-        step = partial(super().validation_step, *args, **kwargs)
-        return self._steps.evaluation("validation_step", step)
+        return self._evaluation(super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
-        step = partial(super().test_step, *args, **kwargs)
-        return self._steps.evaluation("test_step", step)
+        return self._evaluation(super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._steps is not None
-        step = partial(super().predict_step, *args, **kwargs)
-        return self._steps.evaluation("predict_step", step)
+        return self._evaluation(super().predict_step, args, kwargs)
+
+    def _evaluation(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self._steps is None:
+            return step(*args, **kwargs)
+        return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
 
     @override
     def backward(

@@ -234,3 +234,16 @@ def test_last_hooks_see_the_plain_module(tmp_path: Path) -> None:
     fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_steps=1, callbacks=[Looks()])
 
     assert pipelined == [True, False, False], "at the end of training; of the fit; at teardown"
+
+
+@pytest.mark.parametrize("name", ["training", "validation", "test", "predict"])
+def test_step_after_a_fit(tmp_path: Path, name: str) -> None:
+    """Each ended with an AssertionError that said nothing, since the pipeline was gone by then."""
+    made = fitted(tmp_path, GPipeStrategy([3, 3]), devices=2, max_steps=1)
+    module = made.lightning_module
+    calls: list[Any] = []
+    setattr(module, f"{name}_step", lambda *args: calls.append(args))
+
+    getattr(made.strategy, f"{name}_step")("a batch", 0)
+
+    assert calls == [("a batch", 0)]
