@@ -138,7 +138,8 @@ class Saving(Launched):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        # As Lightning does: an optimizer without a state there begins anew.
+        states = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         for k, (optimizer, state) in enumerate(states):
             if self._folder is not None:
                 load_optimizer(self._folder, k, optimizer)

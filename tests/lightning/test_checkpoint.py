@@ -128,6 +128,21 @@ def test_resumed_fit_ends_like_one_that_was_not_interrupted(
     torch.testing.assert_close(numbers(found), numbers(expected))
 
 
+def test_checkpoint_without_states_of_optimizers(
+    tmp_path: Path, build: Any, plain: dict[str, Path]
+) -> None:
+    """It ended with a ValueError of zip, where a plain Trainer lets the optimizers begin anew."""
+    file = tmp_path / "weights.ckpt"
+    torch.save({**load(plain["half"]), "optimizer_states": [], "lr_schedulers": []}, file)
+
+    one, other = (
+        fitted(tmp_path, build=build, ckpt_path=file, max_epochs=4, **options_of(way))
+        for way in (PLAIN, PIPED)
+    )
+
+    assert_same_weights(one, other)
+
+
 @pytest.mark.parametrize("when", ["half", "end"])
 def test_load_from_checkpoint(pipelined: dict[str, Path], optimizer: str, when: str) -> None:
     model = Classifier.load_from_checkpoint(pipelined[when])
