@@ -25,7 +25,7 @@ ifeq ($(origin BENCH), file)
 BENCH_READY := .venv-bench/.ready
 endif
 
-.PHONY: help demo test test-tools test-integrations test-oldest test-multihost models soak mutate bench bench-gpu docs dist check format clean
+.PHONY: help demo test test-tools test-integrations test-oldest test-multihost test-lightning models soak mutate bench bench-gpu docs dist check format clean
 
 help:
 	@echo "make demo    train the character language model on two CPU devices (about 3 minutes)"
@@ -37,6 +37,8 @@ help:
 	@echo "             (minutes)"
 	@echo "make test-multihost  two machines as network namespaces: training, a network that fails,"
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
+	@echo "make test-lightning  Lightning's own tests with a pipeline in each Trainer that names no"
+	@echo "             strategy; LIGHTNING=FOLDER names a checkout of Lightning (some 10 minutes)"
 	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
 	@echo "             ARGS='transformers --only Llama' for some of them"
 	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts, killed"
@@ -69,6 +71,9 @@ test-oldest: .venv-oldest/.ready
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)
+
+test-lightning: $(READY)
+	$(BIN)/python -m tests.published "$(LIGHTNING)" $(ARGS)
 
 models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/pytest -p tests.models.torchvision_operators \

@@ -111,4 +111,7 @@ work, {} work with a difference and {} are refused.
 
 This is of one process, `processes="single"`. What several do not have is in
 [Several processes and machines](processes.md#what-is-refused). Tests are in `tests/lightning`.
+
+Lightning's own published tests run with a pipeline as well. Those that end otherwise are listed,
+with the reason and with what to write instead, in `tests/published/expected.txt`.
 """
