@@ -52,10 +52,9 @@ def test_run_with_a_pipeline_and_without(tmp_path: Path) -> None:
 
     assert status == 1
     assert "2 times a pipeline of two stages ran, on 2 mini-batches in all." in "\n".join(lines)
-    assert lines[-5:] == [
+    assert lines[-4:] == [
         "Fails without a pipeline, too:",
         f"  {FOLDER}test_it.py::test_fails",
-        "",
         "Fails with a pipeline only, or does not fail as the table says:",
         f"  {FOLDER}test_it.py::test_trains_plainly",
     ]
