@@ -38,7 +38,9 @@ class Resuming(Saving):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        if "optimizer_states" in checkpoint:  # more than the weights alone
+        assert self.lightning_module is not None
+        # More than the weights alone, of a model that a Trainer has: others have nothing to resume.
+        if "optimizer_states" in checkpoint and self.lightning_module._trainer is not None:
             states = self._states_of_all()
             in_an_epoch = _in_an_epoch(self._trainer)
             checkpoint = with_states(checkpoint, states, in_an_epoch=in_an_epoch)
