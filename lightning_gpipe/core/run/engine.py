@@ -8,12 +8,13 @@ recorded behavior of the layers, and the threads.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term
@@ -90,6 +91,12 @@ class Engine:
         self._library_draws = LibraryDraws()
         self._side_channels = SideChannels(layout.partitions)
         self._layout = layout
+        self._parameters = sum(
+            parameter.numel()
+            for partition in layout.partitions
+            for parameter in partition.parameters
+            if not is_lazy(parameter)
+        )
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()
         self._journal = Journal()  # of the modules around the stages
@@ -193,7 +200,7 @@ class Engine:
             unfinished=self._unfinished,
             training_flags=self._training_flags,
             division=division,
-            way=self._way_of(schedule, schedule, 1),
+            way=self._way_of_code(schedule),
             twins=self.twins,
         )
         shared = self._side_channels.begin()
@@ -217,19 +224,20 @@ class Engine:
         self, microbatches: Sequence[FlatTree], schedule: Schedule, program: Program | None
     ) -> Way:
         """How a mini-batch runs whose loss is its own."""
+        if self.ways is None:
+            return Way([])
         grad, size = torch.is_grad_enabled(), _elements_of(microbatches[0])
         of = 0 if program is None else program.fingerprint
         # Equal for mini-batches whose sizes differ by a factor of four at most.
         kind = grad, schedule.m, size.bit_length() // 2, of
-        return self._way_of(kind, schedule, 1 + grad, schedule.bubble)
+        work = _rows_of(microbatches[0]) * self._parameters / schedule.n
+        return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work, schedule.bubble)
 
-    def _way_of(
-        self, kind: Hashable, schedule: Schedule, phases: int, bubble: float | None = None
-    ) -> Way:
-        """How a mini-batch of a kind runs: see :meth:`Ways.next`."""
+    def _way_of_code(self, schedule: Schedule) -> Way:
+        """How a mini-batch runs whose micro-batches have losses, of as many rows as they may."""
         if self.ways is None:
             return Way([])
-        return self.ways.next(kind, phases, schedule.m * schedule.n, bubble)
+        return self.ways.next(schedule, 1, schedule.m * schedule.n, self._parameters / schedule.n)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """What ``compute`` returns in the process of stage ``j``, in all processes.
@@ -334,6 +342,12 @@ class Engine:
             "code": None,
             "_observers": OrderedDict(),
         }
+
+
+def _rows_of(flat: FlatTree) -> int:
+    """The number of rows of a micro-batch, the most of its tensors."""
+    sizes = [leaf.shape[0] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+    return max(sizes, default=1)
 
 
 def _elements_of(flat: FlatTree) -> int:

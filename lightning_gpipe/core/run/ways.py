@@ -6,10 +6,11 @@ brings. Which is faster depends on the model, the batches and the machine. What 
 same.
 
 A mini-batch of the slower way takes up to twice as long, so as few as possible are spent on finding
-it. One with threads tells how long they have computed, by the clock of each thread, which stands
-still while it waits: one thread takes about as long for all of it. If that is longer than the
-mini-batch took, threads are faster. If one thread has taken no longer for a micro-batch on a stage
-than to wake another thread for it, one thread is faster. Only between the two both run in turns.
+it. The first one begins the way that the size of the layers suggests, and only warms up. One with
+threads tells how long they have computed, by the clock of each thread, which stands still while it
+waits: one thread takes about as long for all of it. If that is longer than the mini-batch took,
+threads are faster. If one thread has taken no longer for a micro-batch on a stage than to wake
+another thread for it, one thread is faster. Only between the two both run in turns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from math import inf
 from time import perf_counter, thread_time
 from typing import Literal, NamedTuple
 
@@ -31,6 +33,7 @@ _AGAIN = 1000  # mini-batches after which the ways are compared again
 _MORE = 1e-4  # seconds that threads compute more than one, for a micro-batch on a stage, at most
 _SMALL = 1e-4  # seconds of a micro-batch on a stage: to wake a thread for it takes as long
 _LARGE = 1e-3  # from there on threads are faster, unless something else keeps them from computing
+_HEAVY = 1e6  # multiplications of a micro-batch on a stage, which take about as long
 _KINDS = 16  # of mini-batches that are told apart, at most
 _STARVED = 1.5  # times what the schedule allows
 _LITTLE = 1e-3  # seconds of a micro-batch on a stage: a message between processes takes 0.3e-3
@@ -117,20 +120,31 @@ class Ways:
         self._at_once = min(len(devices), os.cpu_count() or 1)
         self._contests: OrderedDict[Hashable, Contest] = OrderedDict()
 
-    def next(self, kind: Hashable, phases: int, pairs: int, bubble: float | None = None) -> Way:
+    def next(
+        self,
+        kind: Hashable,
+        phases: int,
+        pairs: int,
+        work: float,
+        bubble: float | None = None,
+    ) -> Way:
         """The way of the next mini-batch.
 
         Args:
             kind: Equal for mini-batches that take about as long.
             phases: How many phases it has.
             pairs: The number of stages times that of micro-batches.
+            work: How many multiplications a micro-batch takes on a stage, at least.
             bubble: The share of time in which a worker is idle by the schedule; None if threads
                 are not compared with it.
         """
         if self._gpus:  # which compute by themselves, so that the processor's time tells nothing
             pairs, bubble = 0, None
         speed_up = 0.0 if bubble is None else self._at_once * (1 - bubble)
-        contest = self._contests.pop(kind, None) or Contest(pairs, speed_up)
+        contest = self._contests.pop(kind, None)
+        if contest is None:
+            begin = INLINE if pairs and work < _HEAVY else THREADS
+            contest = Contest(pairs, speed_up, begin)
         self._contests[kind] = contest
         if len(self._contests) > _KINDS:
             self._contests.popitem(last=False)
@@ -149,20 +163,21 @@ class Contest:
         pairs: The number of stages times that of micro-batches; 0 where the processor's time does
             not tell how long one thread would take.
         speed_up: What the schedule allows threads; 0 if that is not known.
+        begin: The way of the first mini-batch.
 
     Attributes:
         found: What came of it, if it has ended once.
     """
 
-    def __init__(self, pairs: int = 0, speed_up: float = 0.0) -> None:
+    def __init__(self, pairs: int = 0, speed_up: float = 0.0, begin: bool = THREADS) -> None:
         self.found: Found | None = None
         self._pairs = pairs
         self._speed_up = speed_up
-        self._begin()
+        self._begin(begin)
 
-    def _begin(self) -> None:
+    def _begin(self, way: bool) -> None:
         self._seconds: dict[bool, list[float]] = {THREADS: [], INLINE: []}
-        self._next = THREADS
+        self._first = self._next = way
         self._steady = True  # whether mini-batches on one thread computed all the time
         self._since = 0
 
@@ -181,19 +196,22 @@ class Contest:
         (inline if way is INLINE else threads).append(seconds)
         if way is INLINE:
             self._steady &= seconds < _CLEAR * computed
-        # The first mini-batch has also chosen kernels and allocated memory.
-        first = len(threads) == 1 and not inline
-        self._next = THREADS if first and computed > self._pairs * _LARGE > 0 else not way
+        if len(threads) + len(inline) == 1:  # which has also chosen kernels and allocated memory
+            large = computed > self._pairs * _LARGE
+            again = self._pairs > 0 and large is (way is THREADS)
+            self._next = way if again else not way
+            return
+        self._next = not way
         found = self._found_by_parts(way, seconds, computed) or self._compared()
         if found is not None:
             self.found = found
-            self._begin()
+            self._begin(found.faster)
 
     def _found_by_parts(self, way: bool, seconds: float, computed: float) -> Found | None:
         """What is known if the other way has no chance, by what this mini-batch consists of."""
-        if way is THREADS and 0 < self._pairs * _MORE < computed - seconds:
+        if way is THREADS and 0 < self._pairs * _MORE < computed - _CLEAR * seconds:
             return Found(seconds, computed, clear=True)  # one thread would compute for longer
-        threads = min(self._seconds[THREADS], default=0.0)
+        threads = min(self._seconds[THREADS], default=inf)
         if way is INLINE and seconds < min(threads, self._pairs * _SMALL):
             return Found(threads, seconds, clear=True)
         return None
@@ -207,10 +225,9 @@ class Contest:
         many, one = min(threads), min(inline)
         known = self._speed_up and one > self._pairs * _LARGE
         found = Found(many, one, one / self._speed_up if known else None)
-        enough = self._steady if found.faster is THREADS else len(threads) >= _ROUNDS
-        if len(inline) >= _ROUNDS or (enough and max(one, many) > _CLEAR * min(one, many)):
-            return found
-        return None
+        warm = len(inline) > (self._first is INLINE)
+        clear = warm and self._steady and one > _CLEAR * many
+        return found if clear or min(len(threads), len(inline)) >= _ROUNDS else None
 
 
 class _Timed:

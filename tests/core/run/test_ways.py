@@ -12,11 +12,12 @@ from tests.support.pipes import Pipe, every_mode
 
 SLOW, FAST = 3.0, 2.0
 PAIRS = 16
+HEAVY = 1e9  # multiplications of a micro-batch on a stage
 MIDDLE = 5e-4  # seconds of a pair: neither small nor large
 
 
 def contest(
-    seconds: dict[bool, float], *, computed: float = 0.0, pairs: int = 0
+    seconds: dict[bool, float], *, computed: float = 0.0, pairs: int = 0, begin: bool = THREADS
 ) -> tuple[Contest, list[bool]]:
     """One that has come to an end, and what it tried.
 
@@ -24,8 +25,9 @@ def contest(
         seconds: How long a mini-batch takes either way; with one thread it computes all the time.
         computed: How long the threads compute in it.
         pairs: The number of stages times that of micro-batches.
+        begin: The way of the first one.
     """
-    made, tried = Contest(pairs), []
+    made, tried = Contest(pairs, begin=begin), []
     while (way := made.next()) is not None:
         tried.append(way)
         made.add(way, seconds[way], seconds[INLINE] if way is INLINE else computed)
@@ -36,21 +38,11 @@ def test_threads_that_compute_for_longer_than_they_take() -> None:
     """Once four of the first eight mini-batches ran on one thread, whatever it took."""
     made, tried = contest({THREADS: 0.1, INLINE: 0.19}, computed=0.18, pairs=PAIRS)
 
-    assert tried == [THREADS]
+    assert tried == [THREADS, THREADS]
     assert made.found == Found(0.1, 0.18, clear=True)
     assert f"{made.found}" == (
         "a thread for each device: 100.0 ms per mini-batch, in which they compute for 180.0 ms"
     )
-
-
-def test_large_operators_and_a_first_mini_batch_that_has_more_to_do() -> None:
-    made = Contest(PAIRS)
-    for seconds in (0.5, 0.1):
-        assert made.next() is THREADS
-        made.add(THREADS, seconds, 0.18)
-
-    assert made.next() is None
-    assert made.found is not None and made.found.faster is THREADS
 
 
 def test_large_operators_on_a_busy_machine() -> None:
@@ -61,24 +53,43 @@ def test_large_operators_on_a_busy_machine() -> None:
     assert made.found == Found(0.2, 0.3)
 
 
-def test_operators_for_which_no_thread_is_worth_waking() -> None:
-    """Once four of the first eight mini-batches ran on threads, whatever they took."""
-    made, tried = contest({THREADS: 2e-3, INLINE: 1e-3}, computed=2e-3, pairs=PAIRS)
+def test_large_operators_where_small_ones_were_expected() -> None:
+    seconds = {THREADS: 0.1, INLINE: 0.19}
 
-    assert tried == [THREADS, INLINE]
-    assert made.found == Found(2e-3, 1e-3, clear=True)
+    _, tried = contest(seconds, computed=0.18, pairs=PAIRS, begin=INLINE)
+
+    assert tried == [INLINE, THREADS]
+
+
+@pytest.mark.parametrize("begin", [THREADS, INLINE])
+def test_operators_for_which_no_thread_is_worth_waking(begin: bool) -> None:
+    """Once four of the first eight mini-batches ran on threads, whatever they took."""
+    seconds = {THREADS: 2e-3, INLINE: 1e-3}
+
+    made, tried = contest(seconds, computed=2e-3, pairs=PAIRS, begin=begin)
+
+    assert tried == [begin, INLINE]
+    assert made.found is not None and made.found.faster is INLINE
     assert f"{made.found}" == (
         "one thread for all devices: 1.0 ms per mini-batch, too little for threads"
     )
 
 
-@pytest.mark.parametrize("faster, count", [(THREADS, 2), (INLINE, 5)])
-def test_operators_between(faster: bool, count: int) -> None:
+@pytest.mark.parametrize(
+    "begin, faster, tried",
+    [
+        (THREADS, THREADS, [THREADS, INLINE]),
+        (INLINE, THREADS, [INLINE, INLINE, THREADS]),
+        (THREADS, INLINE, [THREADS, INLINE] * 3),
+        (INLINE, INLINE, [INLINE, *[INLINE, THREADS] * 3]),
+    ],
+)
+def test_operators_between(begin: bool, faster: bool, tried: list[bool]) -> None:
     seconds = {faster: PAIRS * MIDDLE, not faster: 1.5 * PAIRS * MIDDLE}
 
-    made, tried = contest(seconds, computed=PAIRS * MIDDLE, pairs=PAIRS)
+    made, found = contest(seconds, computed=PAIRS * MIDDLE, pairs=PAIRS, begin=begin)
 
-    assert tried == ([THREADS, INLINE] * 3)[:count]
+    assert found == tried
     assert made.found is not None and made.found.faster is faster
     assert "with" in f"{made.found}"
 
@@ -122,13 +133,23 @@ def test_what_the_schedule_allows(
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     ways = Ways(map(torch.device, devices))
     for _ in range(6):
-        way = ways.next("kind", 1, pairs, bubble=0.25)
+        way = ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
         assert isinstance(way.timed, _Timed)
         way.timed._contest.add(way.inline, 6.0 if way.inline else 6.1, 0.0)
-    ways.next("kind", 1, pairs, bubble=0.25)
+    ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
 
     assert ways.found is not None
     assert ways.found.allowed == allowed
+
+
+@pytest.mark.parametrize("work, pairs, way", [(1e3, PAIRS, INLINE), (HEAVY, PAIRS, THREADS)])
+def test_first_mini_batch_runs_as_the_size_of_the_layers_suggests(
+    work: float, pairs: int, way: bool
+) -> None:
+    ways = Ways([torch.device("cpu")] * 2)
+
+    assert ways.next("kind", 1, pairs, work).inline is way
+    assert not Ways([torch.device("cuda:0")]).next("kind", 1, pairs, work).inline
 
 
 def test_both_are_tried_again_after_many_mini_batches() -> None:
@@ -146,24 +167,24 @@ def test_kinds_of_mini_batches_are_found_apart() -> None:
     ways = Ways([torch.device("cpu")])
     for kind in ("small", "large"):
         for _ in range(8):
-            ways.next(kind, 1, PAIRS)
+            ways.next(kind, 1, PAIRS, HEAVY)
     assert ways.found is None
 
-    with ways.next("small", 1, PAIRS).timed:
+    with ways.next("small", 1, PAIRS, HEAVY).timed:
         pass
 
-    assert not ways.next("large", 1, PAIRS).inline
+    assert not ways.next("large", 1, PAIRS, HEAVY).inline
 
 
 def test_what_is_never_finished_does_not_count() -> None:
     ways = Ways([torch.device("cpu")])
-    way = ways.next("kind", 2, PAIRS)
+    way = ways.next("kind", 2, PAIRS, HEAVY)
     for _ in range(20):
         with way.timed:
             pass
         with pytest.raises(OwnError), way.timed:
             raise OwnError
-        way = ways.next("kind", 2, PAIRS)
+        way = ways.next("kind", 2, PAIRS, HEAVY)
 
     assert not way.inline
     assert ways.found is None
