@@ -72,6 +72,7 @@ KINDS = {
     "cpu": Kind(
         [
             Run("overhead", 100),
+            Run("first_steps", 60),
             Run("cpu_pipeline", 180),
             Run("peers", 240),
             Run("memory", 270),

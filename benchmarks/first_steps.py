@@ -2,7 +2,7 @@
 
 A new pipeline of two devices runs its first ten steps: with threads, with one thread for both
 devices, and by ``"auto"``, which may run some in the slower way before it knows. Each round makes
-new pipelines; a step is a forward and a backward, and each device has one core.
+new pipelines; a step is a forward and a backward, and operators use one core each.
 
     python -m benchmarks.first_steps
 
@@ -38,7 +38,7 @@ NARROW, SHORT, WIDTH = 8, 32, 64
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options("first_steps", __doc__, rounds=7, argv=argv, **SIZES | {"blocks": 4})
+    given = options("first_steps", __doc__, rounds=5, argv=argv, **SIZES | {"blocks": 2, "time": 64})
     report = Report(given, f"The first {STEPS} steps, {STAGES} devices, m = {given.chunks}")
     heavy = timed(given, report, "blocks", transformer_task(given))
     report.target(f"{heavy['auto']} / threads", heavy["over threads"], at_most=AT_MOST)
@@ -91,7 +91,7 @@ def beginning(
         with make() as pipeline:
             return list(pipeline.gradients())
 
-    return Contestant(name, step, gradients, threads=STAGES)
+    return Contestant(name, step, gradients, threads=1)
 
 
 if __name__ == "__main__":
