@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -273,7 +273,7 @@ def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps:
     """What other settings would bring, if the simulator explains what these mini-batches took."""
     last = latest[-1]
     alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
-    times = {key: fmean(each.times[key] for each in alike) for key in last.times}
+    times = {key: median(each.times[key] for each in alike) for key in last.times}
     length, lag = (median(of_it) for of_it in zip(*((x.length, x.lag) for x in alike), strict=True))
     unknown = doubts(last.schedule, times, length, lag=lag, inline=last.inline)
     if unknown:
