@@ -38,7 +38,9 @@ NARROW, SHORT, WIDTH = 8, 32, 64
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    given = options("first_steps", __doc__, rounds=5, argv=argv, **SIZES | {"blocks": 2, "time": 64})
+    given = options(
+        "first_steps", __doc__, rounds=5, argv=argv, **SIZES | {"blocks": 2, "time": 64}
+    )
     report = Report(given, f"The first {STEPS} steps, {STAGES} devices, m = {given.chunks}")
     heavy = timed(given, report, "blocks", transformer_task(given))
     report.target(f"{heavy['auto']} / threads", heavy["over threads"], at_most=AT_MOST)
