@@ -190,9 +190,14 @@ def _failed(result: Any) -> bool:
     return isinstance(result, Failed)
 
 
-def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:
-    sys.path[:] = path
-    torch.set_num_threads(1)
+def join_group(rank: int, size: int, store: str) -> None:
+    """Make this process a rank of a process group, and of those that :func:`group_of` has.
+
+    Args:
+        rank: Its number.
+        size: How many there are.
+        store: The path of a file by which they find one another.
+    """
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     dist.init_process_group(
         "gloo",
@@ -203,6 +208,12 @@ def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -
     )
     for k in range(1, size + 1):
         _GROUPS[k] = dist.new_group(range(k))
+
+
+def _serve(rank: int, size: int, store: str, path: list[str], end: Connection) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    join_group(rank, size, store)
     while True:
         try:
             function, args = pickle.loads(end.recv_bytes())

@@ -3,6 +3,14 @@
 A user may press Ctrl-C at any moment, which interrupts the calling thread at any line. So the
 caller keeps no record that an interrupt could leave half-written: the end of each job and its error
 are recorded by the worker threads, which are not interrupted.
+
+# Note [Threads end before the interpreter]
+At the end of the interpreter, Python before 3.14 ends a daemon thread that comes back from C code,
+by unwinding its stack. Most functions of PyTorch release the lock of the interpreter, and take it
+again in a destructor, which must not be unwound: the process prints "terminate called without an
+active exception" and ends by SIGABRT, whatever its own error was. All threads of this package are
+daemons, so that none keeps a process from ending, and call PyTorch. So whoever starts one joins it
+before the interpreter ends, for some seconds at most.
 """
 
 from __future__ import annotations

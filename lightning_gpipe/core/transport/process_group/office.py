@@ -227,6 +227,7 @@ class Office:
         self._links.cut()
         self._links.join(_TOLD_WITHIN)
         self._outbox.end()
+        self._other_waits.join()  # see Note [Threads end before the interpreter]
 
     def _closing(self, code: Code) -> Header:
         """What tells others that this process closes, or has before if no exchange may run."""

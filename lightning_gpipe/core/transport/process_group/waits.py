@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from weakref import WeakMethod
 
+_JOIN = 5.0
+
 
 class OtherWaits:
     """Ends waits that are in vain: another process is lost, or its failure is not heeded.
@@ -17,6 +19,7 @@ class OtherWaits:
     def __init__(self) -> None:
         self._acts: set[WeakMethod[Callable[[], None]]] = set()
         self._beats = 0  # since there is a failure to heed
+        self._thread: threading.Thread | None = None
 
     def add(self, act: Callable[[], None]) -> None:
         """Let a method of an object end some waits, for as long as the object lives."""
@@ -25,7 +28,13 @@ class OtherWaits:
     def end(self) -> None:
         """End them, on a thread of its own: others must hear this process meanwhile."""
         if self._acts:
-            threading.Thread(target=self._act, name="gpipe-end-waits", daemon=True).start()
+            self._thread = threading.Thread(target=self._act, name="gpipe-end-waits", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until they have ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN)
 
     def _act(self) -> None:
         for each in list(self._acts):

@@ -1,0 +1,76 @@
+"""A process of a Trainer ends with its own error, and leaves none behind."""
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.callbacks import Callback
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import DistStoreError
+
+from tests.support.endings import endings
+from tests.support.lightning_modules import Classifier, Data
+from tests.support.trainers import trainer_over
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+SECONDS = 0.5  # far longer than it takes from the error to the end of the interpreter
+
+
+class SlowWait:
+    """A wait that takes long to end once it is in vain."""
+
+    def end(self) -> None:
+        try:
+            HashStore().wait(["never"], timedelta(seconds=SECONDS))
+        except DistStoreError:
+            return
+
+
+class Fault(Callback):
+    """Sends itself a signal in the second step, on one rank."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        self._rank, self._number = rank, number
+        self._wait = SlowWait()
+
+    def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.strategy._circles.lifeline.when_in_vain(self._wait.end)  # type: ignore[attr-defined]  # of ours
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self._rank, 1):
+            os.kill(os.getpid(), self._number)
+
+
+def fit(root: str, rank: str, number: str) -> None:
+    made = trainer_over(
+        Path(root),
+        "per_stage",
+        [2, 2, 2],
+        {"lost_after": timedelta(seconds=2)},
+        machines=(3, 1),
+        callbacks=[Fault(int(rank), int(number))],
+    )
+    made.fit(Classifier(), datamodule=Data())
+
+
+@pytest.mark.parametrize("rank, number", [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+def test_process_ends_with_the_error_of_a_lost_one(
+    tmp_path: Path, rank: int, number: signal.Signals
+) -> None:
+    """Once the thread that ends other waits came back from Gloo when the interpreter had ended.
+
+    That ended the process by SIGABRT, in half of the runs: "terminate called without an active
+    exception", with an exit status of -6 in place of 1.
+    """
+    found = endings(tmp_path, 3, fit, str(tmp_path), str(rank), str(int(number)))
+
+    assert found.pop(rank).status == -number
+    for each in found:
+        assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.error
+        assert "terminate called" not in each.error
+        assert each.status == 1
