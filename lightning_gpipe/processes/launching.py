@@ -18,10 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
@@ -33,6 +30,7 @@ from lightning_gpipe.foreign_trainers import accept, refuse_a_twin, refuse_fabri
 from lightning_gpipe.processes.agreement import check_same, versions
 from lightning_gpipe.processes.arrangement import Arrangement, Mode
 from lightning_gpipe.processes.batches import Generators
+from lightning_gpipe.processes.children import AFTER_FAILURE, Scripts, end
 from lightning_gpipe.processes.circles import Circles, connect
 from lightning_gpipe.processes.gathering import fetch
 from lightning_gpipe.processes.group import Group
@@ -241,8 +239,8 @@ class Launched(ParallelStrategy):
             return
         assert self.cluster_environment is not None, "the Trainer has found one"
         if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+            self._launcher = Scripts(
+                self.cluster_environment, self.num_processes, self.num_nodes, self._timeout
             )
         else:
             self._launcher = _Started(self, start_method=self._start_method)
@@ -317,7 +315,11 @@ class _Started(_MultiProcessingLauncher):
         **kwargs: Any,
     ) -> Any:
         self._global_states = _GlobalStateSnapshot.capture()  # pickled with the launcher
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
+            raise
 
     @override
     def _wrapping_function(

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistStoreError
 
-from tests.support.endings import endings
+from tests.support.endings import endings, script
 from tests.support.lightning_modules import Classifier, Data
 from tests.support.trainers import trainer_over
 
@@ -71,6 +71,30 @@ def test_process_ends_with_the_error_of_a_lost_one(
 
     assert found.pop(rank).status == -number
     for each in found:
-        assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.error
-        assert "terminate called" not in each.error
+        assert f"RankFailed: rank {rank} (stage {rank}) is lost: " in each.said
+        assert "terminate called" not in each.said
         assert each.status == 1
+
+
+@pytest.mark.parametrize(
+    "method, place, status, error",
+    [
+        ("popen", "step", 1, "RankFailed: rank 1 (stage 1) is lost: "),
+        ("popen", "save", 0, "RankFailed: rank 0 has ended, while the last process to save a"),
+        ("fork", "step", 1, "KeyboardInterrupt"),
+    ],
+)
+def test_process_ends_with_the_one_that_has_started_it(
+    tmp_path: Path, method: str, place: str, status: int, error: str
+) -> None:
+    """Once a stopped process stayed on the machine for ever, since it gets no SIGTERM.
+
+    A main process that had forked it waited for it at its end, also for ever.
+    """
+    number = tmp_path / "number"
+
+    with script(tmp_path / "said", "tests.support.stopping", method, str(number), place) as ending:
+        assert ending.status == status
+        assert error in ending.said
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(number.read_text(encoding="utf-8")), 0)

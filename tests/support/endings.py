@@ -29,11 +29,11 @@ class Ending(NamedTuple):
 
     Attributes:
         status: Its exit status; minus the signal that has ended or stopped it.
-        error: What it has written to the standard error.
+        said: What it has written.
     """
 
     status: int
-    error: str
+    said: str
 
 
 def endings(folder: Path, size: int, function: Callable[..., None], *args: str) -> list[Ending]:
@@ -48,28 +48,35 @@ def endings(folder: Path, size: int, function: Callable[..., None], *args: str) 
         args: Its arguments.
     """
     name = function.__module__, function.__name__
-    with script(__name__, str(folder), str(size), *name, *args) as process:
-        said, _ = process.communicate(timeout=4 * PATIENCE)
-    return [Ending(*each) for each in json.loads(said)]
+    with script(folder / "said", __name__, str(folder), str(size), *name, *args) as (status, said):
+        assert status == 0, said
+    return [Ending(*each) for each in json.loads(said.splitlines()[-1])]
 
 
 @contextmanager
-def script(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A script of the tests, of which no process is left after a ``with`` block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *args],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        encoding="utf-8",
-        start_new_session=True,
-    )
+def script(output: Path, module: str, *args: str) -> Iterator[Ending]:
+    """How a script of the tests ends; what it has left is killed after the ``with`` block.
+
+    Args:
+        output: The file for all that its processes write.
+        module: The script.
+        args: Its arguments.
+    """
+    with output.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
     try:
-        with process:
-            yield process
+        status = process.wait(4 * PATIENCE)
+        yield Ending(status, output.read_text(encoding="utf-8"))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 class _LongEnd:
