@@ -87,8 +87,9 @@ class Scripts(_SubprocessScriptLauncher):
         if os.getpid() != process:  # it was forked
             return
         self._dismiss_observer()
-        for group in list(_world.pg_map):
-            end_waits(group)  # as the end of this process does
+        if _left(self.procs, _GRACE):  # they may wait for this process
+            for group in list(_world.pg_map):
+                end_waits(group)
         failed = self._failed or getattr(sys, "last_value", None) is not None
         end(self.procs, AFTER_FAILURE if failed else self._timeout)
 
