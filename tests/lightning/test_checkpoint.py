@@ -212,3 +212,14 @@ def test_resumed_without_a_pipeline_is_exact(tmp_path: Path) -> None:
     first.save_checkpoint(tmp_path / "one.ckpt")
 
     assert_same_weights(fitted(tmp_path, ckpt_path=tmp_path / "one.ckpt", max_epochs=2), whole)
+
+
+def test_model_that_is_connected_before_it_has_a_trainer(tmp_path: Path) -> None:
+    """Once it raised that the model is not attached to a Trainer; Lightning's strategies do not."""
+    made, model = trainer(tmp_path, GPipeStrategy([3, 3]), devices=2), Classifier()
+    made.strategy.connect(model)
+
+    made.save_checkpoint(tmp_path / "begin.ckpt")
+
+    saved = load(tmp_path / "begin.ckpt")["state_dict"]
+    torch.testing.assert_close(dict(saved), dict(model.state_dict()), rtol=0, atol=0)

@@ -213,7 +213,6 @@ def test_connection_before_there_is_a_trainer(tmp_path: Path) -> None:
 
     made.strategy.connect(model)
     assert made.strategy.lightning_module is model
-    made.save_checkpoint(tmp_path / "begin.ckpt")
     model.trainer = made
     made.strategy.setup_environment()
 

@@ -16,6 +16,7 @@ without threads.
 
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from math import inf
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.run import ways
 
 # 1 recomputes the first of three micro-batches, "except_last" the first two.
 MODES: list[ActivationCheckpointing] = ["always", "except_last", "never", 1]
@@ -51,6 +53,17 @@ def _left_out(case: Any) -> bool:
     params = {} if case is None else case.params
     modes = params.get("mode") in MODES and params.get("mode") not in ALONE
     return modes and params.get("threads") is False
+
+
+@pytest.fixture(autouse=True)
+def both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``threads="auto"``, the default, begin with threads and try both ways in turns.
+
+    The layers of tests are so small that it would begin with one thread, and soon stay there.
+    """
+    monkeypatch.setattr(ways, "_HEAVY", 0.0)
+    monkeypatch.setattr(ways, "_SMALL", 0.0)
+    monkeypatch.setattr(ways, "_MORE", inf)
 
 
 class Pipe:

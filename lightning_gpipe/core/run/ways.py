@@ -223,7 +223,7 @@ class Contest:
             return None
         # What else the machine does makes some of them take longer, and none shorter.
         many, one = min(threads), min(inline)
-        known = self._speed_up and one > self._pairs * _LARGE
+        known = self._speed_up and one > self._pairs * _LITTLE
         found = Found(many, one, one / self._speed_up if known else None)
         warm = len(inline) > (self._first is INLINE)
         clear = warm and self._steady and one > _CLEAR * many

@@ -16,6 +16,11 @@ HEAVY = 1e9  # multiplications of a micro-batch on a stage
 MIDDLE = 5e-4  # seconds of a pair: neither small nor large
 
 
+@pytest.fixture(autouse=True)
+def both_ways() -> None:
+    """These tests are of what other tests leave out: when one way is enough."""
+
+
 def contest(
     seconds: dict[bool, float], *, computed: float = 0.0, pairs: int = 0, begin: bool = THREADS
 ) -> tuple[Contest, list[bool]]:
