@@ -16,11 +16,11 @@ before the interpreter ends, for some seconds at most.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
+from time import monotonic
 
 import torch
 
@@ -140,8 +140,8 @@ class Outcomes:
 
     def wait_for_all(self, timeout: float) -> None:
         """Wait for all jobs to end, ``timeout`` seconds at most."""
-        deadline = time.monotonic() + timeout
-        while self.pending and (left := deadline - time.monotonic()) > 0:
+        deadline = monotonic() + timeout
+        while self.pending and (left := deadline - monotonic()) > 0:
             self.wait(left)
 
     def _run(self, job: Job) -> None:
