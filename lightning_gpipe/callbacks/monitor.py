@@ -250,7 +250,7 @@ def _metrics(observation: Observation) -> dict[str, float]:
 
 
 def _said(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
-    """What a mini-batch took, and what to change.
+    """The line at the end of a fit: the time of a mini-batch, and settings to change.
 
     Args:
         name: The path of the module that runs as a pipeline, if there are several.
@@ -270,7 +270,7 @@ def _said(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: b
 
 
 def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps: bool) -> str:
-    """What other settings would bring, if the simulator explains what these mini-batches took."""
+    """The gains of other settings, if the simulator explains the time of these mini-batches."""
     last = latest[-1]
     alike = [x for x in latest if (x.schedule, x.inline) == (last.schedule, last.inline)]
     times = {key: median(each.times[key] for each in alike) for key in last.times}

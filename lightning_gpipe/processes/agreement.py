@@ -21,7 +21,7 @@ _MOST = 3  # differences that are told
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that all processes must have alike, installed or on a path."""
+    """The versions of the packages that all processes must have alike, installed or not."""
     others = {f"version of {each.__name__}": str(each.__version__) for each in (torch, lightning)}
     return {"version of lightning-gpipe": __version__, **others}
 

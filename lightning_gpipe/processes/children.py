@@ -119,7 +119,7 @@ def end(processes: Sequence[Process], patience: timedelta) -> None:
 
 
 def _left(processes: Sequence[Process], patience: timedelta) -> list[Process]:
-    """Those that have not ended after a time; at once if no others than stopped ones are left."""
+    """Wait for processes to end; return those left, at once if all of them are stopped."""
     deadline = time.monotonic() + patience.total_seconds()
     while True:
         left = [each for each in processes if _lives(each)]
@@ -133,7 +133,7 @@ def _lives(process: Process) -> bool:
 
 
 def _is_stopped(process: Process) -> bool:
-    """Whether a process is stopped, where the system tells."""
+    """Return True if a process is stopped, where the system tells."""
     if sys.platform == "win32" or not hasattr(os, "waitid") or process.pid is None:
         return False
     try:

@@ -18,7 +18,7 @@ _KINDS = ("torch.distributed.fsdp", "FSDPModule"), ("torch.distributed.tensor", 
 
 
 def has_shards(modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP2 shards one of these modules, or one has DTensors; written for speed.
+    """Return True if FSDP2 shards one of these modules, or one has DTensors; written for speed.
 
     FSDP2 may have left the whole parameters in a module, so that it has no DTensors for now.
     """

@@ -208,7 +208,7 @@ class Contest:
             self._begin(found.faster)
 
     def _found_by_parts(self, way: bool, seconds: float, computed: float) -> Found | None:
-        """What is known if the other way has no chance, by what this mini-batch consists of."""
+        """The result, if the parts of this mini-batch leave the other way no chance."""
         if way is THREADS and 0 < self._pairs * _MORE < computed - _CLEAR * seconds:
             return Found(seconds, computed, clear=True)  # one thread would compute for longer
         threads = min(self._seconds[THREADS], default=inf)
@@ -217,7 +217,7 @@ class Contest:
         return None
 
     def _compared(self) -> Found | None:
-        """What mini-batches of both ways show; None if there must be more of them."""
+        """The result by the times of both ways; None if more mini-batches are needed."""
         threads, inline = self._seconds[THREADS], self._seconds[INLINE]
         if not threads or not inline:
             return None
