@@ -35,9 +35,9 @@ from benchmarks.harness import Options, Report, options
 from benchmarks.models import amoebanetd, llama, resnet101, unet
 from examples.char_lm import CharLM
 from lightning_gpipe import GPipe, ModelProfile
-from lightning_gpipe.core.plan import slowest, solve, stage_costs
+from lightning_gpipe.core.balance import slowest, solve, stage_costs
 from lightning_gpipe.core.profile import meters
-from lightning_gpipe.core.run.clocks import HostClock
+from lightning_gpipe.core.run.observe.clocks import HostClock
 
 STAGES = (2, 4, 8)
 CHUNKS = 4

@@ -36,8 +36,8 @@ from benchmarks.harness.thread_clock import ACCOUNTED, Moment, thread_clocks
 from benchmarks.models.transformer import transformer
 from benchmarks.overhead import WIDTH, Scale
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
-from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 MODES: tuple[ActivationCheckpointing, ...] = ("never", "always")
 TINY_STAGES, TINY_CHUNKS = 4, 32

@@ -34,7 +34,7 @@ from benchmarks.contestants.task import stepping
 from benchmarks.harness import Contestant, Options, Report, Times, agree, contest, options, ratio
 from benchmarks.models.transformer import Block
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 AT_MOST, STEP = 1.03, 0.050  # seconds
 HEADS = 4

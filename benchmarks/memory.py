@@ -33,7 +33,7 @@ from benchmarks.harness import Contestant, Options, Report, agree, options
 from benchmarks.harness.allocations import peak_bytes
 from benchmarks.largest import alone, in_stages, largest_model, mib, need_counted, parameters
 from benchmarks.models import unet
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 BLOCKS, BALANCE = 5, [30, 66, 84, 61]  # torchgpipe's for U-Net (5, C)
 MODES: tuple[ActivationCheckpointing, ...] = ("always", "except_last", "never")

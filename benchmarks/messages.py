@@ -30,7 +30,7 @@ from benchmarks.contestants.processes import Orders, Role, in_processes
 from benchmarks.contestants.task import Task
 from benchmarks.harness import Contestant, Options, Report, Times, agree, contest, options
 from benchmarks.overhead import nearly_nothing
-from lightning_gpipe.processes.group import Group
+from lightning_gpipe.distributed.group import Group
 
 STAGES, UNTIMED = 2, 2
 MIB = 2**20

@@ -34,7 +34,7 @@ from benchmarks.contestants.plain import accumulated, mean_square
 from benchmarks.contestants.task import Task
 from benchmarks.contestants.torchgpipe import torchgpipe
 from benchmarks.harness import Contestant, Options, Report, Times, agree, contest, options, ratio
-from lightning_gpipe.core.plan import ByMicroBatch
+from lightning_gpipe.core.schedules import ByMicroBatch
 
 WIDTH = 8
 AT_MOST = {"never": (0.40, 0.30), "always": (0.30, 0.30)}  # with threads, and by "auto"

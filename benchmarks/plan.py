@@ -33,16 +33,18 @@ from benchmarks.balance import MODELS, Model
 from benchmarks.harness import Report, options
 from benchmarks.harness.keeping import kept
 from lightning_gpipe import GPipe, ModelProfile, Place, plan
-from lightning_gpipe.core.plan import Order, Prediction, plan_for, solve
+from lightning_gpipe.core.balance import solve
+from lightning_gpipe.core.planner import Prediction, plan_for
 from lightning_gpipe.core.run import Observation
+from lightning_gpipe.core.schedules import ScheduleKind
 
 CHUNKS = (1, 2, 4)
 MODES: tuple[Literal["never", "always"], ...] = ("never", "always")
 OTHERS = (
-    Order(split=True),
-    Order("1f1b"),
-    Order("1f1b", split=True),
-    Order("zero_bubble", split=True),
+    ScheduleKind(split=True),
+    ScheduleKind("1f1b"),
+    ScheduleKind("1f1b", split=True),
+    ScheduleKind("zero_bubble", split=True),
 )
 
 
@@ -60,7 +62,7 @@ class Case(NamedTuple):
     counted: bool = True
 
 
-def step(pipeline: GPipe, x: Tensor, order: Order) -> float:
+def step(pipeline: GPipe, x: Tensor, order: ScheduleKind) -> float:
     """A mini-batch, forward and backward; the seconds in the pipeline, by its timeline."""
     pipeline.zero_grad()
     if order.schedule == "fill_drain":

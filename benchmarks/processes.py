@@ -36,7 +36,7 @@ from benchmarks.contestants.task import Task
 from benchmarks.cpu_pipeline import SIZES, STAGES, halves, transformer_task
 from benchmarks.harness import Contestant, Options, Report, agree, contest, options, ratio
 from benchmarks.models import transformer
-from lightning_gpipe.core.plan import fill_drain
+from lightning_gpipe.core.schedules import fill_drain
 
 THREADS, PROCESSES, THEIRS = "ours, threads", "ours, processes", "ScheduleGPipe, processes"
 PLAIN = "plain, one thread"

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from benchmarks.harness import Options, Report, options
 from benchmarks.harness.keeping import Kept, kept
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 
 WORDS = 512
 BASE = "fill-drain"

@@ -27,7 +27,7 @@ from benchmarks.contestants.plain import mean_square
 from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant, Report, agree, contest, options, ratio
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import Action, ByMicroBatch, Kind, Schedule
+from lightning_gpipe.core.schedules import Action, ByMicroBatch, Kind, Schedule
 
 N = 4
 BASE = "fill-drain"

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Report, options
-from lightning_gpipe.core.run.graphs import Graph
-from lightning_gpipe.core.run.roots import root_of, run_backward
-from lightning_gpipe.core.run.split import Splits
-from lightning_gpipe.core.run.weights import Weights
+from lightning_gpipe.core.run.backward.graph import Graph
+from lightning_gpipe.core.run.backward.roots import root_of, run_backward
+from lightning_gpipe.core.run.backward.split import Splits
+from lightning_gpipe.core.run.backward.weight_gradients import WeightGradients
 
 WARM_UP = 3
 
 
-class Taken(NamedTuple):
+class PipedModule(NamedTuple):
     """Seconds of one round: of the whole, of B and of W, and of the walk, which is a part of B."""
 
     whole: float
@@ -56,7 +56,7 @@ def layers(size: int) -> list[tuple[str, nn.Module, Tensor]]:
     ]
 
 
-def measured(layer: nn.Module, x: Tensor, splits: Splits) -> Taken:
+def measured(layer: nn.Module, x: Tensor, splits: Splits) -> PipedModule:
     """One round."""
     clock, x = time.thread_time, x.requires_grad_()
     roots, gradients = run(layer, x)
@@ -64,7 +64,7 @@ def measured(layer: nn.Module, x: Tensor, splits: Splits) -> Taken:
     run_backward(roots, gradients)
     whole = clock() - start
     roots, gradients = run(layer, x)
-    weights = Weights(splits)
+    weights = WeightGradients(splits)
     start = clock()
     weights.run_backward(0, [x], roots, gradients)
     between = clock()
@@ -73,7 +73,7 @@ def measured(layer: nn.Module, x: Tensor, splits: Splits) -> Taken:
     roots, _ = run(layer, x)
     again = clock()
     Graph.behind([root for root in roots if root is not None], [x])
-    return Taken(whole, between - start, end - between, clock() - again)
+    return PipedModule(whole, between - start, end - between, clock() - again)
 
 
 def run(layer: nn.Module, x: Tensor):
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> None:
         for name, layer, x in layers(given.size):
             splits = Splits()
             rounds = [measured(layer, x, splits) for _ in range(WARM_UP + given.rounds)]
-            found = Taken(*map(statistics.median, zip(*rounds[WARM_UP:], strict=True)))
+            found = PipedModule(*map(statistics.median, zip(*rounds[WARM_UP:], strict=True)))
             whole = found.whole or float("nan")
             shares = [f"{seconds / whole:.2f}" for seconds in (found.inputs, found.weights)]
             report.rows.append((name, f"{1e3 * whole:.2f}", *shares, f"{1e6 * found.walk:.0f}"))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
-from lightning_gpipe.skip import Namespace, isolate, with_skips
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.skip.declare import Namespace, isolate, with_skips
 
 CHANNELS, SIDE = 4, 5
 STEPS_OF_A_MODEL = 8

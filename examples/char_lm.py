@@ -1,12 +1,13 @@
 """A character language model of the Python language reference, trained as a pipeline.
 
 `CharLM` is an ordinary LightningModule and `TopicsData` an ordinary LightningDataModule. One
-argument of the Trainer, in `main`, makes the training a pipeline. All it asks of the model is that
-the layers to spread over devices are the children of one `nn.Sequential`.
+argument of the Trainer, in `main`, makes the training a pipeline. The layers to spread over devices
+are the children of one `nn.Sequential`.
 
-The text ships with every CPython (`pydoc_data.topics`), so nothing is downloaded. The report at the
-end has the validation loss beside that of a model that knows only how frequent each character is,
-the speed, and the loss of the saved checkpoint in a plain Trainer on one device.
+The text ships with every CPython (`pydoc_data.topics`), so nothing is downloaded. The final report
+compares the validation loss with that of a unigram model, which only knows the frequency of each
+character. It also shows the speed, and the loss of the saved checkpoint in a plain Trainer on one
+device.
 
     python -m examples.char_lm                      # 2 stages on 2 CPU cores, about 3 minutes
     python -m examples.char_lm --plain              # the same model on one device, no pipeline
@@ -37,10 +38,10 @@ Batch = tuple[Tensor, Tensor]  # codes of characters, and of the character after
 
 
 def split(text: str) -> tuple[str, str]:
-    """Cut `text` into training text and validation text, which is the last tenth.
+    """Split `text` into training text and validation text, the last tenth.
 
-    The reference repeats itself, so the training text goes without the paragraphs that the
-    validation text has.
+    The reference repeats itself, so paragraphs of the validation text are removed from the
+    training text.
     """
     cut = round(0.9 * len(text))
     training, validation = text[:cut].split("\n\n"), text[cut:]
@@ -49,19 +50,19 @@ def split(text: str) -> tuple[str, str]:
 
 
 def encode(text: str) -> Tensor:
-    """Return the place of each character of `text` in `ALPHABET`."""
+    """Return the index of each character of `text` in `ALPHABET`."""
     place = {character: code for code, character in enumerate(ALPHABET)}
     return torch.tensor([place[character] for character in text])
 
 
 def unigram_loss(training: Tensor, validation: Tensor, codes: int = len(ALPHABET)) -> float:
     """Return the loss, in nats, of predicting each of `codes` by its frequency in training."""
-    counts = torch.bincount(training, minlength=codes) + 1  # none is impossible
+    counts = torch.bincount(training, minlength=codes) + 1  # no frequency is 0
     return -(counts / counts.sum()).log()[validation].mean().item()
 
 
 def windows(codes: Tensor, context: int, stride: int) -> TensorDataset:
-    """Return pairs of `context` characters, one every `stride`, and those one place later."""
+    """Return windows of `context` characters, one every `stride`, and the same shifted by one."""
     pieces = codes.unfold(0, context + 1, stride)
     return TensorDataset(pieces[:, :-1], pieces[:, 1:])
 
@@ -69,8 +70,8 @@ def windows(codes: Tensor, context: int, stride: int) -> TensorDataset:
 class TopicsData(L.LightningDataModule):
     """The language reference, in windows of `context` characters.
 
-    Training windows begin anywhere: `training_windows` is how many of them an epoch draws, None
-    draws each once. Validation windows lie side by side.
+    Training windows may begin anywhere: an epoch draws `training_windows` of them, or with None
+    each one once. Validation windows do not overlap.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A middle layer: causal self-attention and a feed-forward net, each added to its input."""
+    """A middle layer: causal self-attention and a feed-forward net, both residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -130,14 +131,14 @@ class Block(nn.Module):
 
 
 class Head(nn.Sequential):
-    """The last layer: a score for every character to come next."""
+    """The last layer: the logits of the next character."""
 
     def __init__(self, width: int) -> None:
         super().__init__(nn.LayerNorm(width), nn.Linear(width, len(ALPHABET)))
 
 
 class CharLM(L.LightningModule):
-    """A decoder-only transformer that looks back on `context` characters at most."""
+    """A decoder-only transformer with a context of `context` characters."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class CharLM(L.LightningModule):
 
     @torch.inference_mode()
     def generate(self, prompt: str, characters: int, temperature: float = 0.7) -> str:
-        """Return `prompt` continued by `characters` more, each drawn from the model's scores."""
+        """Return `prompt` and `characters` more, each sampled from the model's logits."""
         codes = encode(prompt).to(self.device)
         for _ in range(characters):
             scores = self.layers(codes[None, -self.context :])[0, -1]

@@ -1,13 +1,13 @@
-"""Which digit is it? A network of torchvision or timm as it is, trained as a pipeline.
+"""Which digit is it? An unchanged network of torchvision or timm, trained as a pipeline.
 
-The networks of these libraries are no `nn.Sequential`: a ResNet adds what it kept from before, a
-DenseNet joins all that it has. The pipeline traces the forward of the network and cuts it between
-the calls of its layers; the network, and the keys of its checkpoint, stay what they are. One
-argument of the Trainer, in `main`, makes the training a pipeline.
+The networks of these libraries are not an `nn.Sequential`: a ResNet adds earlier activations, and a
+DenseNet concatenates them. The pipeline traces the forward of the network and cuts it between the
+calls of its layers; the network and the keys of its checkpoint do not change. One argument of the
+Trainer, in `main`, makes the training a pipeline.
 
-The digits are 1,797 scans of 8 x 8 pixels that come with scikit-learn. The report at the end has
-the accuracy beside that of always naming the most frequent digit, the speed, and the loss of the
-saved checkpoint in a plain Trainer on one device.
+The digits are 1,797 scans of 8 x 8 pixels that come with scikit-learn. The final report compares
+the accuracy with that of always predicting the most frequent digit. It also shows the speed, and
+the loss of the saved checkpoint in a plain Trainer on one device.
 
     python -m examples.classify_digits                              # 2 stages on 2 CPU cores
     python -m examples.classify_digits --plain                      # the same, no pipeline
@@ -39,7 +39,7 @@ DIGITS = 10
 class DigitsData(L.LightningDataModule):
     """Scans enlarged to `size` pixels, in three equal channels; the last fifth for validation.
 
-    `training_scans` is how many scans an epoch draws, None draws each once.
+    An epoch draws `training_scans` scans, or with None each one once.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def network(name: str) -> nn.Module:
 
 
 class Classifier(L.LightningModule):
-    """A network of torchvision or timm that tells digits."""
+    """A network of torchvision or timm that classifies digits."""
 
     def __init__(self, name: str = "torchvision/resnet18", learning_rate: float = 1e-3) -> None:
         super().__init__()

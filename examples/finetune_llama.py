@@ -1,13 +1,13 @@
 """A Llama of Hugging Face's transformers, trained or fine-tuned as a pipeline.
 
-`Llama` is a LightningModule around `LlamaForCausalLM` as it is: the pipeline takes the blocks that
-its forward loops over, and embedding, last norm and head stay around them on the last device.
+`Llama` is a LightningModule around an unchanged `LlamaForCausalLM`. The pipeline runs the blocks
+that its forward loops over; embedding, last norm and head are outside it, on the last device.
 
 Nothing is downloaded. The text is that of `examples.char_lm`, a byte-pair tokenizer is trained on
-it on the spot, and the model is made from a config. The run ends with the report of all examples, a
-sample, and a folder as `save_pretrained` writes it. `--pretrained` takes such a folder, of this or
-another Llama: each tensor in it is read onto the device of its stage. `--lora` trains adapters of
-that rank on top, and needs peft (`pip install peft`).
+it, and the model is built from a config. The run ends with the report of all examples, a sample,
+and a folder written by `save_pretrained`. `--pretrained` loads such a folder, of this or another
+Llama, and reads each tensor onto the device of its stage. `--lora` trains adapters of that rank,
+and needs peft (`pip install peft`).
 
     python -m examples.finetune_llama               # 2 stages on 2 CPU cores, some minutes
     python -m examples.finetune_llama --pretrained runs/finetune_llama/version_0/llama --lora 8
@@ -33,11 +33,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.char_lm import TEXT, split, unigram_loss
 from examples.report import Measurements, options_parser, report, start, trainer_arguments
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.pretrained import load_pretrained, parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
+from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `vocabulary` pieces of text, found by joining frequent pairs."""
+    """Train a byte-pair tokenizer with `vocabulary` tokens."""
     bytes_and_pairs = ByteLevelBPETokenizer()
     bytes_and_pairs.train_from_iterator(
         text.splitlines(keepends=True), vocabulary, show_progress=False
@@ -61,8 +62,8 @@ class Windows(Dataset[Tensor]):
 class TopicsTokens(L.LightningDataModule):
     """The language reference, in windows of `context` tokens.
 
-    Training windows begin anywhere: `training_windows` is how many of them an epoch draws, None
-    draws each once. The tokenizer is that in the folder `pretrained`, or trained on the text.
+    Training windows may begin anywhere: an epoch draws `training_windows` of them, or with None
+    each one once. The tokenizer is loaded from the folder `pretrained`, or trained on the text.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class TopicsTokens(L.LightningDataModule):
 
 
 class Llama(L.LightningModule):
-    """A Llama made from a config, or from the folder `pretrained`; with adapters if `lora` > 0."""
+    """A Llama built from a config, or from the folder `pretrained`; with adapters if `lora` > 0."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class Llama(L.LightningModule):
         )
         if pretrained is not None:
             self.config = LlamaConfig.from_pretrained(pretrained)
-        self.config.use_cache = False  # which is for generation
+        self.config.use_cache = False  # only needed for generation
         self.learning_rate = learning_rate
         self.pretrained = pretrained
         self.lora = lora
@@ -136,7 +137,7 @@ class Llama(L.LightningModule):
     def configure_model(self) -> None:
         if self.llama is not None:
             return
-        # In a pipeline each weight is read onto the device of its stage, and never all on the host.
+        # In a pipeline, each weight is read onto the device of its stage, not into host memory.
         late = self.pretrained is not None and self.in_pipeline
         with parameters_on_meta() if late else nullcontext():
             self.llama = LlamaForCausalLM(self.config)
@@ -170,7 +171,7 @@ class Llama(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def generate(self, tokenizer: PreTrainedTokenizerFast, prompt: str, tokens: int) -> str:
-        """Return `prompt` continued by `tokens` more, each drawn from the model's scores."""
+        """Return `prompt` and `tokens` more, each sampled from the model's logits."""
         given = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(self.device)
         found = self.llama.eval().generate(
             **given,
@@ -184,13 +185,13 @@ class Llama(L.LightningModule):
 
 
 def with_adapters(llama: LlamaForCausalLM, rank: int) -> Any:
-    """Return a Llama whose linear layers have trainable adapters of LoRA; all else is frozen."""
+    """Return a Llama with trainable LoRA adapters on its linear layers; the rest is frozen."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
 
     adapted = get_peft_model(llama, LoraConfig(r=rank, target_modules="all-linear"))
     for layer in adapted.modules():
-        if isinstance(layer, LoraLayer):  # peft puts adapters where their layer is: on meta
+        if isinstance(layer, LoraLayer):  # peft creates adapters on their layer's device: meta
             layer.lora_A.to_empty(device="cpu")
             layer.lora_B.to_empty(device="cpu")
             layer.reset_lora_parameters("default", init_lora_weights=True)
@@ -225,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training_windows=options.steps * options.batch_size,
     )
 
-    # The pipeline. It finds the blocks by itself: they have more than half of all parameters.
+    # The pipeline. It selects the blocks, which have more than half of all parameters.
     strategy = GPipeStrategy(options.balance, options.chunks, activation_checkpointing="never")
 
     best, measurements = ModelCheckpoint(filename="best", monitor="val_loss"), Measurements()

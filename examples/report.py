@@ -1,7 +1,7 @@
-"""What the examples share around their models: options, measurements and the report at the end.
+"""Options, measurements and the final report, which all examples share.
 
-Nothing in this module makes a pipeline, and a script of your own needs none of it. The examples
-import it as `examples.report`, so they run as modules, from the root of the repository:
+Nothing in this module creates a pipeline, and your own script does not need it. The examples import
+it as `examples.report`, so run them as modules, from the root of the repository:
 
     python -m examples.char_lm --help
 """
@@ -26,14 +26,14 @@ from typing_extensions import override
 
 from lightning_gpipe import GPipe, GPipeStrategy
 
-# How far a mean loss may move, relatively, when sums are taken in another order.
+# The relative tolerance of a mean loss, for sums in another order.
 ROUNDING = 1e-4
 
 M = TypeVar("M", bound=L.LightningModule)
 
 
 def options_parser(docstring: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the options that all examples have, with an example's own defaults."""
+    """Return a parser of the options of all examples, with the defaults of one example."""
     parser = argparse.ArgumentParser(
         description=(docstring or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -59,10 +59,10 @@ def balance(argument: str) -> str | list[int]:
 
 
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line, seed the generators, and hide messages that tell a reader nothing."""
+    """Parse the command line, seed the generators, and hide irrelevant warnings."""
     options = parser.parse_args(arguments)
     L.seed_everything(options.seed, verbose=False)
-    # The data are in memory or quickly made: worker processes would compete for the cores.
+    # The data are in memory or cheap to create: worker processes would compete for the cores.
     warnings.filterwarnings("ignore", ".*does not have many workers")
     # Lightning 2.6, utilities/_pytree.py, calls this under torch >= 2.9.
     warnings.filterwarnings("ignore", r".*isinstance\(treespec, LeafSpec\)", FutureWarning)
@@ -71,7 +71,7 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
 
 
 def trainer_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return those arguments of the Trainer that have nothing to do with the example.
+    """Return the arguments of the Trainer that are the same in all examples.
 
     The loggers write metrics.csv and TensorBoard's files into version_<n> of the output folder.
     """
@@ -88,9 +88,9 @@ def trainer_arguments(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Measurements(Callback):
-    """Prints the stages, and records what each of the last `steps` training steps cost.
+    """Prints the stages, and records the cost of the last `steps` training steps.
 
-    The timelines are read after the training only: on a GPU, reading one waits for the device.
+    Timelines are only read after the training: on a GPU, reading one synchronizes with the device.
     """
 
     def __init__(self, steps: int = 100) -> None:
@@ -138,8 +138,8 @@ def report(
 ) -> M:
     """Print the metrics of the best checkpoint and the cost; return its model, reloaded.
 
-    The metrics are validated by `trainer`, and once more by a plain Trainer on one device. `guess`
-    has some of them for a guess that does not look at the input.
+    `trainer` computes the metrics, and a plain Trainer on one device computes them again. `guess`
+    has some of the metrics for a guess that ignores the input.
 
     Raises:
         SystemExit: If the two validation losses differ by more than rounding.

@@ -1,14 +1,14 @@
 """Which package of Python's standard library does a docstring come from?
 
 Most docstrings are one line and a few are pages, so most of a padded batch is padding. One argument
-of the strategy, `microbatching` in `main`, leaves it out: `PaddedSequences` puts a batch's rows in
-order of length, cuts them into micro-batches of about as many tokens, and trims each to its own
-longest. `PackageClassifier` is an ordinary LightningModule, whose layers pass dicts on and mask the
-padding. The first layer notes how many tokens it saw.
+of the strategy, `microbatching` in `main`, removes it: `PaddedSequences` sorts the rows of a batch
+by length, splits them into micro-batches with about equal numbers of tokens, and trims each to its
+longest row. `PackageClassifier` is an ordinary LightningModule, whose layers pass dicts and mask
+the padding. The first layer counts the tokens.
 
-The docstrings are those of the Python that runs this, so nothing is downloaded. The report at the
-end has the accuracy beside that of always guessing the largest package, the speed, the tokens saved
-and the loss of the saved checkpoint in a plain Trainer, which trims nothing.
+The docstrings are those of the Python that runs this, so nothing is downloaded. The final report
+compares the accuracy with that of always guessing the largest package. It also shows the speed, the
+tokens saved, and the loss of the saved checkpoint in a plain Trainer, without trimming.
 
     python -m examples.seq_classifier               # 2 stages on 2 CPU cores, about 2 minutes
     python -m examples.seq_classifier --untrimmed   # the same without trimming, to compare
@@ -37,7 +37,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from examples.report import Measurements, options_parser, report, start, trainer_arguments
 from lightning_gpipe import GPipeStrategy, PaddedSequences
 
-Value = dict[str, Any]  # what layers take and return: tensors with a row per docstring, or dicts
+Value = dict[str, Any]  # a layer's input and output: tensors with a row per docstring, or dicts
 Batch = tuple[Value, Tensor]  # and the package of each row
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -48,15 +48,15 @@ CODES = 8192
 
 class Docstring(NamedTuple):
     package: str
-    kind: int  # of what it documents: its place in DOCUMENTED
+    kind: int  # of the documented object: an index into DOCUMENTED
     words: tuple[str, ...]  # and punctuation marks
 
 
 @cache
 def docstrings() -> list[Docstring]:
-    """Return the standard library's docstrings, each text once and none that several packages have.
+    """Return the docstrings of the standard library, each once, without those of several packages.
 
-    Otherwise validation would ask for what training has shown.
+    Otherwise the validation set would contain training examples.
     """
     library = Path(sysconfig.get_path("stdlib"))
     found = defaultdict[tuple[str, ...], dict[str, Docstring]](dict)
@@ -72,7 +72,7 @@ def docstrings() -> list[Docstring]:
 
 
 class DocstringData(L.LightningDataModule):
-    """The docstrings of the packages that have the most; every fifth is for validation."""
+    """The docstrings of the largest packages; every fifth is for validation."""
 
     def __init__(self, packages: int = 16, batch_size: int = 64) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class DocstringData(L.LightningDataModule):
         self.validation: Any = chosen[::5]
 
     def collate(self, samples: Sequence[Docstring]) -> Batch:
-        """Encode words by their checksums, pad to the longest, and say how long each is."""
+        """Encode words by their checksums, pad to the longest row, and add the lengths."""
         codes = [[crc32(word.encode()) % CODES for word in sample.words] for sample in samples]
         inputs = {
             "tokens": pad_sequence([torch.tensor(code) for code in codes], batch_first=True),
@@ -106,7 +106,7 @@ class DocstringData(L.LightningDataModule):
 
 
 class Embedding(nn.Module):
-    """The first layer: a vector for each word and its position. It notes how wide a row was."""
+    """The first layer: a vector for each word and its position. It records the padded length."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A middle layer: words look at one another, and none looks at padding."""
+    """A middle layer: self-attention between words, with the padding masked."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

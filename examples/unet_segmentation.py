@@ -1,16 +1,16 @@
 """Which digit does each pixel belong to? A U-Net, trained as a pipeline with skip connections.
 
-A U-Net halves the resolution to see what is there, and doubles it again to say where. For the
-second it needs the *detail* of each resolution, a tensor of an early layer that a late layer uses.
-In a pipeline the two are usually on different devices: `Shrink` stashes the detail, `Enlarge` pops
-it, and it goes straight from the one's stage to the other's. The layers are the children of one
-flat `nn.Sequential` in an ordinary LightningModule. One argument of the Trainer, in `main`, makes
-the training a pipeline.
+A U-Net halves the resolution several times, and doubles it again. On the way up it needs the
+*detail* of each resolution, a tensor of an early layer that a late layer uses. In a pipeline, these
+two layers are usually on different devices: `Shrink` stashes the detail, `Enlarge` pops it, and it
+is sent directly from one stage to the other. The layers are the children of one flat
+`nn.Sequential` in an ordinary LightningModule. One argument of the Trainer, in `main`, makes the
+training a pipeline.
 
 The digits are 1,797 scans of 8 x 8 pixels that come with scikit-learn, scattered over larger, noisy
-canvases in several sizes. The report at the end has the mean intersection over union (IoU) beside
-that of calling everything background, the speed, and the loss of the saved checkpoint in a plain
-Trainer on one device.
+canvases in several sizes. The final report compares the mean intersection over union (IoU) with
+that of predicting background everywhere. It also shows the speed, and the loss of the saved
+checkpoint in a plain Trainer on one device.
 
     python -m examples.unet_segmentation            # 2 stages on 2 CPU cores, about 3 minutes
     python -m examples.unet_segmentation --plain    # the same model on one device, no pipeline
@@ -35,20 +35,20 @@ from torchmetrics.classification import MulticlassJaccardIndex
 
 from examples.report import Measurements, options_parser, report, start, trainer_arguments
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.skip import Namespace, isolate, with_skips
+from lightning_gpipe.core.skip.declare import Namespace, isolate, with_skips
 
 Batch = tuple[Tensor, Tensor]  # images (rows, 1, height, width) and classes (rows, height, width)
 
 BACKGROUND = 10  # the class of a pixel that belongs to no digit; classes 0 to 9 are the digits
 CLASSES = 11
-INK = 0.4  # a pixel with more than that belongs to the digit
+INK = 0.4  # a pixel with more ink belongs to the digit
 
 
 @dataclass
 class Canvases(Dataset[Batch]):
     """Canvases with some of the `scans` on them, `size` pixels high and wide.
 
-    Each has one of the `numbers`, and the same number always gives the same canvas.
+    Each of the `numbers` is the seed of one canvas.
     """
 
     scans: Tensor
@@ -94,7 +94,7 @@ class DigitsData(L.LightningDataModule):
         digits = torch.tensor(found.target)
         cut = len(scans) * 4 // 5
         self.training = Canvases(scans[:cut], digits[:cut], range(self.canvases), self.size)
-        numbers = range(10**6, 10**6 + 256)  # digits in other places
+        numbers = range(10**6, 10**6 + 256)  # other canvases than in training
         self.validation = Canvases(scans[cut:], digits[cut:], numbers, self.size)
 
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -105,7 +105,7 @@ class DigitsData(L.LightningDataModule):
 
 
 class Convolution(nn.Module):
-    """Looks at the 3 x 3 pixels around each pixel."""
+    """A 3 x 3 convolution, a batch norm and a ReLU."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Convolution(nn.Module):
 
 @with_skips(stash=["detail"])
 class Shrink(nn.Module):
-    """Halves the resolution, and stashes what is lost by it."""
+    """Halves the resolution, and stashes its input as the detail."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return F.max_pool2d(x, 2), {"detail": x}
@@ -126,7 +126,7 @@ class Shrink(nn.Module):
 
 @with_skips(pop=["detail"])
 class Enlarge(nn.Module):
-    """Doubles the resolution, and puts the detail of that resolution beside the result."""
+    """Doubles the resolution, and concatenates the detail of that resolution."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()

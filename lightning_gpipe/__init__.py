@@ -1,6 +1,7 @@
 """Pipeline parallelism for PyTorch Lightning: GPipe as a strategy."""
 
 from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
+from lightning_gpipe.core.balance import LayerProfile, ModelProfile, Place, balance_by_parameters
 from lightning_gpipe.core.data import (
     MicroBatching,
     PaddedSequences,
@@ -11,19 +12,12 @@ from lightning_gpipe.core.data import (
 )
 from lightning_gpipe.core.faithful import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe, balance_by_memory, balance_by_time, plan, profile
-from lightning_gpipe.core.plan import (
-    LayerProfile,
-    ModelProfile,
-    Place,
-    Plan,
-    Schedule,
-    balance_by_parameters,
-)
+from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.run import Timeline
+from lightning_gpipe.core.schedules import Schedule
 from lightning_gpipe.core.transport import OutOfStep, RankFailed
 from lightning_gpipe.core.verify import LossParity, Parity, StepParity, verify, verify_step
-from lightning_gpipe.foreign_trainers import registries
-from lightning_gpipe.strategy import GPipeStrategy
+from lightning_gpipe.strategy import GPipeStrategy, registries
 from lightning_gpipe.version import __version__ as __version__
 
 __all__ = [
@@ -58,8 +52,8 @@ __all__ = [
     "whole",
 ]
 
-# The second is the path of the class, as a configuration may have it; a Trainer takes no capitals.
+# The second name is the path of the class in lower case, to which a Trainer converts names.
 for _registry in registries():
     for _name in ("gpipe", "lightning_gpipe.gpipestrategy"):
-        if _name not in _registry:  # importlib.reload comes here twice
+        if _name not in _registry:  # as after importlib.reload
             _registry.register(_name, GPipeStrategy, description=GPipeStrategy.__doc__)

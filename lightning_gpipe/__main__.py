@@ -2,9 +2,7 @@
 
 import sys
 
-from lightning_gpipe.check import check
-from lightning_gpipe.cli import main
-from lightning_gpipe.planning import plan_command
+from lightning_gpipe.commands import check, main, plan_command
 
 command = {"check": check, "plan": plan_command}.get("".join(sys.argv[1:2]))
 if command is None:

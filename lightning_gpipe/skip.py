@@ -1,6 +1,6 @@
 """Skip connections between layers of an nn.Sequential: stashed by one, popped by a later one.
 
-The names are torchgpipe's, and a model written for it runs after changing the import.
+The names are torchgpipe's: a model written for it runs once its import is changed.
 """
 
 from lightning_gpipe.core.skip import (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_gpipe
+from tests.promises import page as promises
 from tests.support.pages import DOCS, GUIDE, README, ROOT, SITE, blocks, name_of, prose, run_blocks
 
 OTHERS = [ROOT / name for name in ("CONTRIBUTING.md", "examples/README.md", "benchmarks/README.md")]
@@ -120,11 +121,19 @@ def test_api_lists_every_public_name() -> None:
     assert {f"::: lightning_gpipe.{name}" for name in lightning_gpipe.__all__} <= {*page}
 
 
-def test_contributing_lists_every_promise() -> None:
-    linked = relative_links(ROOT / "CONTRIBUTING.md")
-    promises = [path.name for path in (ROOT / "tests/promises").glob("test_*.py")]
+# Promises.
 
-    assert {f"tests/promises/{name}" for name in promises} <= set(linked)
+
+def test_every_test_of_a_promise_names_it() -> None:
+    names = [promise.name for promise in promises.PROMISES]
+    tests = (ROOT / "tests" / "promises").glob("test_*.py")
+
+    assert [name_of(path) for path in tests if promises.promise_of(path)[0] not in names] == []
+
+
+def test_page_of_the_promises_is_up_to_date() -> None:
+    """``python -m tests.promises.page`` writes it."""
+    assert promises.PAGE.read_text("utf-8") == promises.page()
 
 
 # Figures.

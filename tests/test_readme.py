@@ -3,7 +3,7 @@
 import re
 import tomllib
 
-from lightning_gpipe.core.plan import fill_drain, one_each
+from lightning_gpipe.core.schedules import fill_drain, one_each
 from tests.support.pages import README, ROOT, blocks, prose
 
 

@@ -7,6 +7,7 @@ nothing is executed, so a module that needs what this machine lacks is checked a
 import ast
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -17,36 +18,32 @@ import pytest
 PACKAGE = "lightning_gpipe"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
-# Top to bottom. The rooms of one row stand side by side and do not import one another, and neither
-# do the modules of the first rows; within a room of core modules import one another.
+# Top to bottom. The rooms of one row stand side by side and do not import one another; within a
+# room modules import one another.
 ORDER = """
-__main__
-__init__
-planning
-callbacks  check  cli
+__main__  __init__
+callbacks  commands
 strategy
-user_steps
-processes  piped
-settings
-adapted  checkpoint_io  compilation  optimizer_state  refusals  sharded  steps  watch  skip  flatten
-pretrained
-device_options  foreign_trainers  kept_balance  kept_generators  sampled  typed  whole_files
-own_entry  unreadable  version
+checkpoints  distributed
+skip  pretrained
+version
 ════════ above may import Lightning, below may not ════════
 core.verify
 core.pipeline
 core.frontends  core.profile  core.show
 core.run
 core.transport
-core.faithful
-core.skip
-core.plan
+core.planner
+core.faithful  core.skip  core.balance
+core.layout
+core.programs
+core.schedules
 core.data
 """
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"}
 DRAWING = {"rich", "matplotlib"}
-PURE = ["core.plan.schedule", "core.plan.balance.solver"]  # plain numbers
+PURE = ["core.schedules.schedule", "core.balance.solver"]  # plain numbers
 
 Imports = Mapping[str, set[str]]
 
@@ -148,7 +145,30 @@ def test_only_the_facade_is_in_no_room() -> None:
     assert loose == {"__init__.py"}
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room.startswith("core.")])
+def test_top_level_has_folders_and_few_short_doors() -> None:
+    loose = list(ROOT.glob("*.py"))
+
+    assert len(loose) <= 6
+    assert all(len(path.read_text("utf-8").splitlines()) <= 70 for path in loose)
+
+
+def test_folder_has_at_most_twenty_files() -> None:
+    sizes = Counter(path.parent for path in MODULES.values())
+
+    assert max(sizes.values()) <= 20
+
+
+def test_no_file_name_is_twice_in_core() -> None:
+    names = Counter(path.name for module, path in MODULES.items() if module.startswith("core."))
+    names.pop("__init__.py")
+
+    assert max(names.values()) == 1
+
+
+FOLDERS = [room for room in ROOMS if MODULES[room].name == "__init__.py" and room != "__init__"]
+
+
+@pytest.mark.parametrize("room", FOLDERS)
 def test_room_says_its_idea_at_the_door(room: str) -> None:
     docstring = ast.get_docstring(ast.parse(MODULES[room].read_text("utf-8")))
 
@@ -186,17 +206,20 @@ def test_values_are_computed_without_torch(module: str) -> None:
 @pytest.mark.parametrize(
     "imports, faults",
     [
-        ({"core.run.stage": {f"{PACKAGE}.core.plan"}}, []),
-        ({"core.plan.balance": {f"{PACKAGE}.core.plan.balance.costs"}}, []),
+        ({"core.run.stage": {f"{PACKAGE}.core.schedules"}}, []),
+        ({"core.balance": {f"{PACKAGE}.core.balance.costs"}}, []),
         ({"strategy": {"lightning.pytorch", PACKAGE}}, ["strategy imports __init__"]),
-        ({"core.plan.schedule": {f"{PACKAGE}.core.run"}}, ["core.plan.schedule imports core.run"]),
+        (
+            {"core.schedules.schedule": {f"{PACKAGE}.core.run"}},
+            ["core.schedules.schedule imports core.run"],
+        ),
         (
             {"core.show.stages": {f"{PACKAGE}.core.frontends"}},
             ["core.show.stages imports core.frontends"],
         ),
         (
-            {"core.run.stage": {f"{PACKAGE}.core.plan.schedule"}},
-            ["core.run.stage imports core.plan.schedule past the door of core.plan"],
+            {"core.run.stage": {f"{PACKAGE}.core.schedules.schedule"}},
+            ["core.run.stage imports core.schedules.schedule past the door of core.schedules"],
         ),
         (
             {"core.data.pytree": {f"{PACKAGE}.core.pipeline"}},
@@ -223,8 +246,8 @@ def test_circle_is_seen() -> None:
 def test_imports_are_found_wherever_they_stand() -> None:
     source = """
 import os.path
-from lightning_gpipe.core.plan import schedule
-from lightning_gpipe.core.plan.partition import Partition
+from lightning_gpipe.core.schedules import schedule
+from lightning_gpipe.core.layout.partition import Partition
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 def late():
@@ -232,8 +255,8 @@ def late():
 """
     assert set(imported(source)) == {
         "os.path",
-        "lightning_gpipe.core.plan.schedule",
-        "lightning_gpipe.core.plan.partition",
+        "lightning_gpipe.core.schedules.schedule",
+        "lightning_gpipe.core.layout.partition",
         "lightning.pytorch",
         "torch",
     }

@@ -14,7 +14,7 @@ from benchmarks.contestants.processes import Orders, Role, in_processes
 from benchmarks.contestants.task import Task, stepping
 from benchmarks.harness import Contestant
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing, ByMicroBatch
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gpipe import skip as ours
-from lightning_gpipe.core.skip.declare import declared_in, full_name
+from lightning_gpipe.core.skip.declare import declaration_of, full_name
 
 
 def with_skips_of(skips: ModuleType, module: nn.Sequential) -> nn.Sequential:
@@ -26,7 +26,7 @@ def with_skips_of(skips: ModuleType, module: nn.Sequential) -> nn.Sequential:
     namespaces: dict[object, object] = {}
     layers: list[nn.Module] = []
     for layer in module:
-        declared = declared_in(layer)
+        declared = declaration_of(layer)
         if declared is None:
             layers.append(layer)
             continue

@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from lightning_gpipe.core.run import worker
-from lightning_gpipe.core.run.clocks import HostClock
+from lightning_gpipe.core.run.observe.clocks import HostClock
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")  # ns computed, ns queued for a core, how often
 ACCOUNTED = _ACCOUNT.exists()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lightning_gpipe.skip import Namespace, with_skips
+from lightning_gpipe.core.skip.declare import Namespace, with_skips
 
 STAGES = (3, 4, 23, 3)  # He et al., table 1: the bottlenecks of conv2_x to conv5_x
 EXPANSION = 4

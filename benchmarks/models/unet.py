@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.skip import Namespace, with_skips
+from lightning_gpipe.core.skip.declare import Namespace, with_skips
 
 DEPTH = 5
 

@@ -1,4 +1,4 @@
-"""Makes a site of docs/: pages from elsewhere in the repository, links that stay in the site."""
+"""Builds the site: adds pages from outside docs/, and rewrites links to stay in the site."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are not in docs/."""
+    """Add the pages from outside docs/."""
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
 
 
 def on_pre_page(page: Page, config: Any, files: Files) -> Page:
-    """Let links to files of the repository lead to their page, or be their text."""
+    """Point links to files of the repository to their page, or replace them by their text."""
     pages = {_source(file): file.src_uri for file in files if file.inclusion.is_included()}
     pages[ROOT / "README.md"] = "index.md"
     others = [each for each in config["markdown_extensions"] if not isinstance(each, Links)]

@@ -1,7 +1,7 @@
-"""Links of a page, rewritten where Markdown has found them: in the tree that it parsed.
+"""Rewrites the links of a page in the tree that Markdown has parsed.
 
-In the text of a page, ``norms[0](x)`` looks like a link, and only a parser knows that it is code:
-fenced with one of two marks, indented, inline, within HTML. In the tree a link is an element ``a``.
+In the text of a page, ``norms[0](x)`` looks like a link; only a parser knows that it is code, be it
+fenced, indented, inline or within HTML. In the tree, a link is an element ``a``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 from markdown import Extension, Markdown
 from markdown.treeprocessors import Treeprocessor
 
-# Pages of the site that are files of the repository, outside of docs/.
+# Pages of the site whose files are outside docs/.
 ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -23,7 +23,7 @@ ELSEWHERE = {
 
 
 class Links(Extension):
-    """Lets links of a file lead to pages of the site; other files of the repository have no link.
+    """Points the links of a file to pages of the site, and removes links to other files.
 
     Args:
         source: The file.
@@ -36,13 +36,13 @@ class Links(Extension):
         self._pages = pages
 
     def extendMarkdown(self, md: Markdown) -> None:
-        # After inline code and links (20), before MkDocs looks for what links lead to (0).
+        # After inline code and links (20), before MkDocs resolves links (0).
         md.treeprocessors.register(_Rewriter(self), "links", 1)
 
     def target(self, link: str) -> str | None:
-        """Return where a link leads on the site, or None for a file that is not on it.
+        """Return the target of a link on the site, or None for a file that is not on it.
 
-        A link that leads to no file stays as it is: MkDocs names it and ends the build.
+        A link to no file is not changed: MkDocs reports it and ends the build.
         """
         name, mark, anchor = link.partition("#")
         file = (self._source.parent / name).resolve()

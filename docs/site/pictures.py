@@ -1,6 +1,6 @@
 """Draws the pictures of "How it works" from real timelines: ``python docs/site/pictures.py``.
 
-On two quiet cores; each picture is the median of some mini-batches by its length.
+Run it on two idle cores. Each picture is the mini-batch of median length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The best balance of a running pipeline, by what its stages were measured to take."""
+"""The best balance of a running pipeline, from the measured times of its stages."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ from math import inf
 
 import torch
 
+from lightning_gpipe.core.balance import Place, Shift, shift_for, time_costs
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Place, Shift, count_recomputed, shift_for, time_costs
+from lightning_gpipe.core.schedules import count_recomputed
 
 
 def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
-    """The best balance of one of the modules that run as pipelines, whose layers were measured.
+    """Return the best balance of pipelined module ``k``, whose layers were measured.
 
-    Args:
-        pipeline: The pipelines.
-        k: The index of the module.
-        busy: The time in which each stage was at work, in a mini-batch.
-
-    Raises:
-        ValueError: If no balance fits the memory of the devices.
+    ``busy`` has the time for which each stage is busy in a mini-batch. Raises a ValueError if no
+    balance fits the memory of the devices.
     """
     profile, layout = pipeline.profiles[k], pipeline.layouts[k]
     recomputed = count_recomputed(pipeline.activation_checkpointing, profile.chunks)
@@ -34,7 +30,6 @@ def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
 
 
 def _memory(device: torch.device) -> float:
-    """The bytes of a device, if it has memory of its own."""
     if device.type != "cuda":
-        return inf
+        return inf  # shared with everything else on the host
     return float(torch.cuda.get_device_properties(device).total_memory)

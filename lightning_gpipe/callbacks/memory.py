@@ -1,4 +1,4 @@
-"""The most memory that a device has had in use."""
+"""The peak memory of a device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import torch
 
 
 def peak_memory(device: torch.device) -> float | None:
-    """The bytes, since the process began; of the CPU those of the process, None if unknown."""
+    """Return the peak in bytes since the process began; None if unknown.
+
+    For the CPU it is the peak of the process.
+    """
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # on Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else 1024 * peak)  # bytes there, KiB elsewhere

@@ -1,68 +1,55 @@
-"""What the processes of a pipeline have recorded, together, by the clock of the first of them.
+"""Recorded times of several processes, on the clock of the first one.
 
 ``time.perf_counter`` is the same clock in all processes of a machine. Between machines it differs
-by a constant. A process asks the first one what time it is: the answer was given in the middle
-between the question and its arrival, if both ways take equally long. That holds best for the answer
-that came soonest.
+by a constant. A process asks the first one for its time: if question and answer take equally long,
+the answer was given halfway between them. The quickest answer is the most accurate.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import TypeVar
 
 from lightning_gpipe.core.run import Span
-from lightning_gpipe.processes import Group
+from lightning_gpipe.distributed import Group
 
 T = TypeVar("T")
 
 _QUESTIONS = 8
 
 
-class OneClock:
-    """The processes of a pipeline. All of them do the same with it, in the same order.
+def all_of(group: Group | None, own: T) -> list[T]:
+    """Return the value of each process by rank; without a group, that of this one."""
+    return [own] if group is None else group.all(own)
 
-    Args:
-        group: The processes; None if there is one.
-        machine: Which machine this is.
-        now: The time of its clock, in seconds.
+
+def spans_of_all(group: Group | None, own: Sequence[Span], behind: float) -> list[Span]:
+    """Return the actions of all processes, sorted by start, on the clock of the first.
+
+    The clock of this process, with its ``own`` actions, is so many seconds ``behind``.
     """
-
-    def __init__(
-        self,
-        group: Group | None,
-        machine: str | None = None,
-        now: Callable[[], float] = perf_counter,
-    ) -> None:
-        self._group = group
-        one = len(set(self.all(machine or platform.node()))) == 1
-        self._behind = 0.0 if one or group is None else _behind(group, now)
-
-    def all(self, own: T) -> list[T]:
-        """What each process has, in the order of their ranks."""
-        return [own] if self._group is None else self._group.all(own)
-
-    def spans(self, own: Sequence[Span]) -> list[Span]:
-        """The actions of all processes, sorted by start."""
-        shifted = [
-            each._replace(start=each.start + self._behind, end=each.end + self._behind)
-            for each in own
-        ]
-        return sorted(chain(*self.all(shifted)), key=lambda span: span.start)
+    shifted = [x._replace(start=x.start + behind, end=x.end + behind) for x in own]
+    return sorted(chain(*all_of(group, shifted)), key=lambda span: span.start)
 
 
-def _behind(group: Group, now: Callable[[], float]) -> float:
-    """By how many seconds the clock of this process is behind that of the first."""
+def seconds_behind(
+    group: Group | None, machine: str, now: Callable[[], float] = perf_counter
+) -> float:
+    """Return how many seconds the clock of this process is behind that of the first process.
+
+    All processes of the group call this at once. Those of one ``machine`` share a clock.
+    """
+    if group is None or len(set(group.all(machine))) == 1:
+        return 0.0
     answers = []
     for rank in range(1, group.size):
         for _ in range(_QUESTIONS):
-            asked = now()
+            start = now()
             group.broadcast(None, rank)
-            theirs = group.broadcast(now(), 0)
-            came = now()
+            time_of_first = group.broadcast(now(), 0)
+            end = now()
             if rank == group.rank:
-                answers.append((came - asked, theirs - (asked + came) / 2))
+                answers.append((end - start, time_of_first - (start + end) / 2))
     return min(answers)[1] if answers else 0.0

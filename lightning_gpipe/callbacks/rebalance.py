@@ -1,8 +1,8 @@
-"""Moves layers between devices while a model trains, when another balance is faster.
+"""Moves layers between devices during training, when another balance is faster.
 
-A balance is found before the training, for devices as they were then. A device that gets hot, or
-that another user needs too, is slower, and from then on all others wait for it. The timeline shows
-it: its stage takes longer than its layers were measured to.
+The balance is chosen before the training starts. A device that later gets hot, or is shared with
+another user, becomes slower, and all others wait for it. The timeline shows this: its stage takes
+longer than its layers were measured to take.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from lightning_gpipe.callbacks.required import (
     pipeline_of,
     strategy_of,
 )
+from lightning_gpipe.core.balance import Shift
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Shift
 from lightning_gpipe.core.run import Observation, Timeline, typical
 
-_MINI_BATCHES = 20  # so many of the latest are averaged; reading one waits for GPUs
+_MINI_BATCHES = 20  # the latest, of which the median is taken; reading one waits for GPUs
 
 
 class Rebalance(Callback):
-    """Moves layers between devices, between two epochs, when the slowest stage gets faster by it.
+    """Moves layers between devices, between two epochs, if that makes the slowest stage faster.
 
     Example::
 
         Trainer(strategy=GPipeStrategy("time", chunks=8), callbacks=[Rebalance()], devices=4)
 
-    The layers are measured once, at setup, as for ``balance="time"``. From then on the times of the
-    stages count, as the pipeline measures them anyway, the median of the latest mini-batches of an
-    epoch. Moved layers take their gradients and the state of the optimizer along. What is computed
-    does not change by a bit on the CPU, unless layers draw random numbers, or layers of several
-    stages use the same parameter or tensor, see :meth:`~lightning_gpipe.GPipe.rebalance`. If the
-    stages are slower after a move than before, it is undone.
+    The layers are measured once, at setup, as for ``balance="time"``. From then on the callback
+    uses the times of the stages, which the pipeline measures anyway: their median over the latest
+    mini-batches of an epoch. Gradients and optimizer state move with their layers. On the CPU the
+    results stay equal to the bit, unless layers draw random numbers, or layers of several stages
+    use the same parameter or tensor, see :meth:`~lightning_gpipe.GPipe.rebalance`. If the stages
+    are slower after a move than before, it is undone.
 
     Args:
-        every_n_epochs: After how many epochs to compare.
-        threshold: By what share the slowest stage must get faster for a move: 0.1 are 10 %.
+        every_n_epochs: The number of epochs between two comparisons.
+        threshold: The share by which the slowest stage must get faster for a move: 0.1 is 10 %.
 
     Attributes:
-        shifts: The moves so far, by the epoch before which they were made; for each pipeline.
+        shifts: The moves so far: the epoch before which each was made, and the shift of each
+            pipelined module.
 
     Raises:
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
@@ -66,9 +67,9 @@ class Rebalance(Callback):
             )
         self.every_n_epochs, self.threshold = every_n_epochs, threshold
         self.shifts: list[tuple[int, list[Shift]]] = []
-        self._seen: deque[Timeline] = deque(maxlen=_MINI_BATCHES)
+        self._timelines: deque[Timeline] = deque(maxlen=_MINI_BATCHES)
         self._handle: Any = None
-        self._awaited: list[Shift] = []  # the latest move, until it is known what it brought
+        self._latest: list[Shift] = []  # the latest move, until its gain is measured
         self._undone: set[tuple[tuple[int, ...], ...]] = set()
 
     @override
@@ -86,22 +87,22 @@ class Rebalance(Callback):
                 "several, or replicas. Leave it out, and resume from a checkpoint with another "
                 "balance."
             )
-        self._handle = pipeline.observe(self._seen.append)
+        self._handle = pipeline.observe(self._timelines.append)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         epoch = trainer.current_epoch
-        if self._seen and epoch % self.every_n_epochs == 0:
+        if self._timelines and epoch % self.every_n_epochs == 0:
             self._compare(trainer, epoch)
-        self._seen.clear()
+        self._timelines.clear()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
-        self._seen.clear()
-        self._awaited = []
+        self._timelines.clear()
+        self._latest = []
 
     def _compare(self, trainer: Trainer, epoch: int) -> None:
         """Compare the balance with the best one, and move layers if that pays."""
@@ -109,36 +110,36 @@ class Rebalance(Callback):
         busy = self._busy(pipeline)
         if busy is None:
             return
-        if self._awaited and self._was_worse(trainer, busy):
+        if self._latest and self._was_worse(trainer, busy):
             return
         try:
             shifts = [best_balance(pipeline, k, times) for k, times in enumerate(busy)]
         except ValueError as error:  # nothing fits the memory
             rank_zero_warn(f"Rebalance keeps the balance: {error}")
             return
-        chosen = [each if each.gain > self.threshold else _stay(each) for each in shifts]
-        if any(each.moved for each in chosen) and _balances(chosen) not in self._undone:
-            rank_zero_info(_said(epoch, chosen))
-            if self._move(trainer, [each.after for each in chosen]):
+        chosen = [shift if shift.gain > self.threshold else _stay(shift) for shift in shifts]
+        if any(shift.moved for shift in chosen) and _balances(chosen) not in self._undone:
+            rank_zero_info(_summary(epoch, chosen))
+            if self._move(trainer, [shift.after for shift in chosen]):
                 self.shifts.append((epoch, chosen))
-                self._awaited = chosen
+                self._latest = chosen
 
     def _busy(self, pipeline: GPipe) -> list[list[float]] | None:
         """The time that each stage of each pipeline takes; None if one has not run."""
-        found = []
+        times = []
         for layout in pipeline.layouts:
-            of_it = [Observation.of(each) for each in self._seen if each.layout is layout]
-            whole = [each for each in of_it if each is not None]
-            if not whole:
+            timelines = [x for x in self._timelines if x.layout is layout]
+            observations = [x for x in map(Observation.of, timelines) if x is not None]
+            if not observations:
                 return None
-            found.append(typical(whole))
-        return found
+            times.append(typical(observations))
+        return times
 
     def _was_worse(self, trainer: Trainer, busy: Sequence[Sequence[float]]) -> bool:
-        """Tell what the latest move has brought, and undo it if that is a loss."""
-        before = sum(each.measured for each in self._awaited)
+        """Print the gain of the latest move, and undo the move if it was a loss."""
+        before = sum(shift.measured for shift in self._latest)
         after = sum(map(max, busy))
-        moved, self._awaited = self._awaited, []
+        moved, self._latest = self._latest, []
         rank_zero_info(
             f"Rebalance: the slowest stage takes {milliseconds(after)} per mini-batch, and took "
             f"{milliseconds(before)} before the layers moved ({after / before - 1:+.0%})."
@@ -147,11 +148,11 @@ class Rebalance(Callback):
             return False
         self._undone.add(_balances(moved))
         rank_zero_info("Rebalance: so they move back.")
-        return self._move(trainer, [each.before for each in moved])
+        return self._move(trainer, [shift.before for shift in moved])
 
     def _move(self, trainer: Trainer, balances: Sequence[Sequence[int]]) -> bool:
-        """Move layers; if that cannot be now, warn."""
-        lists = list(map(list, balances))
+        """Move layers, or warn if that is impossible now."""
+        lists = [list(balance) for balance in balances]
         try:
             strategy_of(trainer, self).rebalance(lists if len(lists) > 1 else lists[0])
         except (RuntimeError, ValueError, TypeError) as error:
@@ -165,16 +166,15 @@ def _stay(shift: Shift) -> Shift:
 
 
 def _balances(shifts: Sequence[Shift]) -> tuple[tuple[int, ...], ...]:
-    return tuple(each.after for each in shifts)
+    return tuple(shift.after for shift in shifts)
 
 
-def _said(epoch: int, shifts: Sequence[Shift]) -> str:
-    """What moves, for the user."""
+def _summary(epoch: int, shifts: Sequence[Shift]) -> str:
     moves = [
-        f"balance={list(each.before)} becomes {list(each.after)}, {each.moved} layers move; the "
-        f"slowest stage takes {milliseconds(each.measured)} per mini-batch, then "
-        f"{milliseconds(each.predicted)} ({-each.gain:+.0%})"
-        for each in shifts
-        if each.moved
+        f"balance={list(shift.before)} becomes {list(shift.after)}, {shift.moved} layers move; the "
+        f"slowest stage takes {milliseconds(shift.measured)} per mini-batch, then "
+        f"{milliseconds(shift.predicted)} ({-shift.gain:+.0%})"
+        for shift in shifts
+        if shift.moved
     ]
     return f"Rebalance before epoch {epoch}: {'; '.join(moves)}."

@@ -1,4 +1,4 @@
-"""What callbacks of a pipeline need: the strategy that makes one, and a few words."""
+"""Checks and formats that the callbacks share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from lightning_gpipe.strategy import GPipeStrategy
 
 
 def strategy_of(trainer: Trainer, callback: object) -> GPipeStrategy:
-    """The strategy of a Trainer.
-
-    Raises:
-        TypeError: If it makes no pipeline.
-    """
+    """Return the Trainer's strategy, or raise a TypeError if it makes no pipeline."""
     strategy = trainer.strategy
     if isinstance(strategy, GPipeStrategy):
         return strategy
@@ -25,22 +21,14 @@ def strategy_of(trainer: Trainer, callback: object) -> GPipeStrategy:
 
 
 def pipeline_of(trainer: Trainer, callback: object) -> GPipe:
-    """The pipeline of a Trainer that has been set up.
-
-    Raises:
-        TypeError: If there is none.
-    """
+    """Return the pipeline of a Trainer that has been set up."""
     pipeline = strategy_of(trainer, callback).pipeline
     assert pipeline is not None, "there is one from setup to teardown"
     return pipeline
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is no whole number of 1 or more.
-
-    Raises:
-        TypeError, ValueError: Names the argument.
-    """
+    """Raise unless the argument is a whole number of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number: got {value!r}.")
     if value < 1:
@@ -48,6 +36,6 @@ def check_positive(name: str, value: object) -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time to three digits, such as ``2.41 ms`` or ``1,260 ms``."""
+    """Format a time to three digits, such as ``2.41 ms`` or ``1,260 ms``."""
     number = 1e3 * seconds
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"

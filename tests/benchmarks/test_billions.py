@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.models.billions import Billions
 from lightning_gpipe import Place, plan
-from lightning_gpipe.core.plan import NoPlan
+from lightning_gpipe.core.planner import NoPlan
 
 
 def test_each_block_is_a_stage() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.harness.keeping import kept
 from lightning_gpipe import plan
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import rows
 from tests.support.pipes import Pipe
 from tests.support.skip_layers import pair

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan.balance.solver import solve
+from lightning_gpipe.core.balance.solver import solve
 from tests.support.models import assert_same
 
 WIDTH = 4

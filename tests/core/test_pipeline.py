@@ -1,3 +1,5 @@
+"""Reported: a GPipe refuses bad arguments, and lists its stages and its timeline."""
+
 import copy
 import gc
 import io
@@ -15,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing, Kind
+from lightning_gpipe.core.schedules import ActivationCheckpointing, Kind
 from tests.support.models import Call, assert_same, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, Pipe, every_mode
 

@@ -16,17 +16,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_gpipe import GPipe, Rows, whole
-from lightning_gpipe.core.frontends import Frontend, Processes, RunProgram, kinds
+from lightning_gpipe.core.balance import parameter_costs
+from lightning_gpipe.core.frontends import Frontend, OwnerProcesses, RunProgram, kinds
+from lightning_gpipe.core.layout import Partition, cut, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
-from lightning_gpipe.core.plan import (
-    Partition,
-    Program,
-    Step,
-    Value,
-    cut,
-    lay_out,
-    parameter_costs,
-)
+from lightning_gpipe.core.programs import Program, Step, Value
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -60,62 +54,63 @@ class Model(nn.Module):
 class Hidden(Frontend):
     """Makes a program of the method ``hidden`` of a :class:`Model`."""
 
-    def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+    def __init__(self, root: nn.Module, path: str) -> None:
+        super().__init__(root)
         assert isinstance(root, Model)
-        self._root, self._path = root, path
+        self._own, self._path = root, path
         self._partitions: list[Partition] = []
 
     @property
     @override
     def owner(self) -> nn.Module:
-        return self._root
+        return self._own
 
     @property
     @override
     def units(self) -> Sequence[str]:
-        return [f"{self._path}.{k}" for k in range(len(self._root.blocks))]
+        return [f"{self._path}.{k}" for k in range(len(self._own.blocks))]
 
     @override
     def costs(self) -> list[int]:
-        return parameter_costs(self._root.blocks)
+        return parameter_costs(self._own.blocks)
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         first = 0
         for j, size in enumerate(balance):
-            layers = tuple(self._root.blocks[first : first + size])
+            layers = tuple(self._own.blocks[first : first + size])
             names = tuple(self.units[first : first + size])
             self._partitions.append(Partition(j, first, layers, names))
             first += size
         return self._partitions
 
     @override
-    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
+    def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
         steps: list[Step] = []
         for partition in self._partitions:
             for layer, name in zip(partition.layers, partition.names, strict=True):
                 args = Value(len(steps) + 1) if steps else Value(0), Value(1)
                 steps.append(Step(layer, args, len(steps) + 2, partition.index, name=name))
         program = Program(steps, inputs=[0, 1], outputs=[len(steps) + 1], n=len(self._partitions))
-        self._root.__dict__["hidden"] = lambda x: run(program, [x, whole(self._root.bias)])[0]
+        self._own.__dict__["hidden"] = lambda x: run(program, [x, whole(self._own.bias)])[0]
 
     @override
     def remove(self) -> None:
-        self._root.__dict__.pop("hidden", None)
+        self._own.__dict__.pop("hidden", None)
 
     @contextmanager
     @override
     def plain(self) -> Iterator[None]:
-        hidden = self._root.__dict__.pop("hidden")
+        hidden = self._own.__dict__.pop("hidden")
         try:
             yield
         finally:
-            self._root.__dict__["hidden"] = hidden
+            self._own.__dict__["hidden"] = hidden
 
 
 @pytest.fixture(autouse=True)
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "_KINDS", ((nn.ModuleList, Hidden),))
+    monkeypatch.setattr(kinds, "FRONTENDS", ((nn.ModuleList, Hidden),))
 
 
 def model() -> Model:

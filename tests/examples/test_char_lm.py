@@ -24,7 +24,7 @@ from examples.char_lm import (
     unigram_loss,
 )
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.cli import main as cli
+from lightning_gpipe.commands.fit import main as cli
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/char_lm.yaml"
 

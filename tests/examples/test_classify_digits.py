@@ -15,8 +15,8 @@ from torch import nn
 from examples import classify_digits
 from examples.classify_digits import Classifier, DigitsData
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.check import check
-from lightning_gpipe.cli import main as cli
+from lightning_gpipe.commands.check import check
+from lightning_gpipe.commands.fit import main as cli
 
 # Operators this small only wait for their threads where other programs want the cores.
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -13,7 +13,7 @@ from examples import finetune_llama
 from examples.char_lm import TEXT
 from examples.finetune_llama import SIZES, Llama, trained_tokenizer
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.cli import main as cli
+from lightning_gpipe.commands.fit import main as cli
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/finetune_llama.yaml"
 

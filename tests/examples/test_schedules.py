@@ -1,4 +1,4 @@
-"""The examples learn the same under each schedule.
+"""Transparency: the examples train the same under each schedule.
 
 In float64, so that only the order of sums differs. The U-Net's batch norms normalise micro-batches,
 under fill-drain as under the others, so all are compared with fill-drain of the same micro-batches.

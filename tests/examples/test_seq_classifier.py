@@ -24,7 +24,7 @@ from examples.seq_classifier import (
     docstrings,
 )
 from lightning_gpipe import GPipeStrategy, PaddedSequences
-from lightning_gpipe.cli import main as cli
+from lightning_gpipe.commands.fit import main as cli
 from tests.support.pipes import Pipe
 
 CONFIG = Path(__file__).parents[2] / "examples/configs/seq_classifier.yaml"

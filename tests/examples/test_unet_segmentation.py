@@ -20,8 +20,8 @@ from examples.unet_segmentation import (
     u_net,
 )
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.cli import main as cli
-from lightning_gpipe.skip import verify_skippables
+from lightning_gpipe.commands.fit import main as cli
+from lightning_gpipe.core.skip.skip_layout import verify_skippables
 from tests.support.pipes import Pipe
 
 # Operators this small only wait for their threads where other programs want the cores.

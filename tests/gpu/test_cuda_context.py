@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import Kind
+from lightning_gpipe.core.schedules import Kind
 from tests.gpu.models import DEVICES, GPU, ON_GPU, WIDTH, assert_same, batch, gradients, layers
 from tests.support.models import Recorder
 from tests.support.pipes import Pipe

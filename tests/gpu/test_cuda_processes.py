@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import ON_GPU
 from tests.support.models import rows
 from tests.support.processes import Owners, assert_equal, processes, values

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from lightning_gpipe import whole
-from lightning_gpipe.core.plan import ActivationCheckpointing, Program, Step
+from lightning_gpipe.core.programs import Program, Step
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import DEVICES, ON_GPU, assert_same
 from tests.support.pipes import every_mode, with_and_without_threads
 from tests.support.programs import Running, call, plainly

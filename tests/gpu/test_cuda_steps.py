@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, verify_step
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import DEVICES, ON_GPU, assert_same, batch, gradients, layers
 
 pytestmark = ON_GPU

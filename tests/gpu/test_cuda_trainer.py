@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.checkpoint_io import on_cpu
+from lightning_gpipe.checkpoints.portable import on_cpu
 from tests.gpu.models import ON_GPU
 from tests.support.lightning_modules import (
     Classifier,

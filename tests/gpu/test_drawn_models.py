@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.gpu.models import ON_GPU
 from tests.simcuda.hazards import NAME, FailOnHazard
 from tests.support.drawn import check, pipe

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader: a run that is resumed in the middle of an epoch is exact."""
+"""Plain checkpoints: resuming within an epoch is exact with torchdata's loader."""
 
 from __future__ import annotations
 

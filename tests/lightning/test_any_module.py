@@ -1,4 +1,4 @@
-"""Promise: a LightningModule around any module trains as without the strategy."""
+"""Unchanged model: a LightningModule around any module trains as without the strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's callbacks and tuner see the model that they would see on one device."""
+"""Unchanged model: Lightning's callbacks and tuner see the same model as on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the strategy adds to a step of the Trainer, in calls: the same on every machine.
+"""Cost: the number of calls that the strategy adds to a step, the same on every machine.
 
 Lightning and the strategy ask one another for the same things in every step: where the batch goes,
 which optimizer there is, how many steps there were. What cannot change between two steps is found

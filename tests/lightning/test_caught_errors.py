@@ -1,4 +1,4 @@
-"""An error that the training step of one process catches ends that step of all, which go on."""
+"""No hang: an error caught in one process ends that step in all, which continue."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]  # its stubs are not among our extra
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.check import check, listing
+from lightning_gpipe.commands.check import check, listing
 from tests.support.processes import processes
 from tests.support.ranks import Pool
 

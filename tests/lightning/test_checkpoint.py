@@ -1,4 +1,4 @@
-"""A checkpoint does not tell whether it comes from a pipeline, and loads into anything."""
+"""Plain checkpoints: a checkpoint equals that of a plain Trainer and loads anywhere."""
 
 from __future__ import annotations
 

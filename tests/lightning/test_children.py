@@ -12,7 +12,7 @@ import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies.launchers import subprocess_script
 
-from lightning_gpipe.processes import children
+from lightning_gpipe.distributed import children
 from tests.support.faults import OwnError, throw
 from tests.support.waiting import NEVER, awaited
 

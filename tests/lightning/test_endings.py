@@ -1,4 +1,4 @@
-"""A process of a Trainer ends with its own error, and leaves none behind."""
+"""No hang: a process of a Trainer ends with its own error, and leaves none running."""
 
 import os
 import signal
@@ -39,7 +39,8 @@ class Fault(Callback):
         self._wait = SlowWait()
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.strategy._circles.lifeline.when_in_vain(self._wait.end)  # type: ignore[attr-defined]  # of ours
+        groups = trainer.strategy._processes.groups  # type: ignore[attr-defined]  # of ours
+        groups.lifeline.on_lost_wait(self._wait.end)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if (trainer.global_rank, trainer.global_step) == (self._rank, 1):

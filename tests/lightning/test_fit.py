@@ -1,4 +1,4 @@
-"""A pipelined fit ends where the plain fit on one device ends, and logs what it logs."""
+"""Transparency: a pipelined fit has the results and the logs of a plain fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fit that ends in the middle leaves the model plain and no thread behind, and can be repeated.
+"""No hang: an interrupted fit leaves a plain model and no threads, and can be repeated.
 
 See also ``tests/core``, where exceptions are raised in every kind of action.
 """

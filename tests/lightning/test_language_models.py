@@ -1,4 +1,4 @@
-"""Promise: models that are no nn.Sequential train in a Trainer as without the strategy.
+"""Unchanged model: models that loop over blocks train as without the strategy.
 
 A model that loops over an nn.ModuleList, one that is traced, and a Llama of transformers.
 """
@@ -16,8 +16,8 @@ import yaml  # type: ignore[import-untyped]  # its stubs are not among our extra
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.cli import main
-from lightning_gpipe.pretrained import parameters_on_meta
+from lightning_gpipe.commands.fit import main
+from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 from tests.support.language_models import NETWORKS, LanguageModel, Looped, Text
 from tests.support.lightning_modules import trainer, weights
 

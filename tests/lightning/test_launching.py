@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.processes.launching import backend_for
+from lightning_gpipe.strategy.processes import backend_for
 from tests.support.lightning_modules import trainer
 
 SLURM = {
@@ -35,7 +35,6 @@ def test_task_of_slurm_knows_its_place(tmp_path: Path, monkeypatch: pytest.Monke
 
     assert type(strategy.cluster_environment).__name__ == "SLURMEnvironment"
     assert (strategy.world_size, strategy.global_rank, strategy.local_rank) == (8, 6, 2)
-    assert strategy.replica == 3
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
     assert not strategy.is_global_zero
 

@@ -1,4 +1,4 @@
-"""Everything that a Trainer does besides an ordinary fit gives what it gives on one device."""
+"""Transparency: the other loops and options of a Trainer work as on one device."""
 
 from __future__ import annotations
 

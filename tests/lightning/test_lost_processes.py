@@ -1,4 +1,4 @@
-"""A Trainer ends in bounded time, with a name, when a process is lost or fails.
+"""No hang: a Trainer ends in bounded time, with a name, if a process is lost or fails.
 
 In a fit between two steps, and after it.
 """

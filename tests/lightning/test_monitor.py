@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
 from lightning_gpipe.callbacks.monitor import TRACE
-from lightning_gpipe.callbacks.one_clock import OneClock
-from lightning_gpipe.core.plan import Action, Kind
+from lightning_gpipe.callbacks.one_clock import seconds_behind, spans_of_all
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.show import timeline_picture
-from lightning_gpipe.processes.group import Group
+from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, fitted
 from tests.support.ranks import Pool
 from tests.support.traces import events_of, named
@@ -228,10 +228,11 @@ def test_first_process_shows_all_stages(two_ranks: Pool, tmp_path: Path) -> None
 def seen_at(machine: bool) -> list[Span]:
     """What all have recorded, each at 5 by a clock that is a day behind that of the one before."""
     group, rank = Group(timedelta(seconds=30)), torch.distributed.get_rank()
-    clock = OneClock(
+    behind = seconds_behind(
         group, f"machine {rank if machine else 0}", lambda: perf_counter() - rank * DAY
     )
-    return clock.spans([Span(rank, Action(Kind.FORWARD, 0, rank), 5.0 - rank * DAY, 6.0)])
+    own = [Span(rank, Action(Kind.FORWARD, 0, rank), 5.0 - rank * DAY, 6.0)]
+    return spans_of_all(group, own, behind)
 
 
 @pytest.mark.parametrize("machines", [True, False])

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.refusals import refuse_global_pruning, refuse_joined_gradients
+from lightning_gpipe.strategy.refusals import refuse_global_pruning, refuse_joined_gradients
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
 
 

@@ -11,10 +11,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import Place
+from lightning_gpipe.commands.device_options import places_of
+from lightning_gpipe.commands.plan import plan_command
+from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.show import can_draw
-from lightning_gpipe.device_options import places_of
-from lightning_gpipe.planning import plan_command
 from tests.support.lightning_modules import FEATURES, Classifier
 
 HERE = "tests.lightning.test_plan"

@@ -1,4 +1,4 @@
-"""Trainer(precision=...) holds inside the stages, whose threads do not know of it by themselves."""
+"""Nothing silent: Trainer(precision=...) applies inside the stages and their threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions that are written as they come are not kept."""
+"""Cost: predictions that are written immediately are not kept."""
 
 from __future__ import annotations
 

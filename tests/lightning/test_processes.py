@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.processes.gradients import Together
-from lightning_gpipe.processes.group import Group
+from lightning_gpipe.distributed.gradients import Together
+from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, six_layers
 from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over

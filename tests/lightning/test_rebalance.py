@@ -10,8 +10,9 @@ import torch
 
 from lightning_gpipe import GPipeStrategy, LayerProfile, ModelProfile, Rebalance
 from lightning_gpipe.callbacks import rebalance as module
-from lightning_gpipe.core.pipeline import Measuring
-from lightning_gpipe.core.plan import PerRow
+from lightning_gpipe.core.balance import LinearCost
+from lightning_gpipe.core.pipeline.choose import measuring
+from lightning_gpipe.core.profile import Subject
 from lightning_gpipe.core.run import Observation
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted, weights
 from tests.support.two_stacks import Translator
@@ -21,22 +22,13 @@ from tests.support.two_stacks import Translator
 def _layers_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are measured to cost a second each, so that no test depends on a clock."""
 
-    def on(self: Measuring, _: torch.device) -> list[ModelProfile]:
-        second = PerRow(fixed=1.0)
-        return [
-            ModelProfile(
-                tuple(LayerProfile(name, backward=second) for name in taken.units),
-                (),
-                LayerProfile("around"),
-                rows=2,
-                chunks=2,
-                unit="s",
-                device="cpu",
-            )
-            for taken in self._found
-        ]
+    def profile_layers(subject: Subject, *_: Any, **__: Any) -> ModelProfile:
+        second = LinearCost(fixed=1.0)
+        layers = tuple(LayerProfile(name, backward=second) for name in subject.names)
+        around = LayerProfile("around")
+        return ModelProfile(layers, (), around, rows=2, chunks=2, unit="s", device="cpu")
 
-    monkeypatch.setattr(Measuring, "_on", on)
+    monkeypatch.setattr(measuring, "profile_layers", profile_layers)
 
 
 class Times:

@@ -1,4 +1,4 @@
-"""What GPipeStrategy refuses at setup, in whose words, and with what way out."""
+"""Nothing silent: the refusals of GPipeStrategy at setup, with what to do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.refusals import warn_of_one_device
+from lightning_gpipe.strategy.refusals import warn_of_one_device
 from tests.support.lightning_modules import Classifier, Data, fitted, six_layers, trainer
 
 

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint ends as if nothing had happened, to the bit."""
+"""Plain checkpoints: a resumed run equals the uninterrupted one, to the bit."""
 
 from __future__ import annotations
 

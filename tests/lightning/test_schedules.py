@@ -1,4 +1,4 @@
-"""Fits with a loss for each micro-batch, beside a plain Trainer's."""
+"""Transparency: fits with a loss for each micro-batch equal those of a plain Trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.plan import Plan
+from lightning_gpipe.core.planner import Plan
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import (
     Classifier,

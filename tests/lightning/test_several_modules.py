@@ -1,4 +1,4 @@
-"""Promise: several modules of a LightningModule are pipelines over the same devices and threads."""
+"""Unchanged model: several modules become pipelines over the same devices and threads."""
 
 from __future__ import annotations
 

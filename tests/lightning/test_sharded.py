@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: each process writes its part, and any other reads what it needs."""
+"""Plain checkpoints: each process writes its part of a folder, and reads what it needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from lightning_gpipe import GPipeStrategy, sharded
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.checkpoints import sharded
 from tests.lightning.test_processes import assert_equal
 from tests.support.lightning_modules import Classifier, Data, six_layers, trainer
 from tests.support.ranks import Pool

@@ -1,4 +1,4 @@
-"""GPipeStrategy: its signature, what it refuses, and what it tells the Trainer about itself."""
+"""Unchanged model: the arguments of GPipeStrategy, and what the Trainer sees of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 import lightning_gpipe
 from lightning_gpipe import GPipe, GPipeStrategy
+from lightning_gpipe.core.run.observe.threads_or_inline import ThreadsOrInline
 from tests.support.lightning_modules import fitted, trainer
 from tests.support.process import workers
 
@@ -96,6 +98,10 @@ def test_every_argument_is_annotated_and_documented() -> None:
         assert f"{name}: " in (GPipeStrategy.__doc__ or "")
 
 
+def test_strategy_has_parts_and_no_ancestors_of_ours() -> None:
+    assert GPipeStrategy.__bases__ == (ParallelStrategy,)
+
+
 def test_name_is_known_to_the_trainer(tmp_path: Path) -> None:
     assert "gpipe" in StrategyRegistry
 
@@ -150,6 +156,7 @@ def test_one_process_whatever_the_number_of_devices(tmp_path: Path) -> None:
 def test_root_device_is_the_last_stages() -> None:
     strategy = GPipeStrategy([1, 1])
     strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    strategy.set_world_ranks()  # as a Trainer does
 
     assert strategy.root_device == torch.device("cuda", 1)
 
@@ -202,8 +209,8 @@ def test_faster_way_is_said(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightning_gpipe.core.run.ways._STARVED", 0.0)  # any threads are
-    monkeypatch.setattr("lightning_gpipe.core.run.ways._LITTLE", 0.0)
+    any_threads_starve = replace(ThreadsOrInline.bounds, starved=0.0, little=0.0)
+    monkeypatch.setattr(ThreadsOrInline, "bounds", any_threads_starve)
     with caplog.at_level(logging.INFO):
         fitted(tmp_path, GPipeStrategy([3, 3], threads=threads), devices=2, max_epochs=6)
 

@@ -1,4 +1,4 @@
-"""A weight that layers share is one weight: for the optimizer, and in the checkpoint."""
+"""Plain checkpoints: a shared weight is one weight in the optimizer and the checkpoint."""
 
 from pathlib import Path
 from typing import Any

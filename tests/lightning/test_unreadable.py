@@ -1,4 +1,4 @@
-"""A file that is no checkpoint: an error says which, and what is wrong with it."""
+"""Plain checkpoints: an error names a file that is not a checkpoint, and the reason."""
 
 import io
 import pickle

@@ -1,9 +1,10 @@
-"""GPipeStrategy(verify=True): the first batch is run plain too, and nothing else changes."""
+"""Reported: verify=True also runs the first batch without the pipeline."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipe, GPipeStrategy, verify
-from lightning_gpipe.cli import main
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.commands.fit import main
+from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.verification import verify_run
 from tests.support.lightning_modules import (
     FEATURES,
     WIDTH,
@@ -154,11 +158,11 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of rows that were verified."""
     rows: list[int] = []
 
-    def counted(pipeline: GPipe, input: Tensor) -> Parity:
-        rows.append(input.size(0))
-        return verify(pipeline, input)
+    def counted(taken: PipedModule, program: Program, values: Sequence[Any]) -> Parity:
+        rows.append(values[0].size(0))
+        return verify_run(taken, program, values)
 
-    monkeypatch.setattr("lightning_gpipe.core.verify.first_batch.verify", counted)
+    monkeypatch.setattr("lightning_gpipe.core.verify.first_batch.verify_run", counted)
     return rows
 
 

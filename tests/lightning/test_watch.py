@@ -1,4 +1,4 @@
-"""Promise: the pipeline ran, or the user is told."""
+"""Reported: the pipeline ran, or the user is told."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.frontends import Installed, install
-from lightning_gpipe.watch import Watches
+from lightning_gpipe.core.frontends import InstalledForward, install
+from lightning_gpipe.strategy.bypass import BypassCheck
 from tests.support.lightning_modules import (
     Classifier,
     Data,
@@ -283,15 +283,15 @@ def test_what_runs_the_pipeline_warns_of_nothing(tmp_path: Path) -> None:
 
 def test_module_that_is_itself_the_pipeline() -> None:
     module = perceptron(4)
-    installed: Installed = install(module, lambda x: x)
-    watch = Watches(module, {"": lambda: installed.runs})
+    installed: InstalledForward = install(module, lambda x: x)
+    check = BypassCheck(module, "", lambda: installed.runs, lambda: installed.runs)
 
-    watch.training(lambda: module(rows(4)), automatic=True)
-    watch.training(lambda: None, automatic=True)
+    check.training(lambda: module(rows(4)), automatic=True)
+    check.training(lambda: None, automatic=True)
     with pytest.raises(
         RuntimeError, match=r"training_step must call Sequential, .*Write self\(x\)"
     ):
-        watch.training(lambda: [layer(rows(4)) for layer in module], automatic=True)
+        check.training(lambda: [layer(rows(4)) for layer in module], automatic=True)
 
 
 def test_layers_under_a_longer_path(tmp_path: Path) -> None:

@@ -8,22 +8,22 @@ from tests.models.results import Result
 from tests.models.settings import CHUNKS
 
 _TOP = f"""\
-# Models that were tried
+# Tested models
 
 Each model below was built small, with random weights and without dropout, and run as a pipeline
-with {CHUNKS} micro-batches. *Same* means: everything that the model returns, the gradients of all
-parameters, the buffers and the keys of the state dict are those of the plain model, up to rounding.
-In training, models with batch norms are compared with the plain model on one micro-batch after the
-other. Of torchvision's models with more than 25 million parameters most are shortened: of equal
-blocks one after another, two stay.
+with {CHUNKS} micro-batches. *Same* means that everything the model returns, the gradients of all
+parameters, the buffers and the keys of the state dict equal those of the plain model, up to
+rounding. In training, models with batch norms are compared with the plain model run on one
+micro-batch after another. Most torchvision models with more than 25 million parameters are
+shortened: of several equal blocks in a row, two are kept.
 
-*Runs* counts the settings in which a model was compared. 18 are 2, 3 and 4 stages, each with
-`activation_checkpointing` `"never"`, `"except_last"` and `"always"`, each in training and
-evaluation, with and without threads by turns. 6 have each of these at least once, but not with one
-another; 3 and fewer are some of these 6, as for models of which each step takes seconds.
+*Runs* is the number of settings in which a model was compared. 18 are all combinations of 2, 3 and
+4 stages, `activation_checkpointing` `"never"`, `"except_last"` and `"always"`, and training and
+evaluation, alternately with and without threads. 6 include each of these values at least once, but
+not all combinations. 3 and fewer are some of these 6, for models with steps that take seconds.
 
-`make models` runs them all and writes this page; `make models ARGS="--write docs/models.md timm"`
-runs a part and keeps the other results, each with its versions.
+`make models` runs all models and writes this page. `make models ARGS="--write docs/models.md timm"`
+runs a part of them and keeps the other results, each with its versions.
 """
 
 
@@ -41,7 +41,7 @@ def _section(library: str, found: Sequence[Result]) -> str:
         [
             f"## {library}: {sum(each.same for each in found)} of {len(found)}",
             "",
-            "| model | what is piped | runs | result | with |",
+            "| model | pipelined part | runs | result | with |",
             "|---|---|---|---|---|",
             *_rows(found),
             "",

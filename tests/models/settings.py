@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.models.case import Case
 from tests.support.pipes import even
 

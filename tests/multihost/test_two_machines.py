@@ -1,4 +1,4 @@
-"""Promise: two machines train as one process, over a network that fails, and go on after it."""
+"""No hang: two machines train as one process, and survive a network that fails."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Promise: a pipeline is one ordinary autograd node: gradients arrive once per backward."""
+"""One autograd node: each gradient arrives once per backward."""
 
 from collections.abc import Iterator
 from pathlib import Path

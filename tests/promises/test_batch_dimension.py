@@ -1,4 +1,4 @@
-"""Promise: a mini-batch cut in a dim that layers mix is refused, and one that is right is not.
+"""Nothing silent: a mini-batch split in a dim that layers mix is refused.
 
 PyTorch's attention and recurrent layers with ``batch_first=False`` have the time in dim 0, where a
 mini-batch is cut. PyTorch's own transformer guide was 1.18 off, without an error.

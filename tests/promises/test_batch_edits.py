@@ -1,4 +1,4 @@
-"""Promise: the batch stays the user's, before, while and after the layers run on it.
+"""Transparency: edits of the batch and of outputs affect neither the user nor the layers.
 
 A user may write the next batch into the same memory, or edit an output for the loss; a layer may
 edit its input or ask for its gradient. The plain module sees each of these at once. Here a stage
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import (
     Call,
     a_loss,

@@ -1,4 +1,4 @@
-"""Promise: tensors that layers use without being given them have their gradient.
+"""Transparency: tensors that layers capture have the plain module's gradient.
 
 A network beside the pipeline computes the scale of a FiLM layer, or all weights of one; a learned
 code is kept in a list, where nn.Module does not find it. Such a tensor is neither an input nor a

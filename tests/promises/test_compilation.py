@@ -1,4 +1,4 @@
-"""Promise: torch.compile of what contains a pipeline changes nothing; its graph breaks there."""
+"""Nothing silent: torch.compile around a pipeline breaks its graph there, and is correct."""
 
 from __future__ import annotations
 

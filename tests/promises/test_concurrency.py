@@ -1,4 +1,4 @@
-"""Promise: no hang, and nothing silent, when several threads of the user share a pipeline."""
+"""No hang: several threads of the user may share a pipeline."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.run.asides import Asides
+from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from tests.support.models import (
     Call,
     Step,
@@ -167,15 +167,15 @@ def test_backward_while_another_thread_begins_a_forward(
     pipeline = pipe(nn.Sequential(*layers).double(), [2, 1], copy=False)
     loss = pipeline(rows(7)).sum()
     ran_meanwhile: list[bool] = []
-    look = Asides.check
+    look = LostGradients.check
 
-    def check(self: Asides) -> None:
+    def check(self: LostGradients) -> None:
         if not looking.is_set():
             looking.set()
             ran_meanwhile.append(begun.wait(0.2))
         look(self)
 
-    monkeypatch.setattr(Asides, "check", check)
+    monkeypatch.setattr(LostGradients, "check", check)
     other = threading.Thread(target=pipeline, args=(rows(7),), daemon=True)
     other.start()
     assert looking.wait(PATIENCE)

@@ -1,4 +1,4 @@
-"""Promise: the same numbers for any layers and any way to run them; tested on drawn models.
+"""Transparency: drawn models compute the same numbers however they are run.
 
 The suite draws a few cases, always the same; `make soak` thousands of new ones. How a case is
 run and compared is in `tests/support/drawn.py`; on GPUs, in `tests/gpu/test_drawn_models.py`.
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.drawn import check, pipe
 from tests.support.grammar import DRAWN_MODES, Case, Model, Step, cases, drawing_models, models
 from tests.support.models import assert_same

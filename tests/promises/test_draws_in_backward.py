@@ -1,4 +1,4 @@
-"""Promise: what is drawn in backward is reproducible under a seed, and never the same twice."""
+"""Same numbers: random numbers drawn in backward are reproducible, and never repeat."""
 
 import random
 import time

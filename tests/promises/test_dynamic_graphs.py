@@ -1,4 +1,4 @@
-"""Promise: what a layer does may differ from step to step, and from micro-batch to micro-batch.
+"""Transparency: a layer may do different things in each step and in each micro-batch.
 
 Nothing is traced and no shape is recorded. A layer that decides by the values of its input decides
 by micro-batch, so it is compared with the plain module run on each micro-batch by itself.

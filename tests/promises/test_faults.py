@@ -1,4 +1,4 @@
-"""Promise: no hang. An error in a layer reaches the caller, and the next step is correct."""
+"""No hang: an error in a layer reaches the caller, and the next step is correct."""
 
 import threading
 import traceback
@@ -38,13 +38,13 @@ VERBS = {FIRST_FORWARD: "forward", RECOMPUTE: "recompute", BACKWARD: "backward"}
 @pytest.fixture(autouse=True)
 def _no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     no_time_out(monkeypatch)
-    monkeypatch.setattr(local, "_GRACE", PATIENCE)
+    monkeypatch.setattr(local, "GRACE", PATIENCE)
 
 
 @pytest.fixture
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a caller wait but shortly for a layer at work: there is one that does not end."""
-    monkeypatch.setattr(local, "_GRACE", 0.05)
+    monkeypatch.setattr(local, "GRACE", 0.05)
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_caller_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # An interrupt that strikes just before the caller begins to wait is seen when it looks up.
-    monkeypatch.setattr(local, "_POLL", 0.05)
+    monkeypatch.setattr(local, "POLL", 0.05)
     busy = Busy()  # without threads it is the caller's layer, whose work the interrupt ends
     light(pipeline, stage, at, partial(interrupt_the_caller, busy))
 

@@ -1,4 +1,4 @@
-"""Promise: no hang, and the next step is sound, after an error in anything of the user's.
+"""No hang: after an error in other code of the user, the next step is correct.
 
 That is in hooks on tensors and on what autograd saves, in an observer, in what splits and merges
 batches, and of any type: errors that cannot be changed, and those that Python itself uses.

@@ -1,4 +1,4 @@
-"""Promise: no hang in a forked process, which has the locks of its parent but not the threads.
+"""No hang: a forked process has the locks of its parent but not the threads.
 
 Each test runs in a process of its own, since a fork copies the threads of the test suite as well.
 """

@@ -1,7 +1,4 @@
-"""Promise: the same numbers, in cases in which drawn models once found others.
-
-Each fault that they found has a minimal test here.
-"""
+"""Transparency: minimal cases of the faults that drawn models once found."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Promise: hooks see and change what they would on the plain module.
+"""One autograd node: hooks see and change what they would on the plain module.
 
 A hook on a layer acts on each micro-batch; those here are linear in the gradient, so the
 micro-batches add up to the gradient of one mini-batch. A hook on a parameter, on the pipeline

@@ -1,4 +1,4 @@
-"""Promise: hooks that a layer registers in its forward act once for each micro-batch.
+"""One autograd node: hooks that a layer registers in forward run once per micro-batch.
 
 Recomputation runs the forward again and registers them again, which must not make them act twice.
 They are linear in the gradient, so the micro-batches add up to what one mini-batch gives.

@@ -1,4 +1,4 @@
-"""Promise: Ctrl-C at any line of the calling thread leaves the layers as they were.
+"""No hang: Ctrl-C at any line of the calling thread leaves the layers as they were.
 
 An interrupt can come at any line of the calling thread. Here it comes at every third line of the
 modules that change something in the layers, when that runs for the first time or when it runs for
@@ -24,10 +24,10 @@ from tests.support.pipes import Pipe, with_and_without_threads
 
 CORE = Path(lightning_gpipe.__file__).parent / "core"
 ROOMS = ("faithful", "run")
-ENGINE = {str(path) for room in ROOMS for path in (CORE / room).glob("*.py")} | {
+ENGINE = {str(path) for room in ROOMS for path in (CORE / room).rglob("*.py")} | {
     str(CORE / "transport" / "inline.py")
 }
-VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/preserved.py")}
+VERIFICATION = {str(CORE / name) for name in ("faithful/journal.py", "verify/isolation.py")}
 
 SOAK = settings.default is settings.get_profile("soak")
 STRIKES = 1 if SOAK else 8  # before a step that looks for what they left

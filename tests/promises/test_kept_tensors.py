@@ -1,4 +1,4 @@
-"""Promise: tensors with a graph that layers keep and use again have the plain module's gradient.
+"""Transparency: tensors that layers reuse have the plain module's gradient.
 
 A layer computes attention biases or a kernel from its parameters, keeps them, and computes them no
 more. The plain module uses them for all rows of a mini-batch. For a second mini-batch it cannot:
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 

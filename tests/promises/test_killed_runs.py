@@ -1,4 +1,4 @@
-"""Promise: a run of which a process was killed ends, and goes on: 2 drawn kills; 30 in a soak.
+"""No hang: a run with a killed process ends and resumes; 2 drawn kills, 30 in a soak.
 
 The process and the moment are drawn: a call, anywhere in the run or in the middle of saving. The
 others end by themselves and say who was lost; started again from the last checkpoint, which may be

@@ -1,4 +1,4 @@
-"""Promise: a pipeline is a module like any other: parts of a model, checkpointing, other pipelines.
+"""Transparency: a pipeline is a module like any other, as a part of larger models.
 
 It may be used several times in a graph, and a module around it may run it again.
 """

@@ -1,4 +1,4 @@
-"""Promise: layers may pass sparse and jagged tensors to one another, with gradients.
+"""Transparency: layers may pass sparse and jagged tensors, with gradients.
 
 What cannot be split or concatenated is refused in words: which layout, and what to do.
 """

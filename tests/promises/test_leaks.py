@@ -1,4 +1,4 @@
-"""Promise: a step frees its memory as soon as possible, and nothing accumulates over steps."""
+"""Cost: a step frees its memory as soon as possible, and nothing accumulates."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import collect_loss_terms
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.faults import Fuse, OwnError, throw
 from tests.support.meters import (
     ACTIVATIONS,
@@ -260,6 +260,20 @@ def test_output_kept_after_backward_does_not_keep_the_pipeline(threads: bool) ->
     assert y.grad_fn is not None
     assert (engine(), stage()) == (None, None)
     assert awaited(lambda: len(workers()), 0) == 0
+
+
+def test_dropped_pipeline_needs_no_collector() -> None:
+    """A front-end that held what runs its programs once kept engine and threads in a cycle."""
+    pipeline = GPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1], devices=["cpu"])
+    pipeline(torch.ones(2, 4)).sum().backward()
+    stage = weakref.ref(pipeline.stages[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del pipeline
+        assert stage() is None
+    finally:
+        gc.enable()
 
 
 def train(pipeline: GPipe) -> None:

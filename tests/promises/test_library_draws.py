@@ -1,4 +1,4 @@
-"""Layers that draw from the generators of Python's ``random`` and of ``numpy.random``.
+"""Transparency: layers that draw from Python's ``random`` or from ``numpy.random``.
 
 A process has one of each, so with threads the stages would draw by turns in any order.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import M, Pipe, every_mode
 

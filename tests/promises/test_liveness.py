@@ -1,4 +1,4 @@
-"""Promise: a process that is lost ends the others, with its name; one that is slow does not."""
+"""No hang: a lost process ends the others and is named; a slow one does not."""
 
 import gc
 import os
@@ -104,7 +104,7 @@ def test_process_that_pauses_for_longer_than_the_bound_goes_on(
 
 def close_late() -> list[Tensor]:
     """The losses of two steps, of which rank 1 closes the pipeline late."""
-    office._TOLD_WITHIN = 0.2
+    office.TELL_TIMEOUT = 0.2
     pipeline = pipeline_of(layers())
     found = [step(pipeline)]
     if torch.distributed.get_rank() == 1:
@@ -125,7 +125,7 @@ def test_process_that_closes_later_than_others_are_patient_goes_on(three_ranks: 
 
 def stop_before_closing() -> str:
     """What a step says, after the pipeline was closed, if rank 1 was stopped before that."""
-    office._TOLD_WITHIN = 0.2
+    office.TELL_TIMEOUT = 0.2
     pipeline = pipeline_of(layers())
     step(pipeline)
     if torch.distributed.get_rank() == 1:

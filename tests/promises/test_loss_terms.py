@@ -1,4 +1,4 @@
-"""Promise: a loss term that a layer hands out has the plain module's value and gradient.
+"""Transparency: a loss term of a layer has the plain module's value and gradient.
 
 A divergence of weights, the balance of a router, a penalty on activations: beside the output, from
 any layer, in any number.

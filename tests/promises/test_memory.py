@@ -1,9 +1,9 @@
-"""Promise: recomputation bounds memory: of the activations, one micro-batch is alive at a time."""
+"""Cost: with recomputation, the activations of one micro-batch at a time are in memory."""
 
 import pytest
 import torch
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.meters import (
     ACTIVATIONS,
     BOUNDARY,

@@ -1,11 +1,11 @@
-"""Promise: of a step with a loss for each micro-batch, stage j of n holds n - j of them at most."""
+"""Cost: with a loss for each micro-batch, stage j of n holds at most n - j of them."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_gpipe.core.plan import ByMicroBatch
+from lightning_gpipe.core.schedules import ByMicroBatch
 from tests.support.meters import Meter, saving
 from tests.support.pipes import Pipe, with_and_without_threads
 

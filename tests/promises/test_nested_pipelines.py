@@ -1,4 +1,4 @@
-"""Promise: a layer may contain another pipeline, and none may run the pipeline that it is part of.
+"""No hang: a layer may contain another pipeline, but not run its own.
 
 Both pipelines may run on threads or on the calling thread, and whichever is nested runs on a thread
 of the other.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Call, assert_same, assert_same_steps, perceptron, rows
 from tests.support.pipes import MODES, Pipe, every_mode
 from tests.support.waiting import PATIENCE

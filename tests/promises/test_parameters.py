@@ -1,4 +1,4 @@
-"""Promise: a layer finds its parameters as it made them, with their class and their attributes."""
+"""Transparency: a layer's parameters keep their class and their attributes."""
 
 from collections.abc import Callable
 from typing import Any

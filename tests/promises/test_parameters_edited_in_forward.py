@@ -1,4 +1,4 @@
-"""Parameters and large buffers that layers edit while they run.
+"""Transparency: parameters and large buffers that layers edit in forward.
 
 Each micro-batch edits them once. So a pipeline is compared with the plain module that is run on one
 micro-batch after another, as in ``test_state_of_layers``.
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import M, Pipe, every_mode, with_and_without_threads
 
@@ -143,7 +143,7 @@ def test_frozen_parameters_that_are_too_many_to_copy(
 ) -> None:
     if mode == "never":
         pytest.skip("nothing is run again")
-    monkeypatch.setattr("lightning_gpipe.core.faithful.parameters._MOST", 8)
+    monkeypatch.setattr("lightning_gpipe.core.faithful.state.parameters._MOST", 8)
     pipeline = pipe(around(Momentum(decay)))
 
     with pytest.raises(RuntimeError, match="Linear must not edit its frozen parameter 'weight'"):

@@ -1,4 +1,4 @@
-"""Promise: frozen layers cost nothing, and the others are trained as in the plain module.
+"""Transparency: frozen layers cost nothing, and the others train as in the plain module.
 
 Frozen stages, parts trained beside a frozen base, and parameters that take turns.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.learning import OPTIMIZERS, Make, learn, on_every_optimizer
 from tests.support.models import (
     Runs,

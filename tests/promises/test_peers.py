@@ -1,4 +1,4 @@
-"""Defects found by running other pipelines, and which test shows that they are not present here.
+"""Peers: defects of other pipelines, and the tests that show their absence.
 
 They are those of torchgpipe 0.0.7, and of torch.distributed.pipelining in torch 2.13 if they apply
 to one process.
@@ -50,7 +50,7 @@ TORCHGPIPE = {
         "promises/test_partial_training.py::test_frozen_first_layers_run_forward_once"
     ),
     "cut by a heuristic: two of three balances could be bettered, by up to 1.62 times": (
-        "core/plan/balance/test_solver.py::test_random_integers_against_brute_force"
+        "core/balance/test_solver.py::test_random_integers_against_brute_force"
     ),
     'raised "pop from an empty deque" in a second backward': (
         "promises/test_autograd.py::test_second_backward_is_refused"
@@ -62,7 +62,7 @@ TORCHGPIPE = {
         "core/skip/test_misuse.py::test_string_in_the_place_of_a_list"
     ),
     "did not see skippable modules that are nested in other layers": (
-        "core/skip/test_layout.py::test_modules_nested_in_layers_count_as_the_layer"
+        "core/skip/test_skip_layout.py::test_modules_nested_in_layers_count_as_the_layer"
     ),
 }
 TORCH_PIPELINING = {

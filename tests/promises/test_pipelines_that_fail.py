@@ -1,4 +1,4 @@
-"""Promise: several pipelines of a model fail together, wherever one process fails, and go on."""
+"""No hang: if one process fails, all pipelines of the model fail, and can continue."""
 
 import gc
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Promise: over several processes, the same numbers as in one, to the bit."""
+"""Same numbers: several processes compute the same as one, to the bit."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.drawn import pipe
 from tests.support.grammar import Case, Model, Passing, Step, cases, models
 from tests.support.loops import TOKENS, tokens

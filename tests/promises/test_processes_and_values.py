@@ -1,4 +1,4 @@
-"""Promise: whatever travels between stages, travels between processes."""
+"""Same numbers: any value that passes between stages passes between processes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

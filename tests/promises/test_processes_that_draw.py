@@ -1,4 +1,4 @@
-"""Promise: over several processes layers draw what they draw on threads, or are refused."""
+"""Same numbers: layers draw the same numbers over processes as over threads."""
 
 import random
 import re
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Call, rows
 from tests.support.processes import Owners, assert_equal, processes
 from tests.support.ranks import Pool

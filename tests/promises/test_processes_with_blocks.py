@@ -1,4 +1,4 @@
-"""Promise: models that loop over blocks have the same numbers over processes as over threads."""
+"""Same numbers: models that loop over blocks, over processes and over threads."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Quantised weights keep their class and their scales, and adapters on them learn as elsewhere."""
+"""Transparency: quantised weights keep their class and scales; their adapters train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: no hang, wherever and whenever something fails: 150 drawn faults; 2,500 in a soak.
+"""No hang: any action may fail at any time; 150 drawn faults, 2,500 in a soak.
 
 test_faults.py tests the possible faults one by one. Here the pipeline, the action that fails, the
 kind of failure and the step are drawn together.
@@ -18,7 +18,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from lightning_gpipe.core.transport import local
 from lightning_gpipe.core.transport.threads import Job, Outcomes
 from tests.support.faults import (
@@ -133,7 +133,7 @@ def unreported_losses() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Outcomes, "of", of)
-        patch.setattr(local, "_POLL", GRACE)
+        patch.setattr(local, "POLL", GRACE)
         yield
 
 
@@ -201,7 +201,7 @@ def fail(pipeline: GPipe, fault: Fault, batch: Tensor) -> None:
 @pytest.fixture(autouse=True)
 def _no_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     no_time_out(monkeypatch)
-    monkeypatch.setattr(local, "_GRACE", GRACE)
+    monkeypatch.setattr(local, "GRACE", GRACE)
 
 
 # What a thread ends with, here Lost.

@@ -1,4 +1,4 @@
-"""Promise: under a seed, random numbers drawn in several stages at once do not depend on timing."""
+"""Same numbers: under a seed, random numbers do not depend on the timing of threads."""
 
 import random
 import time

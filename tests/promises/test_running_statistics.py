@@ -1,4 +1,4 @@
-"""Promise: the running statistics of a batch norm are those that the whole mini-batch gives.
+"""Transparency: running statistics of batch norms are those of the whole mini-batch.
 
 They are updated once per mini-batch, for any micro-batches, and not again on recomputation.
 """

@@ -1,4 +1,4 @@
-"""Promise: a save that fails, or whose process is killed, leaves the last checkpoint whole."""
+"""Plain checkpoints: a save that fails or is killed leaves the last checkpoint intact."""
 
 import errno
 import os
@@ -22,8 +22,9 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from lightning_gpipe import GPipeStrategy, whole_files
-from lightning_gpipe.whole_files import WholeFiles
+from lightning_gpipe import GPipeStrategy
+from lightning_gpipe.checkpoints import atomic_file as whole_files
+from lightning_gpipe.checkpoints.atomic_file import AtomicFiles
 from tests.support.interrupts import interrupted
 from tests.support.kills import Calls, Moment
 from tests.support.lightning_modules import Classifier, Data, fitted
@@ -45,12 +46,12 @@ def checkpoint(value: float, size: int = 40_000) -> dict[str, Any]:
 
 
 def save(path: Path, value: float) -> None:
-    WholeFiles().save_checkpoint(checkpoint(value), path)
+    AtomicFiles().save_checkpoint(checkpoint(value), path)
 
 
 def value_of(path: Path) -> float:
     """That of a checkpoint, which is read in whole."""
-    found = WholeFiles().load_checkpoint(path)
+    found = AtomicFiles().load_checkpoint(path)
     (value,) = {each.unique().item() for each in found["state_dict"].values()}
     assert_equal(found, checkpoint(value))
     return value
@@ -271,7 +272,7 @@ def test_memory_is_not_that_of_the_file(tmp_path: Path) -> None:
 
     tracemalloc.start()
     try:
-        WholeFiles().save_checkpoint(one, tmp_path / "last.ckpt")
+        AtomicFiles().save_checkpoint(one, tmp_path / "last.ckpt")
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -289,7 +290,7 @@ def test_value_that_cannot_be_pickled(tmp_path: Path) -> None:
             io.save_checkpoint(one, tmp_path / "last.ckpt")
         return error.type
 
-    assert raised(WholeFiles()) is raised(TorchCheckpointIO())
+    assert raised(AtomicFiles()) is raised(TorchCheckpointIO())
     assert value_of(tmp_path / "last.ckpt") == OLD
     assert left_in(tmp_path) == ["last.ckpt"]
 
@@ -300,7 +301,7 @@ def test_path_as_lightning_reads_it(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    WholeFiles().save_checkpoint(checkpoint(NEW), path.format(tmp_path))
+    AtomicFiles().save_checkpoint(checkpoint(NEW), path.format(tmp_path))
 
     assert value_of(tmp_path / "last.ckpt") == NEW
     assert left_in(tmp_path) == ["last.ckpt"]
@@ -317,9 +318,9 @@ def test_link_is_replaced_and_not_what_it_leads_to(tmp_path: Path) -> None:
 
 
 def test_path_that_is_not_on_a_disk() -> None:
-    WholeFiles().save_checkpoint(checkpoint(NEW), "memory://folder/last.ckpt")
+    AtomicFiles().save_checkpoint(checkpoint(NEW), "memory://folder/last.ckpt")
     try:
-        assert_equal(WholeFiles().load_checkpoint("memory://folder/last.ckpt"), checkpoint(NEW))
+        assert_equal(AtomicFiles().load_checkpoint("memory://folder/last.ckpt"), checkpoint(NEW))
     finally:
         fsspec.filesystem("memory").rm("/folder", recursive=True)
 
@@ -423,7 +424,7 @@ def test_asynchronous_save(tmp_path: Path) -> None:
     made.save_checkpoint(tmp_path / "end.ckpt")
     plugin.teardown()
 
-    assert isinstance(plugin.checkpoint_io, WholeFiles)
+    assert isinstance(plugin.checkpoint_io, AtomicFiles)
     assert left_in(tmp_path) == ["end.ckpt"]
     made.validate(datamodule=Data(), ckpt_path=tmp_path / "end.ckpt", verbose=False)
 

@@ -1,4 +1,4 @@
-"""Promise: forwards and backwards may be called in any order that the plain module allows.
+"""Transparency: forwards and backwards run in any order that the plain module allows.
 
 Each forward keeps its own activations or inputs, and a recomputation in between must use the
 layers, training mode, buffers and random numbers of its forward.
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, assert_same_ends, gradients, perceptron, rows
 from tests.support.pipes import Pipe, every_mode
 from tests.support.process import seeded

@@ -1,4 +1,4 @@
-"""Promise: layers whose parameters are shards are refused by name; around them a module may shard.
+"""Nothing silent: layers with sharded parameters are refused by name.
 
 FSDP2 (``fully_shard``) gives a layer its whole parameters when its forward begins. A pipeline had
 put shadows of the shards in their place by then, so no gradient came back: all were None after the

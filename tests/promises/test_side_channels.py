@@ -1,4 +1,4 @@
-"""Promise: a user is told, in the first mini-batches, of layers that talk past the pipeline."""
+"""Nothing silent: side channels between layers are reported in the first mini-batches."""
 
 import logging
 import warnings

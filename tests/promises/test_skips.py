@@ -1,4 +1,4 @@
-"""Promise: a skip connection is as in the plain nn.Sequential, and gives the same numbers.
+"""Transparency: skip connections compute the same as in a plain nn.Sequential.
 
 For any balance, chunks, recomputation and devices; also if tensors are shared, edited or None, as
 compared with the plain module.
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from lightning_gpipe import whole
 from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.skip.declare import with_skips
 from lightning_gpipe.core.skip.flight import in_flight
 from lightning_gpipe.core.verify.verification import verify
-from lightning_gpipe.skip import with_skips
 from tests.support.models import Call, assert_same, assert_same_step, gradients, rows, step
 from tests.support.pipes import MODES, Pipe, every_mode, with_and_without_threads
 from tests.support.process import seeded

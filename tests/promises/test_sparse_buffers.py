@@ -1,4 +1,4 @@
-"""Promise: a sparse tensor that a layer has registered as a buffer is a buffer like any other."""
+"""Transparency: a sparse tensor registered as a buffer is a buffer like any other."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Promise: a backward in two parts computes the same. Drawn models have it as a dimension too."""
+"""Transparency: split backwards compute the same as combined ones."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from lightning_gpipe.core.plan import Kind
+from lightning_gpipe.core.schedules import Kind
 from tests.support.models import assert_same_step, assert_same_steps, perceptron, rows, step
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 

@@ -1,4 +1,4 @@
-"""Promise: a pipeline's state dict is the plain module's, so it loads into it and into any balance.
+"""Plain checkpoints: the state dict is the plain module's and loads under any balance.
 
 The checkpoints that Lightning saves are tested in tests/lightning/test_checkpoint.py.
 """

@@ -1,7 +1,7 @@
-"""State that layers move on in forward, and that is neither a parameter nor a buffer.
+"""Transparency: state that layers advance in forward, besides parameters and buffers.
 
-Each micro-batch moves it on once. So a pipeline is compared with the plain module that is run on
-one micro-batch after another: the same gradients, and the same state after it.
+Each micro-batch advances it once. A pipeline is therefore compared with the plain module run on one
+micro-batch after another: the same gradients, and the same state afterwards.
 """
 
 import random
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import is_recomputing
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Counter, a_loss, assert_same, gradients, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
 

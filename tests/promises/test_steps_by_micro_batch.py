@@ -1,4 +1,4 @@
-"""Promise: a step with a loss for each micro-batch computes what the whole mini-batch does.
+"""Transparency: a loss for each micro-batch gives what the whole mini-batch gives.
 
 The reference is the plain module in one ordinary graph: of the whole mini-batch where layers do not
 mix its rows, else of one micro-batch after the other. Cases are drawn as in
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ByMicroBatch
+from lightning_gpipe.core.schedules import ByMicroBatch
 from tests.support.drawn import Reference, count_calls, split
 from tests.support.grammar import Case, cases, drawing_models, models
 from tests.support.models import assert_same, gradients, perceptron, rows

@@ -1,4 +1,4 @@
-"""Promise: no hang, where a step with a loss for each micro-batch fails: in its code or in a layer.
+"""No hang: a step with a loss for each micro-batch fails in its code or in a layer.
 
 The part that fails, the micro-batch and the kind of failure are drawn together: 30 faults in the
 suite, 500 in a soak. After each, the next step computes what the plain modules do.

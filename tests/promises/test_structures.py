@@ -1,4 +1,4 @@
-"""Promise: stages may pass any nested value to one another, of another structure in every step.
+"""Transparency: stages may pass any nested value, with another structure in every step.
 
 Tensors, masks, numbers and objects that are not PyTorch's are passed with the activations; tensors
 with rows are split and merged, and other values go to every micro-batch.

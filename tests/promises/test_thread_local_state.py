@@ -1,4 +1,4 @@
-"""Promise: a layer sees the caller's state in forward, recomputation and backward.
+"""Nothing silent: a layer has the caller's state in forward, recomputation and backward.
 
 A layer records the state that it sees in the plain module, and must see the same in a pipeline: in
 forward *and* recomputation the state of forward, in backward that of backward, wherever the state
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Runs, assert_same, gradients, perceptron, rows
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode
 

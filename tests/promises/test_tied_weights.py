@@ -1,4 +1,4 @@
-"""Promise: a weight that layers share is one weight, on however many devices those layers are.
+"""Transparency: a weight that layers share is one weight, on any number of devices.
 
 Two devices require a GPU, such as one stage on the CPU and one on a GPU. Without a GPU, the weight
 is given another home than the second stage's device, so that the stage uses a copy, as it would on

@@ -1,4 +1,4 @@
-"""Promise: PyTorch's tools work in every stage as in the plain module.
+"""Nothing silent: PyTorch's tools work in every stage as in the plain module.
 
 Hooks on saved tensors pack, anomaly detection raises, modes change what is computed, FLOP counters
 and profilers count.
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.frontends.install import install
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.compilation import can_compile, compiled
 from tests.support.models import Call, Poison, assert_same, gradients, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads

@@ -1,4 +1,4 @@
-"""Promise: what records a model records its layers, as it does of the plain module."""
+"""Nothing silent: recording a pipeline records its layers, as for the plain module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: the same numbers for any balance, chunks, recomputation and devices.
+"""Transparency: the same numbers for any balance, chunks, recomputation and devices.
 
 A pipeline must give the output, the loss, the gradient of every parameter and of the input that
 the plain nn.Sequential gives; up to the order of floating-point sums, so all is in float64.
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import (
     Call,
     Counting,

@@ -1,4 +1,4 @@
-"""Promise: nothing silent if a layer draws by other means than operators tagged as drawing."""
+"""Nothing silent: a layer that draws by operators without the tag is reported."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Call, assert_same_step, rows, step
 from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 

@@ -1,4 +1,4 @@
-"""Promise: a parameter that a step or a micro-batch does not use has the plain module's gradient.
+"""Transparency: parameters unused by a step or micro-batch have the plain gradient.
 
 That may be None.
 """

@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "flaky(reruns): of pytest-rerunfailures; run once here")
     config.pluginmanager.register(Failures(config.getoption("failed_to")))
     if not config.getoption("plain"):
-        config.pluginmanager.register(Piped())
+        config.pluginmanager.register(PipelinedModule())
 
 
 class Failures:
@@ -52,7 +52,7 @@ class Failures:
             self._file.write_text("".join(f"{test}\n" for test in self._failed), "utf-8")
 
 
-class Piped:
+class PipelinedModule:
     """Injects the strategy; expects the differences of the table, and that a pipeline runs."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_gpipe
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 STAGES = 4
 MODES: tuple[ActivationCheckpointing, ...] = ("never", "always")

@@ -119,5 +119,5 @@ class Busy:
 
 def no_time_out(patch: pytest.MonkeyPatch) -> None:
     """Let a thread that nobody wakes wait for ever, and one that ends take its time."""
-    patch.setattr(local, "_POLL", NEVER)
-    patch.setattr(local, "_JOIN", PATIENCE)
+    patch.setattr(local, "POLL", NEVER)
+    patch.setattr(local, "JOIN", PATIENCE)

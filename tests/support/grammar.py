@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.core.data.pytree import tree_flatten
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import Call
 from tests.support.pipes import MODES
 from tests.support.vocabulary import (

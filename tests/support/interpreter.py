@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_gpipe.core.data import Rows
-from lightning_gpipe.core.plan import Program
-from lightning_gpipe.core.plan.route import Route
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.programs.route import Route
 
 
 class Interpreter:
@@ -25,7 +25,12 @@ class Interpreter:
         self.used: list[int] = []
 
     def __call__(
-        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
+        self,
+        program: Program,
+        values: Sequence[Any],
+        *,
+        chunks: int | None = None,
+        stacked: bool = False,
     ) -> list[Any]:
         self.programs.append(program)
         rows = Rows()

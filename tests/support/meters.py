@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import rows
 from tests.support.waiting import awaited
 

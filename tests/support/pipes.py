@@ -23,8 +23,8 @@ import pytest
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
-from lightning_gpipe.core.run import ways
+from lightning_gpipe.core.run.observe.threads_or_inline import Bounds, ThreadsOrInline
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 # 1 recomputes the first of three micro-batches, "except_last" the first two.
 MODES: list[ActivationCheckpointing] = ["always", "except_last", "never", 1]
@@ -61,9 +61,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The layers of tests are so small that it would begin with one thread, and soon stay there.
     """
-    monkeypatch.setattr(ways, "_HEAVY", 0.0)
-    monkeypatch.setattr(ways, "_SMALL", 0.0)
-    monkeypatch.setattr(ways, "_MORE", inf)
+    monkeypatch.setattr(ThreadsOrInline, "bounds", Bounds(heavy=0.0, small=0.0, overhead=inf))
 
 
 class Pipe:

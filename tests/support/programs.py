@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import Rows, Term, join, tree_flatten, tree_unflatten
-from lightning_gpipe.core.plan import (
-    ActivationCheckpointing,
-    Partition,
-    Program,
-    Route,
-    Step,
-    Value,
-    count_recomputed,
-    fill_drain,
-    lay_out,
+from lightning_gpipe.core.data import (
+    FlatTree,
+    Rows,
+    Term,
+    join,
+    parted,
+    tree_flatten,
+    tree_unflatten,
 )
+from lightning_gpipe.core.layout import Partition, lay_out
+from lightning_gpipe.core.programs import Program, Route, Step, Value
 from lightning_gpipe.core.run import Engine
+from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed, fill_drain
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport
 from tests.support.pipes import M
 
@@ -58,6 +58,7 @@ class Running:
         values: Sequence[Any],
         chunks: int | None = None,
         *,
+        stacked: bool = False,
         terms: bool = False,
     ) -> list[Any]:
         """Run the program in micro-batches, and merge its outputs."""
@@ -67,13 +68,18 @@ class Running:
         m = len(microbatches)
         recomputed = count_recomputed(self._mode, m) if torch.is_grad_enabled() else 0
         schedule = fill_drain(m, self.engine.layout.placement, recomputed=recomputed)
-        outputs, self.terms = self.engine.run(microbatches, schedule, terms=terms, program=program)
-        merged: list[Any] = rows.merge(list(map(tree_unflatten, outputs)), list(values))
+        outputs, self.terms = self.engine.run(microbatches, schedule, program, terms=terms)
+        merged: list[Any] = rows.merge([values_of(program, each) for each in outputs], list(values))
         return merged
 
     def close(self) -> None:
         """End the threads."""
         self.engine.close()
+
+
+def values_of(program: Program, output: FlatTree) -> list[Any]:
+    """The values of the program's outputs in that of a micro-batch."""
+    return list(map(tree_unflatten, parted(output, len(program.outputs))))
 
 
 def plainly(

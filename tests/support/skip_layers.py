@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gpipe.skip import Namespace, pop, skippable, stash
+from lightning_gpipe.core.skip.declare import Namespace, pop, skippable, stash
 
 Of = Callable[[Any], Tensor | None]
 Join = Callable[[Any, Any], Any]

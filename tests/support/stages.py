@@ -1,22 +1,38 @@
 """One stage on the CPU, and passes through it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import Context, OwnGenerators, Randomness
-from lightning_gpipe.core.plan import cut, lay_out
-from lightning_gpipe.core.run.participation import Participation
+from lightning_gpipe.core.faithful import Context, Randomness
+from lightning_gpipe.core.layout import Layout, balance_of_layers, cut, lay_out
+from lightning_gpipe.core.programs import Program, chain
+from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.work import Layers
+from lightning_gpipe.core.run.work import Work
 
 CPU = torch.device("cpu")
 
 
+class Pair(nn.Sequential):
+    """Two modules that are one layer, since it has a forward of its own."""
+
+    def forward(self, input: Any) -> Any:
+        return super().forward(input)
+
+
 def stage(*layers: nn.Module) -> Stage:
     """A stage of all these layers."""
-    layout = lay_out(cut(nn.Sequential(*layers), [len(layers)]), [CPU])
+    module = nn.Sequential(*layers)
+    layout = lay_out(cut(module, balance_of_layers(module, [len(layers)])), [CPU])
     return Stage(layout, 0, deferred_batch_norm=True)
+
+
+def program_of(layout: Layout) -> Program:
+    """The program of layers that run one after another."""
+    return chain(zip(each.layers, each.titles, strict=True) for each in layout.partitions)
 
 
 NONE: frozenset[int] = frozenset()
@@ -25,13 +41,17 @@ ALL = frozenset(range(8))
 
 def begin(stage: Stage, recomputed: frozenset[int] = NONE) -> StagePass:
     """A new mini-batch's pass through the stage."""
+    partition = stage.partition
+    layers = zip(partition.layers, partition.titles, strict=True)
+    before = [[(nn.Identity(), "a stage before")]] * partition.index
+    program = chain([*before, layers])
     shadows = stage.shadows(grad=torch.is_grad_enabled(), recomputed=bool(recomputed))
     return StagePass(
         stage,
-        Layers(stage),
+        Work(stage, program),
         Context.capture([CPU]),
         recomputed,
-        Randomness(OwnGenerators([CPU]), None),
+        Randomness([CPU]),
         shadows,
-        Participation([shadows]),
+        UsedLeaves([shadows]),
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import map_tensors, tree_flatten
 from lightning_gpipe.core.frontends.traced import Traced
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import assert_same, gradients
 from tests.support.pipes import even
 from tests.support.programs import Running
@@ -39,7 +39,7 @@ class Tracing:
             copy: Whether to leave ``model`` itself alone.
         """
         piped = deepcopy(model) if copy else model
-        traced = Traced(piped, "", piped)
+        traced = Traced(piped, "")
         if isinstance(balance, int):
             balance = even(len(traced.units), balance)
         partitions = traced.partitions(balance)

@@ -10,7 +10,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Layout, Route, Schedule, cut, lay_out
+from lightning_gpipe.core.layout import Layout, cut, lay_out
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport import Exchange, Label, Task, Transport
 
 CPU = torch.device("cpu")

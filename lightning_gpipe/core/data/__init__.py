@@ -1,13 +1,12 @@
-"""What passes through a pipeline: pytrees, their tensors, and how a batch is split and merged.
+"""Values that pass through a pipeline: pytrees, tensors, micro-batches and loss terms.
 
 Nothing here depends on stages or devices.
 """
 
 from lightning_gpipe.core.data.aliasing import identity, memory, overlap
-from lightning_gpipe.core.data.holding import holds_tensor, requires_grad
-from lightning_gpipe.core.data.layouts import bytes_of, copy_values, equal, record_stream
 from lightning_gpipe.core.data.marks import (
     MARKS,
+    Pending,
     copy_marks,
     is_aliased,
     is_whole,
@@ -15,14 +14,13 @@ from lightning_gpipe.core.data.marks import (
     whole,
 )
 from lightning_gpipe.core.data.microbatch.division import Division
-from lightning_gpipe.core.data.microbatch.interface import (
+from lightning_gpipe.core.data.microbatch.microbatching import (
     MicroBatching,
     check_chunks,
     check_microbatching,
 )
 from lightning_gpipe.core.data.microbatch.padded import PaddedSequences
 from lightning_gpipe.core.data.microbatch.rows import Rows
-from lightning_gpipe.core.data.pending import Pending
 from lightning_gpipe.core.data.pytree import (
     LEAF_SPEC,
     FlatTree,
@@ -35,11 +33,12 @@ from lightning_gpipe.core.data.pytree import (
     tree_flatten,
     tree_unflatten,
 )
+from lightning_gpipe.core.data.tensor_layouts import bytes_of, copy_values, equal, record_stream
+from lightning_gpipe.core.data.tensor_search import holds_tensor, requires_grad
 from lightning_gpipe.core.data.terms import (
     Term,
     collect_loss_terms,
     loss_term,
-    receive_nothing,
     receiving,
     reduced,
     term_receiver,
@@ -76,7 +75,6 @@ __all__ = [
     "named_leaves",
     "overlap",
     "parted",
-    "receive_nothing",
     "receiving",
     "record_stream",
     "reduced",

@@ -1,4 +1,4 @@
-"""Which tensors share memory.
+"""Tensors that share memory.
 
 A tensor that appears twice in a value must stay one tensor when it is copied: a layer may edit it
 in place, and a checkpoint must not save it twice.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """A key that two tensors share if they are the same elements of the same memory."""
+    """Return a key that is equal for two tensors of the same elements of the same memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
         return id(tensor)
     elements = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
@@ -21,16 +21,16 @@ def identity(tensor: Tensor) -> Hashable:
 
 
 def memory(value: object) -> int | None:
-    """The address of a tensor's storage, or None if it has no storage to share."""
+    """Return the address of a tensor's storage, or None if it has no storage to share."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return None
-    # That of the storage object would be the same; to make that object takes ten times as long.
+    # storage.data_ptr() is the same address, but takes ten times as long: it makes an object.
     address = value.data_ptr()
     return address - int(value.storage_offset()) * value.element_size() if address else None
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have an element in common."""
+    """Return whether two tensors have an element in common."""
     if any(x.layout is not torch.strided or x.is_nested or x.numel() == 0 for x in (one, other)):
         return False
     storage = one.untyped_storage()

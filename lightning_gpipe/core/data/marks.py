@@ -1,4 +1,4 @@
-"""Marks tensors that belong to the whole batch and have no row per sample.
+"""Marks of tensors, above all of those without a row per sample.
 
 A table of position embeddings, the adjacency matrix of a graph, class weights: every micro-batch
 needs such a tensor as a whole. Its shape does not distinguish it from a batched tensor, so the user
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data.holding import holds_tensor
+from lightning_gpipe.core.data.tensor_search import holds_tensor
 
 _WHOLE = "_gpipe_whole"
 _ALIASED = "_gpipe_aliased"
@@ -40,23 +40,27 @@ class WholeTuple(tuple[Any, ...]):
     _gpipe_whole = True
 
 
-class _Array(np.ndarray):
-    """An array that can have a mark; an array computed from it does not have it."""
+class _MarkedArray(np.ndarray):
+    """An array that can have a mark; arrays computed from it are not marked."""
+
+
+class Pending(Tensor):
+    """A tensor whose value the running pipeline has yet to compute; layers cannot read it."""
 
 
 def whole(value: V) -> V:
-    """The same value, marked so that every micro-batch gets it whole.
+    """Return the value with a mark by which every micro-batch gets it whole.
 
     Example::
 
         output = self.layers({"x": x, "adjacency": whole(adjacency)})
 
-    A layer that returns the value unchanged keeps the mark. A layer whose result belongs to the
-    whole batch too must mark the result; as an output of the pipeline, it is then returned once.
+    A value that a layer returns unchanged keeps the mark. A layer whose result belongs to the whole
+    batch must mark it; an output of the pipeline with a mark is returned once.
 
     Args:
         value: A tensor, dense or sparse, through which gradients flow; or a list, tuple or NumPy
-            array, which is a row per sample only if it has as many values as the batch has rows.
+            array. Those need a mark only if they have as many values as the batch has rows.
 
     Raises:
         TypeError: If it is none of these, a nested tensor, or a list that holds tensors. Other
@@ -81,17 +85,17 @@ def whole(value: V) -> V:
 
 
 def is_whole(value: object) -> bool:
-    """Whether ``value`` is marked by :func:`whole`."""
+    """Return whether ``value`` is marked by :func:`whole`."""
     return hasattr(value, _WHOLE)
 
 
 def mark_per_row(array: np.ndarray) -> np.ndarray:
-    """The same array, marked as having an entry per row of the micro-batch."""
+    """Return the array with a mark: it has an entry per row of the micro-batch."""
     return _marked(array, _PER_ROW)
 
 
 def is_per_row(value: object) -> bool:
-    """Whether ``value`` is marked by :func:`mark_per_row`."""
+    """Return whether ``value`` is marked by :func:`mark_per_row`."""
     return hasattr(value, _PER_ROW)
 
 
@@ -104,16 +108,16 @@ def copy_marks(old: Tensor, new: T) -> T:
 
 
 def mark_aliased(tensor: Tensor) -> None:
-    """Mark a tensor sent to a stage while another stage gets a tensor with the same memory."""
+    """Mark a tensor whose memory is also sent to another stage."""
     setattr(tensor, _ALIASED, True)
 
 
 def is_aliased(value: object) -> bool:
-    """Whether ``value`` is marked by :func:`mark_aliased`."""
+    """Return whether ``value`` is marked by :func:`mark_aliased`."""
     return hasattr(value, _ALIASED)
 
 
 def _marked(array: np.ndarray, mark: str) -> np.ndarray:
-    marked = array.view(_Array)
+    marked = array.view(_MarkedArray)
     setattr(marked, mark, True)
     return marked

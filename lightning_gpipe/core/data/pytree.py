@@ -1,10 +1,10 @@
 """Flattens nested inputs and outputs into lists of leaves, and unflattens them.
 
-This is the only module that uses ``torch.utils._pytree``.
-
 PyTorch's pytree nodes are tuples, lists, dicts and registered classes. Any other object is a leaf,
 and tensors inside a leaf would neither be split into micro-batches nor detached between stages. So
 dataclasses are flattened here too, and any other object that holds tensors is refused.
+
+This is the only module that uses ``torch.utils._pytree``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
-from lightning_gpipe.core.data.holding import PLAIN, attributes, holds_tensor
 from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
+from lightning_gpipe.core.data.tensor_search import PLAIN, attributes, holds_tensor
 
 T = TypeVar("T")
 
-LEAF_SPEC = _pytree.tree_flatten(None)[1]  # of a tree that is one leaf, most often a tensor
+LEAF_SPEC = _pytree.tree_flatten(None)[1]  # the structure of a single leaf, most often a tensor
 
 
 class Joined(NamedTuple):
-    """The structure of several trees whose leaves are in one list, see :func:`join`."""
+    """The structure of several trees with one list of leaves, see :func:`join`."""
 
     specs: tuple[Structure | None, ...]
     sizes: tuple[int, ...]
@@ -40,7 +40,7 @@ Structure = _pytree.TreeSpec | Joined
 
 @lru_cache(maxsize=64)
 def _of_leaves(n: int) -> Joined:
-    """The structure of so many trees of one leaf each, most often tensors: one object for each."""
+    """The structure of n trees of one leaf each, the same object in each call."""
     return Joined((LEAF_SPEC,) * n, (1,) * n)
 
 
@@ -54,7 +54,7 @@ class FlatTree(NamedTuple):
     spec: Structure | None = None
 
     def detached(self) -> FlatTree:
-        """The same tree with its tensors detached from their graph, with the same requires_grad.
+        """Return the tree with detached tensors, which keep their requires_grad.
 
         A tensor that appears twice stays one tensor.
         """
@@ -64,9 +64,9 @@ class FlatTree(NamedTuple):
         return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
 
     def aliased(self) -> FlatTree:
-        """The same tree detached, with new objects for the tensors that could require a gradient.
+        """Return the detached tree with new objects for all tensors that may require a gradient.
 
-        A layer that calls ``requires_grad_()`` on one does not mark the caller's tensor.
+        So a layer that calls ``requires_grad_()`` does not change the caller's tensor.
         """
         if len(self.leaves) == 1:
             return _flat(([_aliased(self.leaves[0])], self.spec))
@@ -74,16 +74,12 @@ class FlatTree(NamedTuple):
         return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
 
 
-# Of a tuple, at once: several are made for each micro-batch on each stage.
+# Faster than the constructor: several trees are made for each micro-batch on each stage.
 _flat: Callable[[tuple[list[Any], Structure | None]], FlatTree] = partial(tuple.__new__, FlatTree)
 
 
 def tree_flatten(tree: Any) -> FlatTree:
-    """Flatten ``tree``.
-
-    Raises:
-        TypeError: If a leaf is an object that holds tensors.
-    """
+    """Flatten ``tree``, or raise a TypeError if a leaf is an object that holds tensors."""
     if type(tree) is Tensor:
         return _flat(([tree], LEAF_SPEC))
     leaves, spec = _pytree.tree_flatten(tree, is_leaf=_is_opaque)
@@ -96,28 +92,34 @@ def tree_flatten(tree: Any) -> FlatTree:
 
 
 def tree_unflatten(flat: FlatTree) -> Any:
-    """Unflatten a tree; joined ones into a list."""
-    if flat.spec is LEAF_SPEC:
+    """Unflatten a tree; several joined trees become a list."""
+    spec = flat.spec
+    if spec is LEAF_SPEC:
         return flat.leaves[0]
-    if isinstance(flat.spec, Joined):
-        return _values(flat, flat.spec)
-    assert flat.spec is not None, "leaves without a structure cannot be unflattened"
-    return _pytree.tree_unflatten(flat.leaves, flat.spec)
+    if isinstance(spec, Joined):
+        if spec is not _of_leaves(len(flat.leaves)):
+            for inner in spec.specs:
+                if inner is not LEAF_SPEC:
+                    return list(map(tree_unflatten, parted(flat, len(spec.specs))))
+        return list(flat.leaves)
+    assert spec is not None, "leaves without a structure cannot be unflattened"
+    return _pytree.tree_unflatten(flat.leaves, spec)
 
 
 def join(trees: Sequence[FlatTree]) -> FlatTree:
-    """Several trees as one; :func:`parted` has them again."""
+    """Join several trees into one, which :func:`parted` splits again; one alone stays as it is."""
     if len(trees) == 1:
-        [(leaves, spec)] = trees
-        return FlatTree(leaves, Joined((spec,), (len(leaves),)))
+        return trees[0]
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     specs = tuple([tree.spec for tree in trees])
     return FlatTree(leaves, Joined(specs, tuple([len(tree.leaves) for tree in trees])))
 
 
 def joined(values: Sequence[Any]) -> FlatTree:
-    """The trees of several values as one."""
-    # Most often all are tensors. Programs join values in every micro-batch on every stage.
+    """Flatten several values into one tree, see :func:`join`."""
+    # Most often all are tensors. Stages join values in every micro-batch.
+    if len(values) == 1:
+        return tree_flatten(values[0])
     for value in values:
         if type(value) is not Tensor:
             return join(list(map(tree_flatten, values)))
@@ -125,26 +127,18 @@ def joined(values: Sequence[Any]) -> FlatTree:
     return FlatTree(leaves, _of_leaves(len(leaves)))
 
 
-def parted(flat: FlatTree) -> list[FlatTree]:
-    """The trees that were joined."""
+def parted(flat: FlatTree, n: int) -> list[FlatTree]:
+    """Split a tree into the ``n`` trees that were joined."""
+    if n == 1:
+        return [flat]
     assert isinstance(flat.spec, Joined), "only joined trees can be parted"
-    leaves, found, start = flat.leaves, [], 0
+    leaves, trees, start = flat.leaves, [], 0
     if flat.spec is _of_leaves(len(leaves)):
         return [FlatTree([leaf], LEAF_SPEC) for leaf in leaves]
     for spec, size in zip(flat.spec.specs, flat.spec.sizes, strict=True):
-        found.append(FlatTree(leaves[start : start + size], spec))
+        trees.append(FlatTree(leaves[start : start + size], spec))
         start += size
-    return found
-
-
-def _values(flat: FlatTree, joined: Joined) -> list[Any]:
-    """The values of joined trees."""
-    if joined is _of_leaves(len(flat.leaves)):
-        return list(flat.leaves)
-    for spec in joined.specs:
-        if spec is not LEAF_SPEC:
-            return list(map(tree_unflatten, parted(flat)))
-    return list(flat.leaves)
+    return trees
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -158,15 +152,15 @@ def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Every leaf with its path, such as ``['mask'][0]``; "" where the tree is a leaf."""
+    """Return each leaf with its path, such as ``['mask'][0]``, or "" if the tree is a leaf."""
     leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
     return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
 
 
 def entries(tree: Any) -> list[str | int | None]:
-    """For every leaf, its key, index or attribute in ``tree``; None where the tree is a leaf."""
+    """Return each leaf's key, index or attribute in ``tree``, or None if the tree is a leaf."""
     leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
-    return [_name_of(path[0]) if path else None for path, _ in leaves]
+    return [_entry_of(path[0]) if path else None for path, _ in leaves]
 
 
 def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[Any], bool]) -> Any:
@@ -197,16 +191,13 @@ def _detached(leaf: Any) -> Any:
 
 
 def _aliased(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and not leaf.requires_grad and _differentiable(leaf):
-        return copy_marks(leaf, leaf.detach())
-    return _detached(leaf)
+    if not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return _detached(leaf)
+    differentiable = leaf.is_floating_point() or leaf.is_complex()
+    return copy_marks(leaf, leaf.detach()) if differentiable else leaf
 
 
-def _differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _name_of(key: Any) -> Any:
+def _entry_of(key: Any) -> Any:
     match key:
         case _pytree.MappingKey():
             return key.key
@@ -219,7 +210,7 @@ def _name_of(key: Any) -> Any:
 # Dataclasses.
 
 
-class _Kind(NamedTuple):
+class _DataclassSpec(NamedTuple):
     """The class of a dataclass instance, the names of its attributes, and its keys if a dict."""
 
     cls: type
@@ -227,17 +218,17 @@ class _Kind(NamedTuple):
     keys: tuple[str, ...] = ()
 
 
-class _Record:
-    """Replaces a dataclass instance by a pytree node whose children are its attributes."""
+class _DataclassNode:
+    """A pytree node in the place of a dataclass instance; its children are the attributes."""
 
-    def __init__(self, kind: _Kind, values: list[Any]) -> None:
+    def __init__(self, kind: _DataclassSpec, values: list[Any]) -> None:
         self.kind = kind
         self.values = values
 
 
 def _is_opaque(tree: Any) -> bool:
-    """Whether PyTorch must not flatten this: a PackedSequence, or an unregistered dataclass."""
-    kind = type(tree)  # a value of a traced forward is not asked for its class, which is not known
+    """Return whether PyTorch must not flatten a PackedSequence or an unregistered dataclass."""
+    kind = type(tree)  # not __class__, which a value of a traced forward does not know
     if issubclass(kind, PackedSequence):
         return True
     return is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES
@@ -249,39 +240,40 @@ def _with_records(tree: Any, kind: type = Tensor) -> Any:
     def record_of(leaf: Any) -> Any:
         if not is_dataclass(type(leaf)) or not _is_opaque(leaf):
             return leaf
-        held = dict(attributes(leaf))
-        holding = any(holds_tensor(value, kind=kind) for value in held.values())
-        if not holding or not _can_be_made(leaf, held):
+        values = dict(attributes(leaf))
+        has_kind = any(holds_tensor(value, kind=kind) for value in values.values())
+        if not has_kind or not _is_determined_by(values, leaf):
             return leaf
-        made = _Kind(type(leaf), tuple(held), tuple(leaf) if isinstance(leaf, dict) else ())
-        return _Record(made, [_with_records(value, kind) for value in held.values()])
+        keys = tuple(leaf) if isinstance(leaf, dict) else ()
+        spec = _DataclassSpec(type(leaf), tuple(values), keys)
+        return _DataclassNode(spec, [_with_records(value, kind) for value in values.values()])
 
     return _pytree.tree_map(record_of, tree, is_leaf=_is_opaque)
 
 
-def _can_be_made(leaf: Any, held: Mapping[str, Any]) -> bool:
-    """Whether an equal instance can be made from the attributes alone.
+def _is_determined_by(values: Mapping[str, Any], leaf: Any) -> bool:
+    """Return whether an equal instance can be made from the attributes alone.
 
-    An instance of a dict too can, if its items are attributes, as those of a ModelOutput are.
+    So can a dataclass that is a dict, if its items are attributes, like those of a ModelOutput.
     """
     if isinstance(leaf, dict):
-        return all(key in held and held[key] is value for key, value in leaf.items())
+        return all(key in values and values[key] is value for key, value in leaf.items())
     return not isinstance(leaf, Collection) or type(leaf).__new__ is object.__new__
 
 
-def _from_record(values: Iterable[Any], kind: _Kind) -> Any:
-    made = kind.cls if issubclass(kind.cls, dict) else object
-    instance: Any = made.__new__(kind.cls)  # __init__ has already processed these values
+def _from_record(values: Iterable[Any], kind: _DataclassSpec) -> Any:
+    base = kind.cls if issubclass(kind.cls, dict) else object
+    instance: Any = base.__new__(kind.cls)  # __init__ has already processed these values
     for name, value in zip(kind.names, values, strict=True):
         object.__setattr__(instance, name, value)  # works for frozen dataclasses too
-    kept = OrderedDict if issubclass(kind.cls, OrderedDict) else dict
+    mapping = OrderedDict if issubclass(kind.cls, OrderedDict) else dict
     for key in kind.keys:
-        kept.__setitem__(instance, key, getattr(instance, key))
+        mapping.__setitem__(instance, key, getattr(instance, key))
     return instance
 
 
 _pytree.register_pytree_node(
-    _Record,
+    _DataclassNode,
     lambda record: (record.values, record.kind),
     _from_record,
     flatten_with_keys_fn=lambda record: (
@@ -297,7 +289,7 @@ for _cls in (WholeList, WholeTuple):
         lambda value: (list(value), type(value)),
         lambda leaves, cls: cls(leaves),
         flatten_with_keys_fn=lambda value: (
-            [(_pytree.SequenceKey(k), each) for k, each in enumerate(value)],
+            [(_pytree.SequenceKey(k), leaf) for k, leaf in enumerate(value)],
             type(value),
         ),
     )
@@ -318,11 +310,11 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
             f"dataclasses: got a {kind} that holds one. Convert it with dict(...), list(...) or "
             "tuple(...), or register the class with torch.utils._pytree.register_pytree_node."
         )
-    found = next((name for name, value in attributes(leaf) if holds_tensor(value)), None)
-    if found is not None:
+    name = next((name for name, value in attributes(leaf) if holds_tensor(value)), None)
+    if name is not None:
         raise TypeError(
             "tensors that pass through a pipeline must be in tuples, lists, dicts or "
-            f"dataclasses: got a {kind} with one in its attribute {found!r}. Pass the tensors "
+            f"dataclasses: got a {kind} with one in its attribute {name!r}. Pass the tensors "
             f"themselves and construct the {kind} where it is used, or register the class with "
             "torch.utils._pytree.register_pytree_node."
         )

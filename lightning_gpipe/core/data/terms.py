@@ -1,19 +1,18 @@
 """Loss terms that layers hand out beside their output.
 
 A Bayesian layer has a divergence, a mixture of experts a balance of its router: numbers that belong
-to the loss but not to the input of the next layer. The usual way is to keep them in an attribute
-and add them up in the training step. In a pipeline that fails: the attribute has the value of the
-last micro-batch only, and the graph behind it ends inside a stage, where its gradient is lost.
+to the loss but not to the input of the next layer. Models usually keep them in an attribute. In a
+pipeline the attribute has the value of the last micro-batch only, and its graph ends inside a
+stage, where the gradient is lost.
 
-So a layer hands the term out, to whoever collects terms around the call of the layers. In the plain
-module the term arrives there as it is. A pipeline sends those of each micro-batch to the caller,
-sums or averages them, and sends their gradients back to the stages.
+So a layer hands the term to a receiver around the call of the layers. A pipeline sends the terms of
+each micro-batch to the caller, sums or averages them, and sends their gradients back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -26,7 +25,7 @@ Reduction = Literal["sum", "mean"]
 
 
 class Term(NamedTuple):
-    """A loss term as a layer handed it out."""
+    """A loss term, with the arguments of :func:`loss_term`."""
 
     name: str
     value: Tensor
@@ -36,7 +35,8 @@ class Term(NamedTuple):
 
 Receiver = Callable[[Term], None]
 
-_receiver: ContextVar[Receiver | None] = ContextVar("lightning_gpipe.loss_terms", default=None)
+# Called with each term in the present context, if anything collects terms there.
+term_receiver: ContextVar[Receiver | None] = ContextVar("lightning_gpipe.loss_terms", default=None)
 
 
 def loss_term(
@@ -53,18 +53,18 @@ def loss_term(
                 return F.linear(x, weight)
 
     Args:
-        name: Its name; terms of one name are added up.
+        name: The name of the term; terms with the same name are added up.
         value: A 0-dim tensor.
         reduction: How a pipeline combines the values of its micro-batches. ``"sum"`` fits a sum
-            over rows; ``"mean"`` fits a mean over rows, and what does not depend on the rows. Other
-            functions of the whole mini-batch cannot be computed from its micro-batches.
-        weight: How much the value counts in a mean, such as its number of tokens; None takes the
+            over rows; ``"mean"`` fits a mean over rows, or a value that does not depend on rows.
+            Other functions of the mini-batch cannot be computed from its micro-batches.
+        weight: The weight of the value in a mean, such as its number of tokens; None takes the
             number of rows.
 
     Raises:
         TypeError: If ``value`` is not a 0-dim tensor.
         ValueError: If ``reduction`` is neither ``"sum"`` nor ``"mean"``.
-        RuntimeError: If nobody collects it although gradients are recorded: it would be missing
+        RuntimeError: If nothing collects it although it requires a gradient: it would be missing
             from the loss. Without gradients it is dropped.
     """
     if not isinstance(value, Tensor) or value.dim() > 0:
@@ -72,7 +72,7 @@ def loss_term(
         raise TypeError(f"the loss term {name!r} must be a 0-dim tensor: got {found}.")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction must be 'sum' or 'mean': got {reduction!r} for {name!r}.")
-    receiver = _receiver.get()
+    receiver = term_receiver.get()
     if receiver is not None:
         receiver(Term(name, value, reduction, weight))
     elif torch.is_grad_enabled() and value.requires_grad:
@@ -83,7 +83,7 @@ def loss_term(
 
 
 class collect_loss_terms:
-    """Collects the loss terms that layers hand out in a ``with`` block.
+    """Collect the loss terms that layers hand out in a ``with`` block.
 
     Example::
 
@@ -98,51 +98,33 @@ class collect_loss_terms:
 
     def __enter__(self) -> dict[str, Tensor]:
         terms: dict[str, Tensor] = {}
-        self._receiving = receiving(partial(_add, terms))
-        self._receiving.__enter__()
+        self._token = term_receiver.set(partial(_add, terms))
         return terms
 
     def __exit__(self, *error: object) -> None:
-        self._receiving.__exit__(*error)
+        term_receiver.reset(self._token)
 
 
 class receiving:
-    """Has ``receiver`` called with each loss term that is handed out in a ``with`` block."""
+    """Call ``receiver`` with each loss term that is handed out in a ``with`` block."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._token: Token[Receiver | None] | None = None
 
     def __enter__(self) -> None:
-        self._token = _receiver.set(self._receiver)
+        self._token = term_receiver.set(self._receiver)
 
     def __exit__(self, *error: object) -> None:
-        if self._token is not None:
-            _receiver.reset(self._token)
-
-
-def term_receiver() -> Receiver | None:
-    """What receives loss terms in the present context, if anything does."""
-    return _receiver.get()
-
-
-def receive_nothing() -> None:
-    """Have nobody receive loss terms in the present context."""
-    _receiver.set(None)
+        term_receiver.reset(self._token)
 
 
 def reduced(
     microbatches: Sequence[Sequence[Term]], division: Callable[[], Division | None]
 ) -> Iterable[Term]:
-    """The loss terms of a mini-batch.
+    """Yield the loss terms of a mini-batch, from those of each micro-batch.
 
-    Args:
-        microbatches: For each micro-batch its terms, in the order of the layers.
-        division: Tells how many rows each micro-batch has, if that is known.
-
-    Raises:
-        ValueError: If micro-batches differ in their terms, or the number of rows is needed for a
-            mean and not known.
+    A mean without weights needs the ``division``. Raises a ValueError if that is unknown, or if
+    micro-batches have different terms.
     """
     if len({tuple(term[:1] + term[2:3] for term in terms) for terms in microbatches}) > 1:
         found = [[f"{term.name} ({term.reduction})" for term in terms] for terms in microbatches]
@@ -150,32 +132,31 @@ def reduced(
             f"layers must hand out the same loss terms for each micro-batch: got {found}."
         )
     for terms in zip(*microbatches, strict=True):
-        first = terms[0]
+        first, values = terms[0], [term.value for term in terms]
         if first.reduction == "sum":
-            yield first._replace(value=sum((term.value for term in terms[1:]), start=first.value))
-            continue
-        weights = _weights(terms, division)
-        total = sum(weights)
-        yield first._replace(value=_mean([term.value for term in terms], weights), weight=total)
+            yield first._replace(value=sum(values[1:], start=values[0]))
+        else:
+            weights = _weights(terms, division)
+            yield first._replace(value=_mean(values, weights), weight=sum(weights))
 
 
 def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> list[float]:
-    """How much each micro-batch's term counts in their mean."""
-    given = [term.weight for term in terms if term.weight is not None]
-    if len(given) == len(terms):
-        return given
-    known = division()
-    if known is None:
+    """The weight of each micro-batch's term in their mean."""
+    weights = [term.weight for term in terms if term.weight is not None]
+    if len(weights) == len(terms):
+        return weights
+    rows = division()
+    if rows is None:
         raise ValueError(
             f"the mean of the loss term {terms[0].name!r} needs a weight for each micro-batch: "
             "this MicroBatching does not tell their numbers of rows. Write loss_term(..., "
             "weight=len(x))."
         )
-    return list(known.sizes)
+    return list(rows.sizes)
 
 
 def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of the values that have a weight; the mean of nothing may be NaN."""
+    """The weighted mean; values of no rows may be NaN, so values without weight are left out."""
     total = sum(weights)
     if total == 0:
         return torch.stack(list(values)).mean()

@@ -4,72 +4,60 @@ Each module here handles one thing that would otherwise go wrong silently: threa
 random numbers, buffers, in-place edits, running statistics, gradients that arrive in parts.
 """
 
-from lightning_gpipe.core.faithful.batchnorm import (
+from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
+from lightning_gpipe.core.faithful.layers.batch_dimension import RowWatch, RowWatches
+from lightning_gpipe.core.faithful.layers.batchnorm import (
     DeferredStatistics,
     Norm,
     check_batch_norms,
     rows_needed,
 )
-from lightning_gpipe.core.faithful.behavior import Behavior, Behaviors, TrainingFlags
-from lightning_gpipe.core.faithful.buffers import Buffers
-from lightning_gpipe.core.faithful.compilation import not_compiled
-from lightning_gpipe.core.faithful.contents import Contents
-from lightning_gpipe.core.faithful.context import Context, on_engine_thread
-from lightning_gpipe.core.faithful.inplace import MutationGuard
-from lightning_gpipe.core.faithful.journal import Attributes, Journal, Write
-from lightning_gpipe.core.faithful.library_generators import (
-    LibraryGenerators,
-    LibrarySnapshot,
-    LibraryState,
-)
-from lightning_gpipe.core.faithful.managers import NOTHING, Manager, together
-from lightning_gpipe.core.faithful.modes import (
-    ThreadState,
-    refuse_cached_parametrizations,
-    refuse_function_transforms,
-)
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, together
 from lightning_gpipe.core.faithful.notes import add_note
-from lightning_gpipe.core.faithful.preserved import preserved
-from lightning_gpipe.core.faithful.randomness import (
-    OwnGenerators,
-    Randomness,
-    SharedGenerators,
-)
-from lightning_gpipe.core.faithful.recomputing import RECOMPUTING, is_recomputing
-from lightning_gpipe.core.faithful.redirect import default_generator
-from lightning_gpipe.core.faithful.row_watch import RowWatch, RowWatches
+from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
+from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
+from lightning_gpipe.core.faithful.random.private_generators import default_generator
+from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
+from lightning_gpipe.core.faithful.random.reproducible import Draws
 from lightning_gpipe.core.faithful.shadow import NO_VALUES, Shadows, has_hooks
-from lightning_gpipe.core.faithful.state import AttributesPreserved, Saved, Snapshot, StageState
-from lightning_gpipe.core.faithful.streams import Streams
-from lightning_gpipe.core.faithful.tracing import is_traced
+from lightning_gpipe.core.faithful.state.behavior import Behavior, Behaviors, TrainingFlags
+from lightning_gpipe.core.faithful.state.contents import Contents
+from lightning_gpipe.core.faithful.state.inplace import MutationGuard
+from lightning_gpipe.core.faithful.state.preserved import preserved
+from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState
+from lightning_gpipe.core.faithful.thread.compilation import not_compiled
+from lightning_gpipe.core.faithful.thread.context import Context, on_engine_thread
+from lightning_gpipe.core.faithful.thread.modes import ThreadState, refuse_unsupported_modes
+from lightning_gpipe.core.faithful.thread.recomputing import RECOMPUTING, is_recomputing
+from lightning_gpipe.core.faithful.thread.streams import Streams
+from lightning_gpipe.core.faithful.thread.tracing import is_traced
 
 __all__ = [
+    "LIBRARIES",
     "NOTHING",
     "NO_VALUES",
     "RECOMPUTING",
     "Attributes",
-    "AttributesPreserved",
     "Behavior",
     "Behaviors",
-    "Buffers",
     "Contents",
     "Context",
     "DeferredStatistics",
+    "Draws",
     "Journal",
-    "LibraryGenerators",
-    "LibrarySnapshot",
-    "LibraryState",
+    "LazyManagers",
+    "LibraryDraws",
+    "LibraryWatch",
     "Manager",
+    "ModuleState",
     "MutationGuard",
     "Norm",
-    "OwnGenerators",
+    "RandomState",
     "Randomness",
     "RowWatch",
     "RowWatches",
-    "Saved",
     "Shadows",
     "SharedGenerators",
-    "Snapshot",
     "StageState",
     "Streams",
     "ThreadState",
@@ -84,8 +72,7 @@ __all__ = [
     "not_compiled",
     "on_engine_thread",
     "preserved",
-    "refuse_cached_parametrizations",
-    "refuse_function_transforms",
+    "refuse_unsupported_modes",
     "rows_needed",
     "together",
 ]

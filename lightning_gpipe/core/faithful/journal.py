@@ -1,4 +1,4 @@
-"""A journal of everything that the engine changes in the user's modules while they run.
+"""A journal of all changes that the engine makes in the user's modules while they run.
 
 While a stage runs, shadows are in the slots of its parameters, batch norms have another
 ``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of
@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, Protocol
 from weakref import ref
@@ -52,6 +52,23 @@ class Attributes:
         delattr(self._owner, name)
 
 
+class ValueSlot:
+    """One value inside an object as a slot: ``read`` returns a copy of it, ``write`` sets it."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
+        self._read = read
+        self._write = write
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._write(value)
+
+    def __delitem__(self, name: str) -> None:
+        raise AssertionError(f"the object always has its {name}")
+
+
 class _Absent:
     """The type of the marker for an empty slot."""
 
@@ -66,7 +83,7 @@ ABSENT: Any = _Absent()
 _Entry = tuple[Slots, str, Any, Any]
 
 
-class Abandoned(BaseException):
+class JournalAbandoned(BaseException):
     """Raised in a worker that would change the modules after its run has failed."""
 
 
@@ -87,17 +104,17 @@ class Journal:
         _JOURNALS.add(self)
 
     def __len__(self) -> int:
-        """How many changes are in force."""
+        """Return the number of changes in force."""
         return len(self._entries)
 
     def write(self, writes: Iterable[Write]) -> int:
         """Put each new value into its slot; :data:`ABSENT` empties it.
 
         Returns:
-            How many changes were in force before.
+            The number of changes in force before.
 
         Raises:
-            Abandoned: If the journal was abandoned.
+            JournalAbandoned: If the journal was abandoned.
         """
         entries = []
         for slots, name, new in writes:
@@ -108,7 +125,7 @@ class Journal:
             entries.append((slots, name, old, new))
         with self._lock:
             if self._abandoned:
-                raise Abandoned
+                raise JournalAbandoned
             before = len(self._entries)
             self._entries += entries
             for slots, name, _, new in entries:
@@ -118,9 +135,9 @@ class Journal:
                     _empty(slots, name)
         return before
 
-    def changed(self, writes: Iterable[Write]) -> Changed:
+    def changed(self, writes: Iterable[Write]) -> _TemporaryChanges:
         """Make changes for the duration of a ``with`` block."""
-        return Changed(self, writes)
+        return _TemporaryChanges(self, writes)
 
     def undo(self, length: int = 0) -> None:
         """Undo all changes but the first ``length``, the latest first.
@@ -156,14 +173,14 @@ class Journal:
             self._entries += left
 
     def reset(self) -> None:
-        """Undo what an interrupt has left; to be called before a run, when no other thread runs."""
+        """Undo changes that an interrupt has left, before a run, while no other thread runs."""
         self._lock = threading.RLock()  # see unlock()
         self._abandoned = False
         if self._entries:
             self.undo()
 
     def unlock(self) -> None:
-        """Forget which thread had the journal: it is not in this process."""
+        """Release the lock, whose thread is not in this process."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
@@ -171,10 +188,10 @@ class Journal:
 
 
 class _Journals:
-    """All that there are.
+    """All journals of the process.
 
-    Not a WeakSet, which acts when one of its members ends. That can be in the middle of a step, and
-    Python drops an interrupt that comes while it ends an object.
+    Not a WeakSet, which acts when a member is freed: that can be in the middle of a step, and
+    Python drops an interrupt that comes while it frees an object.
     """
 
     def __init__(self) -> None:
@@ -205,7 +222,7 @@ def _abandon_all() -> None:
     journals = _JOURNALS.living()
     for journal in journals:
         journal.unlock()
-    for _ in journals:  # as often as pipelines can be nested, the innermost first
+    for _ in journals:  # once per level of nested pipelines, the innermost first
         for journal in filter(len, journals):
             journal.abandon()
 
@@ -214,8 +231,8 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class Changed:
-    """Makes changes for the duration of a ``with`` block, and undoes those made within it too."""
+class _TemporaryChanges:
+    """Makes changes for the duration of a ``with`` block; undoes those made within it, too."""
 
     # A class, not a generator: half the time, and Note [Context managers are classes].
 
@@ -231,7 +248,7 @@ class Changed:
 
 
 def value_in(slots: Slots, name: Any) -> Any:
-    """The value in a slot, or :data:`ABSENT`."""
+    """Return the value in a slot, or :data:`ABSENT`."""
     try:
         return slots[name]
     except LookupError:

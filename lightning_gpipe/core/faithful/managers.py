@@ -1,16 +1,16 @@
-"""Combines context managers into one, at no cost if there are none.
+"""Combinations of context managers, at no cost if there are none.
 
-An action may need several context managers, and most need none. To enter a manager that does
-nothing takes as long as a small layer, so such managers are not made in the first place.
+Some actions need several context managers, and most need none. To enter a manager that does nothing
+takes as long as a small layer, so such managers are not made in the first place.
 
 # Note [Context managers are classes]
 Ctrl-C can come between the end of a ``with`` block and the call of ``__exit__``. A context manager
 written as a generator then exits when the generator is garbage-collected, in the middle of other
 work: grad mode would be reset to that of an earlier backward. An object of a class does nothing
 when it is collected. So a manager that changes the state of a thread or of the layers is a class
-with ``__enter__`` and ``__exit__``, and what it did not undo, the next mini-batch undoes from the
-journal. No error of a layer passes through one that is a generator either: contextlib sets the
-error's traceback, and what is raised by an error that refuses that would take its place.
+with ``__enter__`` and ``__exit__``, and the next mini-batch undoes from the journal what it did not
+undo. Nor does an error of a layer pass through a generator: contextlib sets the error's traceback,
+and an error that does not allow that would be replaced by another one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,33 @@ NOTHING: Manager = nullcontext()
 
 
 def together(managers: Sequence[Manager]) -> Manager:
-    """One manager that enters all of ``managers``, in order."""
+    """Return one manager that enters all of ``managers``, in order."""
     managers = [manager for manager in managers if manager is not NOTHING]
     if not managers:
         return NOTHING
-    return managers[0] if len(managers) == 1 else Lazily(managers.__iter__)
+    return managers[0] if len(managers) == 1 else LazyManagers(managers.__iter__)
 
 
-class Lazily:
+class Setting:
+    """Gives a setting another value, by functions, for the duration of a ``with`` block."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> None:
+        self._read, self._write, self._value = read, write, value
+
+    def __enter__(self) -> None:
+        self._before = self._read()
+        self._write(self._value)
+
+    def __exit__(self, *error: object) -> None:
+        self._write(self._before)
+
+
+class LazyManagers:
     """Enters the managers that a function returns; calls the function on entry.
 
-    What a manager does about an error is for itself: none of them ends it.
+    An error passes through all managers: none of them suppresses it.
     """
 
     # A class: see Note [Context managers are classes]. An ExitStack takes several times as long.

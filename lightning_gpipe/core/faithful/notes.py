@@ -1,4 +1,4 @@
-"""Notes on errors of the user's code, which are raised as they are."""
+"""Notes on errors of the user's code."""
 
 from __future__ import annotations
 

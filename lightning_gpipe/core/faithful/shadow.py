@@ -2,16 +2,13 @@
 
 A parameter's gradient must arrive once per backward, after all micro-batches, or hooks fire too
 often, data parallelism breaks and ``torch.autograd.grad(loss, params)`` cannot work. So micro-batch
-graphs must not end in the parameters. Computing each micro-batch's gradients with
-``torch.autograd.grad`` and adding them up afterwards would work, but needs memory for a second set
-of gradients at the peak.
+graphs must not end in the parameters. To compute each micro-batch's gradients with
+``torch.autograd.grad`` and add them up afterwards would need memory for a second set of gradients.
 
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
-micro-batches end in the shadows, autograd itself adds the gradients up in place, one parameter at a
-time, and ``shadow.grad`` is passed to the parameter at the end without a copy.
-
-A shadow also has the class of its parameter, and shares its attributes: a layer reads a scale that
-is kept on the parameter, a subclass keeps its operators, and what a layer writes there stays.
+micro-batches end in the shadows, autograd adds the gradients up in place, and ``shadow.grad`` is
+passed to the parameter at the end without a copy. A shadow has the class of its parameter and
+shares its attributes: layers read scales there, and attributes that a layer sets there stay.
 
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
@@ -30,7 +27,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful.journal import Journal, Write
-from lightning_gpipe.core.plan import Slot
+from lightning_gpipe.core.faithful.state.edits import version_of
+from lightning_gpipe.core.layout import Slot
 
 NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
 
@@ -45,11 +43,11 @@ class Shadows:
         grad: Whether gradients are recorded; if not, only followed parameters have shadows.
         device: The device of the stage.
         followed: The slots of parameters with another home.
-        values: By id, those of followed parameters that have none in this process.
-        recomputed: Whether forward will be run again, so that edits in between must be detected.
+        values: The values of followed parameters that have none in this process, by their ids.
+        recomputed: Whether forward will run again, so that edits in between must be detected.
 
     Attributes:
-        parameters: Those that have a shadow and require a gradient.
+        parameters: The parameters that have a shadow and require a gradient.
         in_place: Whether the shadows are in the parameters' slots now.
     """
 
@@ -65,7 +63,7 @@ class Shadows:
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
         self._of: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # Those of which the shadow is a copy, with its version counter.
+        # Parameters whose shadow is a copy, with its version counter.
         self._copied: dict[int, tuple[nn.Parameter, nn.Parameter, int]] = {}
         self._swaps: list[_Swap] = []
         self._frozen: list[_Swap] = []
@@ -80,41 +78,41 @@ class Shadows:
                     continue
                 follows = bool(followed) and (module, name) in followed
                 if follows or (grad and parameter.requires_grad):
-                    known = self._of.get(id(parameter))  # it may be in several slots
-                    shadow = known[1] if known else self._new(parameter, follows, device)
+                    pair = self._of.get(id(parameter))  # it may be in several slots
+                    shadow = pair[1] if pair else self._new(parameter, follows, device)
                     self._swaps.append((slots, name, shadow))
                 elif grad:
                     self._frozen.append((slots, name, parameter))
-        self.parameters = [each for each, _ in self._of.values() if each.requires_grad]
+        self.parameters = [p for p, _ in self._of.values() if p.requires_grad]
         if grad and recomputed:
-            frozen = {id(each): each for _, _, each in self._frozen}
-            self._watched = [*(each for each, _ in self._of.values()), *frozen.values()]
+            frozen = {id(p): p for _, _, p in self._frozen}
+            self._watched = [*(p for p, _ in self._of.values()), *frozen.values()]
         self.record_versions()
 
     def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        """The shadow of a parameter that has none yet."""
+        """Make the shadow of a parameter."""
         key = id(parameter)
         if not follows:
             shadow = leaf_like(parameter, requires_grad=True)
         else:
             requires_grad, value = parameter.requires_grad, self._values.get(key)
             shadow = leaf_like(parameter, requires_grad, copied_to=device, value=value)
-            self._copied[key] = parameter, shadow, _version(shadow)
+            self._copied[key] = parameter, shadow, version_of(shadow)
         self._of[key] = parameter, shadow
         return shadow
 
-    def swapped_in(self, journal: Journal) -> SwappedIn:
+    def swapped_in(self, journal: Journal) -> _SwappedShadows:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
         frozen = self._frozen and self._as_in_forward()
-        return SwappedIn(self, journal, [*self._swaps, *frozen])
+        return _SwappedShadows(self, journal, [*self._swaps, *frozen])
 
     def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The shadow of one of :attr:`parameters`."""
+        """Return the shadow of one of :attr:`parameters`."""
         return self._of[id(parameter)][1]
 
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The parameters that have a shadow, each with that."""
+        """The parameters that have a shadow, each with its shadow."""
         return list(self._of.values())
 
     def record_versions(self) -> None:
@@ -124,7 +122,7 @@ class Shadows:
 
     @property
     def edited(self) -> bool:
-        """Whether a parameter was edited in place since forward."""
+        """True if a parameter was edited in place since forward."""
         return any(parameter._version != version for parameter, version in self._versions)
 
     @property
@@ -138,8 +136,8 @@ class Shadows:
     @property
     def moved(self) -> list[nn.Parameter]:
         """The frozen parameters that were edited in place since their versions were recorded."""
-        moved = [each for each, version in self._versions if each._version != version]
-        return [each for each in moved if not each.requires_grad] if moved else moved
+        versions = self._versions
+        return [p for p, version in versions if p._version != version and not p.requires_grad]
 
     @property
     def replaced(self) -> nn.Parameter | None:
@@ -155,25 +153,25 @@ class Shadows:
     def lost(self) -> nn.Parameter | None:
         """A followed parameter whose copy was edited in place, if there is one."""
         for parameter, shadow, version in self._copied.values():
-            if _version(shadow) != version:
+            if version_of(shadow) != version:
                 return parameter
         return None
 
     def _as_in_forward(self) -> Iterator[_Swap]:
-        """Aliases of parameters that were frozen in forward, and unfrozen or replaced since."""
+        """Yield aliases of parameters that were frozen in forward but are no longer there."""
         for slots, name, parameter in self._frozen:
             if name in slots and (parameter.requires_grad or slots[name] is not parameter):
                 yield slots, name, leaf_like(parameter, requires_grad=False)
 
     def take_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The sums of the parameters' gradients; the shadows no longer hold them."""
-        taken = []
+        """Return the sums of the parameters' gradients; the shadows no longer hold them."""
+        sums = []
         for parameter, shadow in self._of.values():
             gradient = shadow.grad
             if gradient is not None:
                 shadow.grad = None
-                taken.append((parameter, gradient))
-        return taken
+                sums.append((parameter, gradient))
+        return sums
 
 
 def leaf_like(
@@ -182,13 +180,9 @@ def leaf_like(
     copied_to: torch.device | None = None,
     value: Tensor | None = None,
 ) -> nn.Parameter:
-    """A leaf of the parameter's class with its attributes: an alias, or a copy on a device.
+    """Return a leaf of the parameter's class with its attributes: an alias, or a copy on a device.
 
-    Args:
-        parameter: The parameter.
-        requires_grad: Whether the leaf does.
-        copied_to: The device of a copy.
-        value: What is copied, if that is not the parameter.
+    The copy has the parameter's value, or another ``value``.
     """
     kind: Any = type(parameter)
     attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
@@ -215,10 +209,6 @@ def leaf_like(
     return cast(nn.Parameter, leaf)
 
 
-def _version(shadow: nn.Parameter) -> int:
-    return 0 if shadow.is_inference() else shadow._version  # inference tensors have none
-
-
 def _has_memory(parameter: nn.Parameter) -> bool:
     if parameter.layout is not torch.strided:
         return False
@@ -227,12 +217,12 @@ def _has_memory(parameter: nn.Parameter) -> bool:
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether anything is registered to be called with the parameter's gradient."""
+    """Return whether hooks on the parameter's gradient are registered."""
     after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks or after)
 
 
-class SwappedIn:
+class _SwappedShadows:
     """Puts the shadows in the parameters' slots for the duration of a ``with`` block."""
 
     # A class, not a generator: it is entered for every recomputation, and takes half the time.

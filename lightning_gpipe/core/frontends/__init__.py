@@ -1,24 +1,10 @@
-"""From the user's module to what the stages run: located, flattened, placed on devices, installed.
+"""From the user's module to the modules of stages: located, placed on devices, and installed.
 
 The user's objects and their names stay the same; a module that cannot be pipelined is refused here,
 before anything has run.
 """
 
-from lightning_gpipe.core.frontends.devices import choose_devices, with_index
-from lightning_gpipe.core.frontends.dispatched import undispatch
-from lightning_gpipe.core.frontends.flatten import flatten
-from lightning_gpipe.core.frontends.install import (
-    Installed,
-    check_free,
-    check_recordable,
-    install,
-    is_installed,
-)
-from lightning_gpipe.core.frontends.interface import Frontend, Processes, RunProgram
-from lightning_gpipe.core.frontends.kinds import frontend_of
-from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
-from lightning_gpipe.core.frontends.module_list import Loop
-from lightning_gpipe.core.frontends.placement import (
+from lightning_gpipe.core.frontends.device_moves import (
     forget,
     forget_values,
     move,
@@ -28,31 +14,44 @@ from lightning_gpipe.core.frontends.placement import (
     place_own,
     replaceable,
 )
-from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
+from lightning_gpipe.core.frontends.devices import choose_devices, with_index
+from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
+from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.install import (
+    InstalledForward,
+    check_free,
+    check_recordable,
+    install,
+    is_installed,
+)
+from lightning_gpipe.core.frontends.kinds import frontend_of
+from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
+from lightning_gpipe.core.frontends.module_list.loop import Loop
+from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
+from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
-from lightning_gpipe.core.frontends.stored import check_awaited, is_elsewhere
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.stored import check_unread_weights, is_in_another_process
+from lightning_gpipe.core.frontends.traced.traced_module import Traced
 
 __all__ = [
     "Frontend",
-    "Installed",
+    "InstalledForward",
     "Loop",
-    "Processes",
+    "OwnerProcesses",
     "RunProgram",
     "StandIn",
     "Traced",
     "candidates",
-    "check_awaited",
     "check_free",
     "check_recordable",
+    "check_unread_weights",
     "choose_devices",
-    "flatten",
     "forget",
     "forget_values",
     "frontend_of",
     "heaviest",
     "install",
-    "is_elsewhere",
+    "is_in_another_process",
     "is_installed",
     "load_pretrained",
     "locate",
@@ -62,7 +61,7 @@ __all__ = [
     "place",
     "place_around",
     "place_own",
+    "remove_dispatch_hooks",
     "replaceable",
-    "undispatch",
     "with_index",
 ]

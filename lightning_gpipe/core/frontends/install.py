@@ -8,7 +8,8 @@ attribute ``forward``, which is not copied with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -17,11 +18,11 @@ from torch import nn
 from lightning_gpipe.core.faithful import not_compiled
 
 
-class Installed:
+class InstalledForward:
     """The forward of a module that runs as a pipeline.
 
     Attributes:
-        runs: How often the module was called.
+        runs: The number of calls of the module.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -30,19 +31,19 @@ class Installed:
         self._own = module.__dict__.get("forward")  # one that a user assigned to this object
         self.runs = 0
 
-    @not_compiled  # nor what `run` does around the pipeline
+    @not_compiled  # nor is the code of `run` around the pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.runs += 1
         return self._run(*args, **kwargs)
 
     @property
     def __code__(self) -> CodeType:
-        """That of the module's own forward, which torch.export reads."""
+        """The code of the module's own forward, which torch.export reads."""
         code: CodeType = getattr(self._own or type(self._module).forward, "__code__")  # noqa: B009
         return code
 
     def remove(self) -> None:
-        """Make the module run its own forward again, unless another pipeline was installed."""
+        """Restore the module's own forward, unless another pipeline was installed."""
         if self._module.__dict__.get("forward") is self:
             del self._module.__dict__["forward"]
             if self._own is not None:
@@ -60,37 +61,44 @@ def _identity(forward: Any) -> Any:
     return forward
 
 
-def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> Installed:
-    """Make ``module`` call ``run`` instead of its forward.
-
-    Args:
-        module: The module.
-        run: What runs it as a pipeline.
-        name: The user's name for the module, for error messages.
-
-    Returns:
-        What was installed; its ``remove()`` ends it.
+def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> InstalledForward:
+    """Make ``module`` call ``run`` instead of its forward; errors call it ``name``.
 
     Raises:
         RuntimeError: If the module runs as a pipeline already.
     """
     check_free(module, name)
-    installed = Installed(module, run)
+    installed = InstalledForward(module, run)
     module.forward = installed
     return installed
 
 
+@contextmanager
+def own_forward_of(module: nn.Module, assigned: Any = None) -> Iterator[None]:
+    """Let a module run its own forward in a ``with`` block, whatever is installed in it.
+
+    Args:
+        module: The module.
+        assigned: The forward that the user assigned to this object, if there is one.
+    """
+    installed = module.__dict__.pop("forward", None)
+    if assigned is not None:
+        module.forward = assigned
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        if installed is not None:
+            module.forward = installed
+
+
 def is_installed(module: nn.Module) -> bool:
-    """Whether the module runs as a pipeline."""
-    return isinstance(module.__dict__.get("forward"), Installed)
+    """Return whether the module runs as a pipeline."""
+    return isinstance(module.__dict__.get("forward"), InstalledForward)
 
 
 def check_recordable(module: nn.Module) -> None:
-    """Refuse to record a module as it is if its layers are on several devices.
-
-    Raises:
-        RuntimeError: Says what to record instead.
-    """
+    """Refuse to record a module as it is if its layers are on several devices."""
     devices = sorted({str(parameter.device) for parameter in module.parameters()})
     if len(devices) > 1:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""The lines of the user's code that errors speak of, such as ``model.py:7``."""
+"""The lines of the user's code that errors name, such as ``model.py:7``."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 def current_line() -> str:
-    """The line that runs now; the innermost one of the user's."""
+    """Return the user's innermost line that runs now."""
     return _innermost(sys._getframe(1))
 
 
 def calling_line(above: int = 0) -> str:
-    """The line that calls a module.
-
-    A class of modules may override ``__call__``, which says nothing of where it is called.
+    """Return the line that calls a module, outside of any ``__call__`` of the module's class.
 
     Args:
-        above: The number of functions around the caller that are not the user's for sure.
+        above: The number of functions around the caller that are certainly not the user's.
     """
     return _innermost(sys._getframe(1 + above), but="__call__")
 
 
 def checkpointed_line() -> str:
-    """The line that calls PyTorch's activation checkpointing, if what runs now is within."""
+    """Return the line that calls PyTorch's activation checkpointing; empty outside of it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
         frame = frame.f_back
@@ -44,9 +42,9 @@ def checkpointed_line() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """The innermost line of the user's from which an error came, with its code."""
+    """Return the user's innermost line that raised an error, with its code."""
     frames = traceback.extract_tb(error.__traceback__)
-    users = [each for each in frames if is_users(each.filename)]
+    users = [frame for frame in frames if is_users(frame.filename)]
     if not users:
         return ""
     return f"{users[-1].filename}:{users[-1].lineno}: {users[-1].line}"
@@ -54,14 +52,14 @@ def line_of(error: BaseException) -> str:
 
 @lru_cache(maxsize=1024)  # every call of a block asks, of the same few files
 def is_users(filename: str) -> bool:
-    """Whether a file is neither PyTorch's, nor this package's, nor Python's."""
+    """Return whether a file is the user's: not PyTorch's, this package's or Python's."""
     if filename.startswith(_LIBRARIES):
         return False
     return filename.startswith(_INSTALLED) or not filename.startswith(_STANDARD)
 
 
 def _innermost(frame: FrameType | None, but: str = "") -> str:
-    """The line of the innermost function of the user's, but those of a name."""
+    """Return the line of the user's innermost function whose name is not ``but``."""
     while frame is not None:
         code = frame.f_code
         if code.co_name != but and is_users(code.co_filename):

@@ -1,9 +1,9 @@
 """Finds the module to pipeline inside a larger one.
 
 A LightningModule seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often
-beside a loss and metrics. The user may name what to pipeline. If they do not, it is the Sequential
-or ModuleList with more than half of all parameters, or the only Sequential; if none of these
-exists, an error lists the candidates.
+beside a loss and metrics. The user may name the module. If they do not, it is the Sequential or
+ModuleList with more than half of all parameters, or the only Sequential; if none of these exists,
+an error lists the candidates.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Callable
 
 from torch import nn
 
-from lightning_gpipe.core.plan import check_sequential, is_plain
+from lightning_gpipe.core.layout import check_sequential, is_plain
 
 
 def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
-    """The module to pipeline, and its path from ``root``.
+    """Find the module to pipeline; return its path from ``root``, and the module.
 
     Args:
         root: The module that holds it.
-        path: Where it is, such as ``"net.layers"``, or None to search. A candidate within another
-            one is none, nor is a Sequential whose class has a forward of its own.
+        path: Its path, such as ``"net.layers"``, or None to search.
 
     Raises:
         TypeError: If the module at ``path`` is an nn.Sequential that cannot be cut.
@@ -35,11 +34,11 @@ def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
     sequentials = _outermost(root, is_plain)
     if len(sequentials) == 1:
         return next(iter(sequentials.items()))
-    raise ValueError(_no_choice(root, candidates(root)))
+    raise ValueError(_no_choice(root))
 
 
 def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
-    """The candidate with more than half of the parameters of ``root``, and its path.
+    """Find the candidate with more than half of the parameters of ``root``, with its path.
 
     Of a ModuleList and a Sequential within it, both with more than half, it is the Sequential.
     """
@@ -51,24 +50,24 @@ def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def candidates(root: nn.Module) -> dict[str, nn.Module]:
-    """The outermost Sequentials, and then the outermost ModuleLists, by path.
+    """Return the outermost plain Sequentials, and then the outermost ModuleLists, by path.
 
-    A ModuleList within a Sequential is none, nor is one without parameters, as of metrics.
+    ModuleLists within a Sequential are left out, and those without parameters, as of metrics.
     """
-    found = _outermost(root, is_plain)
+    sequentials = _outermost(root, is_plain)
     either = _outermost(root, lambda module: is_plain(module) or _is_list(module))
-    return found | {path: module for path, module in either.items() if _is_list(module)}
+    return sequentials | {path: module for path, module in either.items() if _is_list(module)}
 
 
-def _outermost(root: nn.Module, chosen: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """The chosen modules that are within no other one, by path; maybe ``root`` itself."""
-    if chosen(root):
+def _outermost(root: nn.Module, accepts: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """Return the modules of one kind that are in no other one, by path; maybe ``root`` itself."""
+    if accepts(root):
         return {"": root}
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for name, child in root.named_children():
-        for path, module in _outermost(child, chosen).items():
-            found[f"{name}.{path}" if path else name] = module
-    return found
+        for path, module in _outermost(child, accepts).items():
+            modules[f"{name}.{path}" if path else name] = module
+    return modules
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -78,10 +77,10 @@ def _is_list(module: nn.Module) -> bool:
 def _at(root: nn.Module, path: str) -> nn.Module:
     modules = dict(root.named_modules())
     if path not in modules:
-        known = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
+        names = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
         raise ValueError(
             f"module must be the path of a module in {type(root).__name__}: got {path!r}, "
-            f"where there is none. It holds {known}."
+            f"where there is none. It holds {names}."
         )
     module = modules[path]
     if isinstance(module, nn.Sequential):
@@ -93,24 +92,20 @@ def _weight(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _no_choice(root: nn.Module, found: dict[str, nn.Module]) -> str:
-    owner = type(root).__name__
-    if not found:
+def _no_choice(root: nn.Module) -> str:
+    owner, modules = type(root).__name__, candidates(root)
+    if not modules:
         return (
             f"{owner} must hold an nn.Sequential or an nn.ModuleList to pipeline: got none. Name "
             "another module with module=..., or put the layers into one, as in "
             "self.layers = nn.Sequential(...), in __init__ or configure_model."
         )
-    return (
-        f"the module to pipeline must be unambiguous: got {len(found)} in {owner}, none "
-        f"with more than half of its parameters. Choose one with module=...:{listed(found)}"
-    )
-
-
-def listed(found: dict[str, nn.Module]) -> str:
-    """Candidates, one a line."""
-    return "".join(
+    lines = [
         f"\n  module={path!r}: {type(module).__name__} of {len(list(module.children()))}, "
         f"{_weight(module):,} parameters"
-        for path, module in found.items()
+        for path, module in modules.items()
+    ]
+    return (
+        f"the module to pipeline must be unambiguous: got {len(modules)} in {owner}, none "
+        f"with more than half of its parameters. Choose one with module=...:{''.join(lines)}"
     )

@@ -1,9 +1,8 @@
 """A module that stands in for another one, with everything that it has.
 
-A pipeline is called in place of the module that it is given. If it had only the layers in common,
-all that the user has put on the module itself would be lost without a word: hooks, parameters that
-a hook uses, entries of the state dict. So it shares the very containers of the module, and what is
-added to either later is in both.
+A pipeline is called in place of the user's module. If it shared only the layers, everything on the
+module itself would be lost silently: hooks, parameters that a hook uses, entries of the state dict.
+So it shares the containers of the module themselves, and an addition to either is in both.
 """
 
 from __future__ import annotations
@@ -15,16 +14,12 @@ from typing_extensions import override
 
 
 class StandIn(nn.Module):
-    """Has the layers, the parameters, the buffers and the hooks of ``module`` as its own.
-
-    Args:
-        module: The module; its state dict is that of the stand-in.
-    """
+    """Has the layers, the parameters, the buffers, the hooks and the state dict of ``module``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for name, own in list(vars(self).items()):
-            if isinstance(own, (dict, set)):  # everything that nn.Module registers something in
+            if isinstance(own, (dict, set)):  # all containers of nn.Module
                 self.__dict__[name] = module.__dict__[name]
         self.__dict__["_module"] = module  # by assignment nn.Module would register it as a child
         self.training = module.training
@@ -34,7 +29,7 @@ class StandIn(nn.Module):
         module: nn.Module = self.__dict__["_module"]
         return module
 
-    # Which kind the backward hooks are of is no container, so it is not shared by itself.
+    # The kind of the backward hooks is not in a container, so a property shares it.
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -45,7 +40,7 @@ class StandIn(nn.Module):
         if full is not None:  # nn.Module sets it to None for a module without hooks
             self._original._is_full_backward_hook = full
 
-    # A class of the user's may have its own ways to name layers, and to save and load a state dict.
+    # The user's class may override how layers are named, and how a state dict is saved and loaded.
 
     @override
     def get_submodule(self, target: str) -> nn.Module:

@@ -1,7 +1,7 @@
 """GPipe, the module that replaces the user's model.
 
-It moves what its parts say to the devices, attaches a pipeline to it, and is called and asked like
-the model. What outlives a forward belongs to the user (the model) or to the pipeline's engine.
+It is called like the model, and has its layers, parameters and state dict. What outlives a forward
+belongs to the user (the model) or to the pipeline's engine.
 """
 
 from __future__ import annotations
@@ -17,32 +17,23 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.data import MicroBatching, check_microbatching
 from lightning_gpipe.core.faithful import not_compiled
-from lightning_gpipe.core.frontends import StandIn, undispatch
-from lightning_gpipe.core.pipeline.balancing import (
-    Balance,
-    balance_of_each,
-    measured_costs,
-)
-from lightning_gpipe.core.pipeline.given import Given
-from lightning_gpipe.core.pipeline.parts import parts_of
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline, check_settings
-from lightning_gpipe.core.pipeline.placing import place_all
-from lightning_gpipe.core.pipeline.stepping import Outcome, Stepping
-from lightning_gpipe.core.pipeline.taken import Taken
-from lightning_gpipe.core.plan import (
-    ActivationCheckpointing,
-    Around,
-    ByMicroBatch,
-    Layout,
-    RouteName,
-)
+from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks
+from lightning_gpipe.core.layout import Around, Layout, check_around
+from lightning_gpipe.core.pipeline.build import build_pipelines
+from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each, measured_costs
+from lightning_gpipe.core.pipeline.choose.options import Requested
+from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
+from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
 from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.run import Engine, Found, Stage, Threads, Timeline, check_threads
+from lightning_gpipe.core.programs import RouteName
+from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import Twins
+from lightning_gpipe.core.transport import BatchCopies
 
 
 class GPipe(StandIn):
@@ -58,48 +49,45 @@ class GPipe(StandIn):
         model = GPipe(llama, [8, 8], module="model.layers", chunks=8)
         loss = model(input_ids=ids, labels=ids).loss
 
-    What runs as a pipeline is the model itself, or a module in it. An nn.Sequential runs its layers
-    one after another; of an nn.ModuleList that the model's forward loops over, and of any other
-    module, whose forward is traced, the layers run as that forward calls them. Everything else in
-    the model is around the pipeline, on the last device by default, and runs as it is.
+    The model itself runs as a pipeline, or a module in it. An nn.Sequential runs its layers one
+    after another; the layers of an nn.ModuleList that the model's forward loops over, and of any
+    other module, whose forward is traced, run as that forward calls them. The rest of the model is
+    around the pipeline, on the last device by default, and runs as it is.
 
-    The layers stay the same objects under the same names, so the state dict is that of the model.
-    Its hooks, and parameters and buffers of its own, are the pipeline's too: the hooks are called
-    with the pipeline as the module, the tensors are moved to the last device. The layers are moved
-    to their devices at once, and must stay there. A parameter that layers on several
-    devices share is on the first of them, and the others follow it with copies; one that is used
-    around the pipeline too is on the last. The input is split into micro-batches along dim 0, and
-    their outputs are merged on the last device: see :class:`~lightning_gpipe.Rows`.
+    The layers stay the same objects under the same names, so the state dict is that of the model,
+    and its hooks are called with the pipeline as the module. The layers are moved to their devices
+    at once, and must stay there. A parameter that layers on several devices share is on the first
+    of them, and copied to the others; one that is used around the pipeline too is on the last. The
+    input is split into micro-batches along dim 0, and their outputs are merged on the last device:
+    see :class:`~lightning_gpipe.Rows`.
 
     Args:
         model: The model.
-        balance: The number of layers in each stage: of an nn.Sequential or nn.ModuleList its
-            children, of any other module the calls of layers in its forward. Or the names of
-            modules where stages begin, such as ``["down3", "up2"]``. Or what to go by, with one
-            stage per device: ``"parameters"``, so that the largest stage has as few parameters as
-            possible, what is around the pipeline included; ``"time"``, so that the slowest stage is
-            as fast as possible; ``"memory"``, so that the largest stage needs as few bytes as
-            possible, activations and optimizer state included. The last two run each layer by
-            itself on a ``sample``, on the first device.
-        module: The path of what runs as a pipeline, such as ``"model.layers"``. None takes the
-            model itself, unless the balance counts or names the layers of the nn.Sequential or
+        balance: The number of layers in each stage: of an nn.Sequential its layers, those of nested
+            ones one by one, or its children; of an nn.ModuleList its children; of any other module
+            the calls of layers in its forward. Or the names of modules where stages begin, such as
+            ``["down3", "up2"]``. Or a criterion, with one stage per device: ``"parameters"`` makes
+            the largest stage as small as possible, with what is around the pipeline; ``"time"`` the
+            slowest stage as fast as possible; ``"memory"`` the largest stage as small as possible
+            in bytes, with activations and optimizer state. The last two measure each layer on the
+            ``sample``, on the first device.
+        module: The path of the module to pipeline, such as ``"model.layers"``. None takes the model
+            itself, unless the balance counts or names the layers of the nn.Sequential or
             nn.ModuleList with more than half of its parameters. Several paths, such as
             ``["encoder.block", "decoder.block"]``, are a pipeline each, over the same devices and
             threads, with a balance for each.
         devices: One device per worker, as strings or ``torch.device``. There may be fewer than
             stages: stage j is on device j mod d. None takes as many GPUs as divide the number of
             stages, or without a GPU one CPU thread for each stage.
-        around: Which stage's device has what is around the pipeline, such as embeddings, norms and
-            heads, and gets its outputs: ``"last"`` or ``"first"``. The last needs no copy of the
-            outputs, and is where a loss is computed; the first may have the room. The
-            values are ends of the pipeline and no devices, so that they hold for any ``devices``.
-            None gives embeddings to the first stage and heads to the last, because the model's own
-            code around the pipeline runs on one device.
+        around: The stage whose device has what is around the pipeline, such as embeddings, norms
+            and heads, and gets the outputs: ``"last"``, where a loss is computed without a copy, or
+            ``"first"``. It is an end of the pipeline, so that it holds for any ``devices``. The
+            code around the pipeline runs on one device, so embeddings and heads are together.
         folded: Whether the stages go down the devices and back, two on each: stage j of 2d is on
             device j, from the d-th on on device 2d - 1 - j. For ``schedule="zero_bubble_v"``.
         chunks: The number of micro-batches; a batch with fewer rows makes fewer. ``"auto"`` plans
-            it: the layers are measured on the ``sample``, and what is predicted to be fastest is
-            taken of what fits the devices.
+            it: the layers are measured on the ``sample``, and the fastest prediction that fits the
+            devices is taken.
         activation_checkpointing: Which micro-batches drop their activations in forward and run it
             again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
             none, an integer k the first k. ``"auto"`` plans it, as ``chunks``.
@@ -110,34 +98,31 @@ class GPipe(StandIn):
             more in each micro-batch if there are batch norms.
         threads: Whether workers run on threads of their own. False runs everything on the calling
             thread in the schedule's order, for a debugger, as is always done on one device.
-            ``"auto"`` finds the faster way in the first mini-batches: with small operators one
-            thread is. The results are the same.
-        split_backward: Whether the gradients of the weights are computed apart from those for which
-            the stage before waits, so that it waits for less. ``"auto"`` plans it, as ``chunks``.
+            ``"auto"`` measures both in the first mini-batches and keeps the faster one. The results
+            are the same.
+        split_backward: Whether the gradients of the weights are computed apart, after those for
+            which the stage before waits. ``"auto"`` plans it, as ``chunks``.
         sample: A mini-batch to measure the layers on, for ``balance="time"``, ``"memory"``, and
-            what is ``"auto"``: a tuple of arguments, a dict of named ones, or one argument. An
+            ``"auto"``: a tuple of arguments, a dict of named ones, or one argument. An
             nn.Sequential has one argument, which may be a tuple.
-        optimizer: What ``balance="memory"`` counts as optimizer state: an optimizer, its class, or
-            a function that makes one of a list of parameters. None counts none.
+        optimizer: The optimizer whose state ``balance="memory"`` counts: an optimizer, its class,
+            or a function of a list of parameters that returns one. None counts none.
         owners: For each worker, the rank of the process that runs it: ``[0, 1]`` is a process per
             stage of two, ``[0, 0, 1, 1]`` two processes with two devices each. All processes make
             the same model and call it with the same input; each keeps the parameters of its own
-            stages, and has those of the others on the ``meta`` device, in its state dict too; the
-            state dict of a whole model can be loaded in each. None: this process runs all.
+            stages, and has the others on the ``meta`` device, in its state dict too; the state dict
+            of a whole model can be loaded in each. None: this process runs all.
         group: The process group of these ranks; None for all processes.
-        lost_after: After how long a process that was stopped, or that no network reaches any more,
-            is lost, which ends the others with an error that names it. One that is merely slow is
-            not: it may pause for as long as it likes. To start, processes have ten times as long.
-            None is 30 seconds; only with ``owners``.
+        lost_after: The time after which a process that was stopped, or that no network reaches any
+            more, is lost, which ends the others with an error that names it; one that is merely
+            slow is not. To start, processes have ten times as long. None is 30 seconds; only with
+            ``owners``.
 
     Attributes:
         balance: The number of layers in each stage.
         devices: One ``torch.device`` per worker.
-        chunks: As given.
-        activation_checkpointing: As given.
-        microbatching: How a mini-batch is split into micro-batches.
         plan: The plan, if something was ``"auto"``.
-        profiles: What the layers cost, for each module, if the balance was found by measurement.
+        profiles: What the layers cost, for each module, if they were measured.
 
     Raises:
         TypeError: If the model cannot run as a pipeline, or an argument has the wrong type.
@@ -150,7 +135,7 @@ class GPipe(StandIn):
         /,
         balance: Balance | Sequence[Balance],
         *,
-        module: str | Taken | Sequence[str | Taken] | None = None,
+        module: str | PipedModule | Sequence[str | PipedModule] | None = None,
         devices: Sequence[str | torch.device] | None = None,
         chunks: int | Literal["auto"] = 1,
         activation_checkpointing: ActivationCheckpointing | Literal["auto"] = "except_last",
@@ -166,21 +151,24 @@ class GPipe(StandIn):
         group: ProcessGroup | None = None,
         lost_after: timedelta | None = None,
     ) -> None:
-        given = Given(chunks, activation_checkpointing, split_backward=split_backward)
-        given.check()
-        check_settings(1, "never", microbatching, around)
+        requested = Requested(chunks, activation_checkpointing, split_backward=split_backward)
+        requested.check()
+        check_around(around)
+        check_microbatching(microbatching)
         check_threads(threads)
         balances = balance_of_each(module, balance)
-        spread = undispatch(model) if isinstance(model, nn.Module) else None
-        parts = parts_of(
+        device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
+        pipelines, resolved = build_pipelines(
             model,
             module,
             balances,
-            given,
+            requested,
             devices=devices,
             around=around,
             folds=folded,
             microbatching=microbatching,
+            deferred_batch_norm=deferred_batch_norm,
+            threads=threads,
             sample=sample,
             optimizer=optimizer,
             owners=owners,
@@ -188,21 +176,17 @@ class GPipe(StandIn):
             lost_after=lost_after,
         )
         super().__init__(model)
-        self.plan, self.profiles = parts.choice.plan, parts.profiles
-        if deferred_batch_norm:
-            parts.check_batch_norms()
-        self.balance: list[Any] = parts.balances if len(parts.found) > 1 else parts.balances[0]
-        self.devices = list(parts.layouts[0].devices)
-        place_all(model, parts.layouts)
-        if spread is not None and spread.moved:
-            warnings.warn(str(spread), stacklevel=2)
-        self._pipelines = parts.pipelines(
-            microbatching=microbatching, deferred_batch_norm=deferred_batch_norm, threads=threads
-        )
+        self._pipelines = pipelines
+        self.plan, self.profiles = resolved.plan, list(resolved.profiles)
+        sizes = resolved.balances
+        self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
+        self.devices = list(self.layout.devices)
+        if device_map is not None and device_map.moved:
+            warnings.warn(str(device_map), stacklevel=2)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pipelines.copied(self.balances)
+        self._pipelines.make_again(self.balances)  # programs call the modules of the first model
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -211,14 +195,14 @@ class GPipe(StandIn):
     # The model is called.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; what was taken of it runs in micro-batches.
+        """Call the model; its piped modules run in micro-batches.
 
         An nn.Sequential takes one argument, any pytree with tensors of shape ``(rows, ...)``. Under
         ``torch.jit.trace``, ``torch.export`` and ``torch.fx``, which record the model, everything
         runs as without a pipeline.
 
         Raises:
-            TypeError: If what enters or leaves a stage has tensors within other objects than
+            TypeError: If the inputs or outputs of a stage have tensors within other objects than
                 pytrees and dataclasses.
             ValueError: If tensors disagree on their number of rows, or layers mix the rows, as
                 attention does with ``batch_first=False``.
@@ -231,9 +215,10 @@ class GPipe(StandIn):
 
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        taken = self._pipelines.found[0]
-        with taken.pipeline.engine.telling():  # others wait for what its own code comes to next
-            return taken.call(*args, **kwargs)
+        piped = self._pipelines.modules[0]
+        with piped.pipeline.engine.telling():  # others wait for what its own code comes to next
+            self._pipelines.reset_patches()
+            return piped.run(*args, **kwargs)
 
     def by_micro_batch(
         self,
@@ -246,10 +231,10 @@ class GPipe(StandIn):
     ) -> Outcome:
         """Run a training step on each micro-batch, with a loss for each.
 
-        ``step`` is suspended where it calls the model, so that backwards begin while other
-        micro-batches have not: fewer of them are alive at a time. Their mean, weighted by rows, is
-        the loss of the mini-batch where that is a mean over rows. Where it is a mean over something
-        else, such as tokens, the step returns ``{"loss": loss, "loss_weight": number}``::
+        ``step`` is suspended where it calls the model, so that backwards begin before all forwards
+        have run: fewer micro-batches are alive at a time. The loss of the mini-batch is their mean,
+        weighted by rows. If it is a mean over something else, such as tokens, the step returns
+        ``{"loss": loss, "loss_weight": number}``::
 
             def step(batch):
                 return F.cross_entropy(model(batch["x"]), batch["y"])
@@ -258,19 +243,20 @@ class GPipe(StandIn):
             outcome.loss.backward()
 
         Args:
-            step: Given a micro-batch, calls the model once, and returns the loss, a dict with it,
-                or None to skip the mini-batch.
+            step: Called with a micro-batch; calls the model once, and returns the loss, a dict with
+                it, or None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
-            schedule: What runs when: ``"1f1b"``, with at most n - j micro-batches alive on stage j
-                of n, and interleaved where devices have several stages; ``"zero_bubble"``, with
-                at most n of them, split backwards, and a device for each stage; or
-                ``"zero_bubble_v"`` on stages that are ``folded``.
-            around: A module with all that the step uses around the model; None if there is nothing.
-            scale: What gradients are multiplied by while they are computed, as by a gradient
-                scaler.
+            schedule: ``"1f1b"``, with at most n - j micro-batches alive on stage j of n,
+                interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
+                them, split backwards, and a device for each stage; or ``"zero_bubble_v"`` on stages
+                that are ``folded``.
+            around: A module with all modules that the step uses around the model; None if it uses
+                none.
+            scale: The factor of gradients while they are computed, as of a gradient scaler.
 
         Returns:
-            The loss, whose backward hands over the gradients, and what the step returned.
+            The loss, whose backward hands over the gradients, and the values that the step
+            returned.
 
         Raises:
             ModuleNotFoundError: If greenlet is not installed.
@@ -279,12 +265,12 @@ class GPipe(StandIn):
                 thread than its own, such as under autocast.
             BaseException: Any error of the step, or of a layer, with a note of where it happened.
         """
-        stepping = Stepping(self.only, schedule)
+        stepping = MicroBatchStepping(self.only, schedule)
         models = [self._original] if around is None else [self._original, around]
         modules = (module for model in models for module in model.modules())
         return stepping.run(step, batch, around=modules, scale=scale)
 
-    # What may change between two mini-batches.
+    # Settings that may change between two mini-batches.
 
     @property
     def chunks(self) -> int:
@@ -301,29 +287,30 @@ class GPipe(StandIn):
         return self._pipeline.activation_checkpointing
 
     @activation_checkpointing.setter
-    def activation_checkpointing(self, chosen: ActivationCheckpointing) -> None:
-        self._pipelines.set("activation_checkpointing", chosen)
+    def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
+        self._pipelines.set("activation_checkpointing", mode)
 
     @property
     def step(self) -> int:
         """The number of the training's step, if it is known; processes must agree on it."""
-        return self._pipeline.step
+        return self.engine.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self._pipelines.set("step", step)
+        for pipeline in self._pipelines:
+            pipeline.engine.step = step
 
     def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
-        """Cut the layers by another balance, and move those that come to another device.
+        """Cut the layers by another balance, and move those whose device changes.
 
-        For between a backward and the next forward. Parameters stay the same objects, with their
-        gradients; the state that an optimizer has of them stays where it is. What is computed is
-        the same to the bit on the CPU, with two exceptions: layers that draw random numbers draw
-        others, by their new stages, and where a parameter or a tensor is used by layers of several
-        stages, its gradients are added stage by stage, in another order.
+        Call it between a backward and the next forward. Parameters stay the same objects, with
+        their gradients; the optimizer's state stays where it is. On the CPU, results are the same
+        to the bit, with two exceptions: random numbers of layers depend on their stages, and the
+        gradients of a parameter or tensor that layers of several stages use are added stage by
+        stage.
 
         Args:
-            balance: The number of layers in each stage, of as many stages as there are; of several
+            balance: The number of layers in each stage, of as many stages as before; of several
                 modules, a list for each.
 
         Raises:
@@ -332,14 +319,16 @@ class GPipe(StandIn):
                 backward, or a device has no room; the layers are where they were then.
         """
         balances: list[Any] = [balance] if len(self.taken) == 1 else list(balance)
+        if len(balances) == len(self.taken):
+            balances = [t.in_units(each) for t, each in zip(self.taken, balances, strict=True)]
         self._pipelines.recut(balances, self.balances)
-        self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balance)
+        self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balances[0])
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share.
 
-        Stages on other devices follow them with copies. The home of parameters that only stages
-        share is the device of the first of these stages; they need not be given here.
+        They are copied to stages on other devices. Parameters that only stages share need no call:
+        their home is the device of the first of these stages.
         """
         self._pipeline.share(parameters, device)
 
@@ -347,12 +336,9 @@ class GPipe(StandIn):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the state dict of the whole model; of it, what this process has.
+        """Load the state dict of the whole model, as an nn.Module does.
 
-        Args:
-            state_dict: As for an nn.Module.
-            strict: As for an nn.Module.
-            assign: As for an nn.Module; False if there are other processes.
+        A pipeline over processes loads the tensors of its own process, and cannot ``assign``.
 
         Raises:
             ValueError: If tensors of stages of other processes would be assigned here.
@@ -365,11 +351,11 @@ class GPipe(StandIn):
                 "put the values of stages of other processes here, and replace parameters that an "
                 "optimizer may hold. Leave it out: what is in this process is copied."
             )
-        with warnings.catch_warnings():  # of what other processes have
+        with warnings.catch_warnings():  # of the parameters of other processes
             warnings.filterwarnings("ignore", r"(?s).*to a meta parameter .* is a no-op")
             return super().load_state_dict(state_dict, strict=strict)
 
-    # What runs where, and what ran when.
+    # The layout, the engine, and the timeline.
 
     @property
     def balances(self) -> list[list[int]]:
@@ -378,12 +364,12 @@ class GPipe(StandIn):
 
     @property
     def layout(self) -> Layout:
-        """What runs where; prints as one line per stage. Of several modules, for the first."""
+        """The layout; prints as one line per stage. Of several modules, for the first."""
         return self._pipeline.layout
 
     @property
     def layouts(self) -> list[Layout]:
-        """What runs where, for each module."""
+        """The layout of each module."""
         return [pipeline.layout for pipeline in self._pipelines]
 
     @property
@@ -402,8 +388,8 @@ class GPipe(StandIn):
         return self._pipeline.engine
 
     @property
-    def ways(self) -> list[Found | None]:
-        """How long a mini-batch takes with threads and without, for each module.
+    def ways(self) -> list[RunTimes | None]:
+        """The time of a mini-batch with threads and without, for each module.
 
         None until ``threads="auto"`` has chosen for mini-batches such as the latest one.
         """
@@ -411,7 +397,7 @@ class GPipe(StandIn):
 
     @property
     def timeline(self) -> Timeline | None:
-        """What ran when in the latest mini-batch, or None before the first."""
+        """The actions of the latest mini-batch with their times, or None before the first."""
         return self.engine.timeline
 
     @timeline.setter
@@ -421,8 +407,7 @@ class GPipe(StandIn):
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
-        The backward is added to the timeline later. A step that runs the pipeline twice calls
-        ``observer`` twice.
+        The backward is added to the timeline later.
 
         Returns:
             A handle whose ``remove()`` ends the calls.
@@ -430,21 +415,21 @@ class GPipe(StandIn):
         return self._pipelines.observe(observer)
 
     def listing(self) -> Table:
-        """A table of the stages: their devices, layers, parameters and skips that leave them.
+        """Return a table of the stages: their devices, layers, parameters and outgoing skips.
 
-        If the balance was found by measurement, it has what a mini-batch costs each stage, too: the
-        time, and the memory at its peak.
+        If the layers were measured, it has the predicted time and peak memory of each stage, too.
         """
         mode, around = self.activation_checkpointing, self.layout.around
         measured = measured_costs(self.profiles, self.balances, mode, around)
         return stage_table(self.layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:
-        """A table of the skip connections: between which layers, and which stages they cross.
+        """Return a table of the skip connections: their layers, and the stages they cross.
 
-        Once a micro-batch has run, it has the bytes of those that are sent from stage to stage.
+        Once a micro-batch has run, it has the bytes that are sent from stage to stage.
         """
-        return skip_table(skips_of(list(self)), self.layout.partitions, self._skip_bytes())
+        layers = [layer for part in self.layout.partitions for layer in part.layers]
+        return skip_table(skips_of(layers), self.layout.partitions, self._skip_bytes())
 
     def _skip_bytes(self) -> dict[RouteName, int]:
         return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
@@ -462,13 +447,13 @@ class GPipe(StandIn):
     # A pipeline among others: of other modules, of other processes, and in a Trainer.
 
     @property
-    def taken(self) -> Sequence[Taken]:
-        """What runs as a pipeline, of the model."""
-        return self._pipelines.found
+    def taken(self) -> Sequence[PipedModule]:
+        """The piped modules."""
+        return self._pipelines.modules
 
     @property
     def only(self) -> Pipeline:
-        """The pipeline.
+        """The only pipeline.
 
         Raises:
             ValueError: If there are several.
@@ -480,19 +465,19 @@ class GPipe(StandIn):
             )
         return self._pipeline
 
-    def copy_batches(self, root: torch.device) -> Twins | None:
-        """Let the first stage take tensors of batches from where they were before ``root``.
+    def copy_batches(self, root: torch.device) -> BatchCopies | None:
+        """Let the first stage get its own copies of batches that are moved to ``root``.
 
         Returns:
-            What copies them there when batches are moved; None if there is nothing to gain.
+            The object that makes the copies when batches are moved; None if none are needed.
         """
         return self._pipelines.copy_batches(root)
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other processes of an error in your own code, which ends their step too.
+        """Send an error of your own code to the other processes, which ends their step too.
 
-        What the model raises is told to all by itself, and so is what ends the process: this is for
-        an error between two calls of the model, which you catch, and go on.
+        Errors of the model and errors that end the process are sent by themselves: call this with
+        an error between two calls of the model that you catch.
         """
         self.engine.tell(error)
 
@@ -510,9 +495,11 @@ class GPipe(StandIn):
         return len(self._modules)
 
     def __iter__(self) -> Iterator[nn.Module]:
-        partitions = (part for each in self._pipelines for part in each.layout.partitions)
+        if isinstance(self._original, nn.Sequential):
+            return iter(self._original)
+        partitions = (partition for layout in self.layouts for partition in layout.partitions)
         return iter(layer for partition in partitions for layer in partition.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        chosen = list(self)[index]
-        return nn.Sequential(*chosen) if isinstance(chosen, list) else chosen
+        layers = list(self)[index]
+        return nn.Sequential(*layers) if isinstance(layers, list) else layers

@@ -27,15 +27,10 @@ from lightning_gpipe.core.data import (
 def once_or_per_row(
     values: Sequence[Any], title: Callable[[], str], division: Division | None
 ) -> Sequence[Any]:
-    """The values of one output, with marks on those that are to be returned once.
-
-    Args:
-        values: Its value for each micro-batch.
-        title: Returns what errors call it.
-        division: How many rows each micro-batch has, if that is known.
+    """Mark the values of an output, one per micro-batch, that are to be returned once.
 
     Raises:
-        ValueError: If it has no rows, and differs between micro-batches.
+        ValueError: If a value has no rows, and differs between micro-batches.
     """
     if division is not None and tuple(map(_rows_of, values)) == division.sizes:
         return values  # most often
@@ -53,19 +48,23 @@ def once_or_per_row(
 
 
 def _rows_of(value: Any) -> int | None:
-    """The size of dim 0; None for what is no tensor, or has none."""
+    """Return the size of dim 0, or None without such a dim."""
     return value.size(0) if type(value) is Tensor and value.dim() else None
 
 
 def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tensor]:
-    """The tensors, marked as one that is returned once."""
     if not _same(column):
-        raise ValueError(_refusal(title(), column))
+        shapes = ", ".join(str(tuple(x.shape)) for x in column)
+        raise ValueError(
+            "what leaves a pipeline must have a row per sample, or be the same for all "
+            f"micro-batches: got shapes {shapes} from {title()}. Compute it after the pipeline, "
+            "hand a loss out by loss_term(), from lightning_gpipe, or write chunks=1."
+        )
     return list(map(whole, column))
 
 
 def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
-    """Whether a leaf is a tensor whose dim 0 cannot be that of the rows, or a multiple of it."""
+    """Return whether dim 0 of a tensor cannot be the rows, or a multiple of them."""
     if not all(isinstance(x, Tensor) and not is_whole(x) for x in column):
         return False
     if any(x.dim() == 0 for x in column):
@@ -79,16 +78,7 @@ def _lacks_rows(column: Sequence[Any], division: Division | None) -> bool:
 
 
 def _same(column: Sequence[Tensor]) -> bool:
-    """Whether it is the same in all micro-batches, and no gradient would have to be shared out."""
+    """Return whether all are equal, and no gradient would have to be divided among them."""
     if any(x.requires_grad for x in column):
         return False
     return all(x.shape == column[0].shape and torch.equal(x, column[0]) for x in column)
-
-
-def _refusal(title: str, column: Sequence[Tensor]) -> str:
-    shapes = ", ".join(str(tuple(x.shape)) for x in column)
-    return (
-        "what leaves a pipeline must have a row per sample, or be the same for all micro-batches: "
-        f"got shapes {shapes} from {title}. Compute it after the pipeline, hand a loss out by "
-        "loss_term(), from lightning_gpipe, or write chunks=1."
-    )

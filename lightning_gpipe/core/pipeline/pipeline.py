@@ -1,7 +1,7 @@
-"""Mini-batches in, mini-batches out: between the caller's values and the engine's micro-batches.
+"""Runs mini-batches: cuts them into the engine's micro-batches, and merges their outputs.
 
-The engine runs micro-batches by a schedule. What a mini-batch becomes is decided here: into how
-many micro-batches it is cut, which of them are recomputed, how their outputs are merged.
+The engine runs micro-batches by a schedule. How many micro-batches there are, which of them are
+recomputed and how their outputs are merged is decided here.
 """
 
 from __future__ import annotations
@@ -18,35 +18,26 @@ from lightning_gpipe.core.data import (
     Division,
     FlatTree,
     MicroBatching,
-    check_chunks,
-    check_microbatching,
     joined,
     map_tensors,
-    parted,
     reduced,
     term_receiver,
     tree_flatten,
     tree_unflatten,
 )
-from lightning_gpipe.core.faithful import (
-    Journal,
-    refuse_cached_parametrizations,
-    refuse_function_transforms,
-)
+from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
 from lightning_gpipe.core.frontends import with_index
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.pipeline.deployment import move_home
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
-from lightning_gpipe.core.pipeline.placing import move_home
-from lightning_gpipe.core.plan import (
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
+from lightning_gpipe.core.schedules import (
     ActivationCheckpointing,
-    Layout,
-    Program,
     Schedule,
-    check_activation_checkpointing,
-    check_around,
     count_recomputed,
     fill_drain,
 )
-from lightning_gpipe.core.run import Code, Engine, Stage, Threads, Ways
 from lightning_gpipe.core.transport import (
     Connection,
     InlineTransport,
@@ -58,23 +49,16 @@ from lightning_gpipe.core.transport import (
 
 
 class Pipeline:
-    """Stages that run mini-batches.
+    """Stages that run mini-batches; see :class:`GPipe` for the settings.
 
     Args:
-        layout: What runs where; the layers are on their devices already.
-        chunks: The number of micro-batches; a batch with fewer rows makes fewer.
-        activation_checkpointing: Which micro-batches are recomputed.
-        microbatching: How a mini-batch is split into micro-batches.
-        deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
-        threads: Whether workers run on threads of their own; ``"auto"`` finds the faster way.
-        split_backward: Whether backward computes the gradients of the weights apart.
+        layout: The layout; the layers are on their devices already.
         workers: The threads, if pipelines of other modules over the same devices use them too.
-        connection: To the owners of the layout, if there are several.
-        number: Which of the pipelines that were connected together it is.
+        connection: The connection to the owners of the layout, if there are several.
+        number: The index among the pipelines of the connection.
 
     Attributes:
-        chunks, activation_checkpointing, split_backward, microbatching: As given.
-        engine: What runs the micro-batches.
+        engine: The engine, which runs the micro-batches.
         patches: The changes that a running verification has made in the layers.
     """
 
@@ -99,7 +83,6 @@ class Pipeline:
         self._fixed: dict[str, Any] = {
             "deferred_batch_norm": deferred_batch_norm,
             "threads": threads,
-            "split_backward": split_backward,
         }
         transport = _connect(layout, workers, connection, number, threads=bool(threads))
         choose = threads == "auto" and isinstance(transport, LocalTransport)
@@ -107,18 +90,18 @@ class Pipeline:
             layout,
             transport,
             deferred_batch_norm=deferred_batch_norm,
-            ways=Ways(layout.devices_here) if choose else None,
+            ways=ThreadsOrInline(layout.devices_here) if choose else None,
         )
         self.patches = Journal()
 
     @property
     def layout(self) -> Layout:
-        """What runs where."""
+        """The layout."""
         return self.engine.layout
 
     @property
     def stages(self) -> Sequence[Stage]:
-        """The stages, in order."""
+        """The stages of this process, in order."""
         return self.engine.stages
 
     @property
@@ -127,82 +110,66 @@ class Pipeline:
         return self.layout.outside
 
     def owns(self, j: int) -> bool:
-        """Whether stage ``j`` is in this process."""
+        """Return whether stage ``j`` is in this process."""
         return self.layout.owner_of(j) == self.layout.rank
 
     def tell(self, error: BaseException) -> None:
-        """See :class:`~lightning_gpipe.core.frontends.Processes`."""
+        """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
         self.engine.tell(error)
 
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
-        """See :class:`~lightning_gpipe.core.frontends.Processes`."""
+        """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
         return self.engine.everywhere(j, compute)
 
     def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
-        """A new pipeline with the same settings and observers, for another layout."""
-        made = Pipeline(
+        """Return a pipeline with the same settings and observers, for another layout."""
+        pipeline = Pipeline(
             layout,
             chunks=self.chunks,
             activation_checkpointing=self.activation_checkpointing,
             microbatching=self.microbatching,
+            split_backward=self.split_backward,
             workers=workers,
             **self._fixed,
         )
-        made.engine.succeed(self.engine)
-        return made
-
-    def run(self, input: Any) -> Any:
-        """Run the layers one after another on ``input`` in micro-batches, and merge the output."""
-        code = self.engine.code
-        if code is not None and code.current:
-            return self._called(code, tree_flatten, input)
-        with self.engine.telling():
-            outputs, _ = self._run(input, self.chunks, tree_flatten)
-            return self._merged(list(map(tree_unflatten, outputs)), input)
+        pipeline.engine.succeed(self.engine)
+        return pipeline
 
     def run_program(
-        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
+        self,
+        program: Program,
+        values: Sequence[Any],
+        *,
+        chunks: int | None = None,
+        stacked: bool = False,
     ) -> list[Any]:
         """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`.
 
         Raises:
-            ValueError: If an output has no row per sample, and differs between micro-batches.
+            ValueError: If an output has no row per sample and differs between micro-batches, and
+                is not to be stacked.
         """
-        with self.engine.telling():
-            return self._run_program(program, values, chunks or self.chunks)
-
-    def _run_program(self, program: Program, values: Sequence[Any], chunks: int) -> list[Any]:
-        # One value is split like the input of layers, and each output is merged like theirs.
-        one = len(values) == 1
-        batch, flatten = (values[0], _alone) if one else (list(values), joined)
+        batch = as_batch(values)
         code = self.engine.code
         if code is not None and code.current:
-            found = self._called(code, flatten, batch, program)
-            return [self._merged([each], batch) for each in found]
-        outputs, division = self._run(batch, chunks, flatten, program)
-        found = zip(*(map(tree_unflatten, parted(each)) for each in outputs), strict=True)
-        if len(outputs) == 1:
-            return [self._merged(each, batch) for each in found]
-        known = division()
-        return [
-            self._merged(once_or_per_row(each, partial(program.title_of, number), known), batch)
-            for number, each in zip(program.outputs, found, strict=True)
-        ]
+            output = self._called(code, program, batch)
+            return [self._merged(column, batch) for column in _columns(program, [output])]
+        with self.engine.telling():
+            outputs, division = self._run(program, batch, chunks or self.chunks)
+            columns = _columns(program, outputs)
+            if len(outputs) > 1 and not stacked:
+                sizes = division()
+                columns = [
+                    once_or_per_row(column, partial(program.title_of, number), sizes)
+                    for number, column in zip(program.outputs, columns, strict=True)
+                ]
+            return [self._merged(column, batch) for column in columns]
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
         """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
         layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
         move_home(layout)
         self.engine.layout = layout
-
-    @property
-    def step(self) -> int:
-        """The number of the training's step; processes must agree on it."""
-        return self.engine.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.engine.step = step
 
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts new ones."""
@@ -215,17 +182,12 @@ class Pipeline:
                 self.patches.reset()
 
     def _run(
-        self,
-        batch: Any,
-        chunks: int,
-        flatten: Callable[[Any], FlatTree],
-        program: Program | None = None,
+        self, program: Program, batch: Any, chunks: int
     ) -> tuple[list[FlatTree], Callable[[], Division | None]]:
-        """Run a mini-batch; returns the output of each micro-batch, and what knows their rows."""
-        refuse_function_transforms()
-        refuse_cached_parametrizations()
+        """Run a mini-batch; return its outputs, and a function that returns its division."""
+        refuse_unsupported_modes()
         pieces = self.microbatching.split(batch, chunks)
-        microbatches = list(map(flatten, pieces))
+        microbatches = list(map(_flatten(program), pieces))
         m = len(microbatches)
         if m == 0:
             raise ValueError(
@@ -233,44 +195,32 @@ class Pipeline:
                 "got none."
             )
         division = partial(self.microbatching.division, pieces)
-        receiver = term_receiver()
+        receiver = term_receiver.get()
         flat, terms = self.engine.run(
-            microbatches,
-            self._schedule(m),
-            division,
-            terms=receiver is not None,
-            program=program,
+            microbatches, self._schedule(m), program, division, terms=receiver is not None
         )
         if receiver is not None:
             for term in reduced(terms, division):
                 receiver(term._replace(value=self._sent_back(term.value)))
         return flat, division
 
-    def _called(
-        self,
-        code: Code,
-        flatten: Callable[[Any], FlatTree],
-        input: Any,
-        program: Program | None = None,
-    ) -> Any:
-        """Call the stages from code that runs for each micro-batch, with all of its input."""
-        refuse_function_transforms()
-        refuse_cached_parametrizations()
-        if term_receiver() is not None:
+    def _called(self, code: UserStep, program: Program, batch: Any) -> FlatTree:
+        """Call the stages from code that runs for each micro-batch, with its whole input."""
+        refuse_unsupported_modes()
+        if term_receiver.get() is not None:
             raise RuntimeError(
                 "loss terms of layers must be collected for the whole batch: got a schedule with a "
                 "loss for each micro-batch. Return them from the layers, or write "
                 "schedule='fill_drain'."
             )
-        [piece] = self.microbatching.split(input, 1)
-        output = tree_unflatten(code.call(flatten(piece), program))
-        return output if program is not None else self._merged([output], input)
+        [piece] = self.microbatching.split(batch, 1)
+        return code.call(_flatten(program)(piece), program)
 
     def _merged(self, outputs: Sequence[Any], batch: Any) -> Any:
         return self._sent_back(self.microbatching.merge(outputs, batch))
 
     def _sent_back(self, output: Any) -> Any:
-        """The output, on the device of what is around the stages."""
+        """Move an output of the last stage to the device of what is around the stages."""
         layout = self.engine.layout
         last, outside = layout.device_of(layout.n - 1), layout.outside
         if last == outside:
@@ -278,7 +228,6 @@ class Pipeline:
         return map_tensors(lambda x: x.to(outside) if x.device == last else x, output)
 
     def _schedule(self, m: int) -> Schedule:
-        """The schedule of a mini-batch of ``m`` micro-batches."""
         placement = self.engine.layout.placement
         if not torch.is_grad_enabled():
             return fill_drain(m, placement)
@@ -287,7 +236,7 @@ class Pipeline:
 
 
 class Handles:
-    """Several handles as one."""
+    """Removes several handles at once."""
 
     def __init__(self, handles: Sequence[RemovableHandle]) -> None:
         self._handles = handles
@@ -298,21 +247,20 @@ class Handles:
             handle.remove()
 
 
-def check_settings(
-    chunks: int,
-    activation_checkpointing: ActivationCheckpointing,
-    microbatching: MicroBatching | None,
-    around: str = "last",
-) -> None:
-    """Refuse settings of the wrong type or an impossible value."""
-    check_around(around)
-    check_chunks(chunks)
-    check_activation_checkpointing(activation_checkpointing)
-    check_microbatching(microbatching)
+def as_batch(values: Sequence[Any]) -> Any:
+    """Return the batch to split: the value of the program's only input, or a list of values."""
+    return values[0] if len(values) == 1 else list(values)
 
 
-def _alone(value: Any) -> FlatTree:
-    return joined([value])
+def _flatten(program: Program) -> Callable[[Any], FlatTree]:
+    """Return the function that flattens the program's inputs in a micro-batch."""
+    return tree_flatten if len(program.inputs) == 1 else joined
+
+
+def _columns(program: Program, outputs: Iterable[FlatTree]) -> list[Sequence[Any]]:
+    """Return the values of each output of the program, one per micro-batch."""
+    values = list(map(tree_unflatten, outputs))
+    return [values] if len(program.outputs) == 1 else list(zip(*values, strict=True))
 
 
 def _connect(
@@ -323,7 +271,7 @@ def _connect(
     *,
     threads: bool,
 ) -> Transport:
-    """A transport between the workers."""
+    """Make the transport between the workers."""
     # Pipelines over the same processes take turns, as those over the same threads do.
     turns = workers.exclusion if workers is not None and layout.spread else None
     runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)

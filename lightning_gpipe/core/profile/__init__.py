@@ -1,6 +1,6 @@
-"""What layers cost, and layers run one by one on a whole batch, to observe each of them.
+"""Measures what layers cost, and runs them one by one on a whole batch.
 
-The costs are a value, :class:`~lightning_gpipe.core.plan.ModelProfile`: measured one layer at a
+The costs are a value, :class:`~lightning_gpipe.core.balance.ModelProfile`: measured one layer at a
 time on the device that is to run it, or counted on the meta device.
 """
 
@@ -8,17 +8,17 @@ from lightning_gpipe.core.profile.alike import kind_of
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
 from lightning_gpipe.core.profile.meters import intra_op_threads
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
-from lightning_gpipe.core.profile.walk import change_tensors, following, walk, walk_program
+from lightning_gpipe.core.profile.walk import Visit, change_tensors, following, walk_program
 
 __all__ = [
     "Optimizers",
     "Subject",
+    "Visit",
     "change_tensors",
     "following",
     "intra_op_threads",
     "kind_of",
     "optimizer_bytes",
     "profile_layers",
-    "walk",
     "walk_program",
 ]

@@ -1,15 +1,15 @@
-"""Layers that are alike, of which one is counted and the others cost the same.
+"""Counts one of several layers that are alike, since the others cost the same.
 
-A large transformer has a thousand blocks of one kind. What they cost in operations follows from the
-kinds of their modules, the shapes of their tensors and what they take, so the first of them is run
-on the meta device, and its outputs stand for those of the others. Numbers that differ, such as an
-index, count if that run has read them.
+A large transformer has a thousand blocks of one kind. Their operations follow from the kinds of
+their modules, the shapes of their tensors and their inputs, so the first of them is run on the meta
+device, and its outputs stand for those of the others. Numbers that differ, such as an index, count
+if that run has read them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -17,22 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Part
 from lightning_gpipe.core.profile.reads import Number, is_number, numbers_of, recording
 from lightning_gpipe.core.profile.saved import SavedBytes
+from lightning_gpipe.core.programs import Part
 from lightning_gpipe.core.run import Stage
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and hooks
 
 
-class Ran(NamedTuple):
-    """What came of a run of a layer.
+class LayerRun(NamedTuple):
+    """The costs and outputs of a run of a layer.
 
-    Attributes:
-        costs: The fields of its profile.
-        first: For each leaf of its inputs, the bytes that nobody has saved before.
-        outputs: What it makes.
+    ``first`` has, for each leaf of its inputs, the bytes that it is the first to save.
     """
 
     costs: dict[str, float]
@@ -41,18 +38,18 @@ class Ran(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """A layer that was counted: its numbers that were read, and what came of it."""
+    """A run that others may reuse: the numbers that it read, and which outputs were counted."""
 
-    read: dict[Number, int]
-    ran: Ran
+    numbers: dict[Number, int]
+    run: LayerRun
     outputs: list[bool]
 
 
 class Alike:
-    """What was counted so far."""
+    """The layers counted so far."""
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, list[_Counted]] = {}
+        self._counted: dict[Hashable, list[_Counted]] = {}
 
     def count(
         self,
@@ -60,41 +57,34 @@ class Alike:
         part: Part | None,
         inputs: FlatTree,
         saved: SavedBytes,
-        measure: Callable[[], Ran],
-    ) -> Ran:
-        """What comes of a run of a layer.
-
-        Args:
-            stage: The layer, as a stage of its own.
-            part: Its part of a program, if it has one.
-            inputs: What it takes.
-            saved: Knows what of it was counted.
-            measure: Runs it.
-        """
+        measure: Callable[[], LayerRun],
+    ) -> LayerRun:
+        """Run a layer, by ``measure``, or return the run of one that is alike."""
         try:
             key = _key(stage, part, inputs, saved)
         except _Unlike:
             return measure()
         modules = list(_modules_of(stage, part))
         numbers = numbers_of(modules)
-        for each in self._found.setdefault(key, []):
-            if all(numbers[number] == value for number, value in each.read.items()):
-                saved.count(each.ran.outputs.leaves, each.outputs)
-                return each.ran
-        with recording(modules) as read:
-            ran = measure()
-        counted = saved.are_counted(ran.outputs.leaves)
-        self._found[key].append(_Counted({each: numbers[each] for each in read}, ran, counted))
-        saved.count(ran.outputs.leaves, counted)
-        return ran
+        for other in self._counted.setdefault(key, []):
+            if all(numbers[number] == value for number, value in other.numbers.items()):
+                saved.count(other.run.outputs.leaves, other.outputs)
+                return other.run
+        with recording(modules) as numbers_read:
+            run = measure()
+        outputs = saved.are_counted(run.outputs.leaves)
+        read = {number: numbers[number] for number in numbers_read}
+        self._counted[key].append(_Counted(read, run, outputs))
+        saved.count(run.outputs.leaves, outputs)
+        return run
 
 
 class _Unlike(Exception):
-    """Nobody knows whether a layer is like another one."""
+    """Raised when a layer cannot be compared with others."""
 
 
 def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -> Hashable:
-    """Equal for layers that cost the same.
+    """Return a key that is equal for layers that cost the same.
 
     Raises:
         _Unlike: If it has hooks, skip connections, or something else that cannot be compared.
@@ -104,12 +94,13 @@ def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -
     modules = tuple(_of_module(layer, numbers=False) for layer in stage.partition.layers)
     steps = () if part is None else _of_part(part)
     leaves = inputs.leaves
-    taken = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
-    return modules, steps, taken, tuple(_first(leaf, leaves) for leaf in leaves)
+    same = tuple(next(k for k, x in enumerate(leaves) if x is leaf) for leaf in leaves)
+    values = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
+    return modules, steps, values, same
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Equal for modules that are alike; of one that cannot be compared, equal to no other's."""
+    """Return a key equal for modules that are alike; unique for one that cannot be compared."""
     try:
         return _of_module(module)
     except _Unlike:
@@ -117,29 +108,24 @@ def kind_of(module: nn.Module) -> Hashable:
 
 
 def _modules_of(stage: Stage, part: Part | None) -> Iterator[nn.Module]:
-    """The modules that a key is made of, in its order; one that is there twice comes twice."""
+    """Yield the modules of a key, in its order; one that is there twice comes twice."""
     steps = [] if part is None else part.steps
     called = filter(None, (_called(step.run) for step in steps))
     for layer in (*stage.partition.layers, *called):
-        yield from (each for _, each in layer.named_modules(remove_duplicate=False))
+        yield from (module for _, module in layer.named_modules(remove_duplicate=False))
 
 
 def _called(run: Callable[..., Any]) -> nn.Module | None:
-    """The module whose call or method it is."""
-    found = run.__self__ if isinstance(run, MethodType) else run
-    return found if isinstance(found, nn.Module) else None
+    """Return the module whose call or method ``run`` is."""
+    owner = run.__self__ if isinstance(run, MethodType) else run
+    return owner if isinstance(owner, nn.Module) else None
 
 
 def _of_module(module: nn.Module, *, numbers: bool = True) -> Hashable:
-    """The kinds, settings and tensors of a module and those in it.
-
-    Args:
-        module: The module.
-        numbers: Whether the user's numbers count.
-    """
+    """Return the kinds, settings and tensors of a module and its children."""
     return tuple(
-        (name, type(each), *_settings(each, numbers=numbers), *_tensors(each))
-        for name, each in module.named_modules(remove_duplicate=False)
+        (name, type(child), *_settings(child, numbers=numbers), *_tensors(child))
+        for name, child in module.named_modules(remove_duplicate=False)
     )
 
 
@@ -154,13 +140,13 @@ def _settings(module: nn.Module, *, numbers: bool) -> Iterator[Hashable]:
 
 
 def _comparable(value: Any) -> Hashable:
-    """Equal for what is the same to a layer: equal plain values, or the same object."""
+    """Return a key that is equal for equal plain values, or for the same object."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, list | tuple):
         return type(value), tuple(map(_comparable, value))
     if isinstance(value, dict):
-        return type(value), tuple((repr(key), _comparable(each)) for key, each in value.items())
+        return type(value), tuple((repr(k), _comparable(v)) for k, v in value.items())
     return id(value)  # of an attribute, which lives as long as its layer
 
 
@@ -182,22 +168,17 @@ def _of_leaf(leaf: Any) -> Hashable:
     raise _Unlike
 
 
-def _first(leaf: Any, leaves: Sequence[Any]) -> int:
-    """The index of the first leaf that is this one."""
-    return next(k for k, other in enumerate(leaves) if other is leaf)
-
-
 def _of_part(part: Part) -> Hashable:
-    """The calls of a part, with the values in the order in which they appear."""
-    known: dict[str, str] = {}
+    """Return the calls of a part, with its values numbered in order of appearance."""
+    names: dict[str, str] = {}
 
     def renamed(text: str) -> str:
-        return re.sub(r"%\d+", lambda found: known.setdefault(found[0], f"%{len(known)}"), text)
+        return re.sub(r"%\d+", lambda match: names.setdefault(match[0], f"%{len(names)}"), text)
 
     calls = []
     for step in part.steps:
-        shown = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
-        calls.append((shown, _of_call(step.run)))
+        text = renamed(str(step).replace(f" stage {step.stage}: {step.name}(", "(", 1))
+        calls.append((text, _of_call(step.run)))
     routes = [route.numbers for route in (*part.arriving, *part.leaving)]
     ends = tuple(
         renamed(" ".join(f"%{number}" for number in numbers))
@@ -207,7 +188,7 @@ def _of_part(part: Part) -> Hashable:
 
 
 def _of_call(run: Callable[..., Any]) -> Hashable:
-    """What is called: a module, a method of one, as of a block in a loop, or a function."""
+    """Return a key of the call of a module, of its method, as in a loop, or of a function."""
     module = _called(run)
     if module is None:
         return run

@@ -1,4 +1,4 @@
-"""What is on its way between layers that run one by one."""
+"""The values on their way between layers that run one by one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, bytes_of, copy_marks, join, parted, tree_flatten
-from lightning_gpipe.core.plan import Program, Route, RouteName
+from lightning_gpipe.core.programs import Program, Route, RouteName
 
 
 class Flow:
-    """A micro-batch on its way through stages.
+    """A micro-batch on its way through the stages of a program, on a device."""
 
-    Args:
-        microbatch: The micro-batch: what the first layer takes, or the values of the program's
-            inputs.
-        program: What the stages run, if that is not their layers.
-        device: Where they run.
-    """
-
-    def __init__(self, microbatch: Any, program: Program | None, device: torch.device) -> None:
+    def __init__(self, microbatch: Any, program: Program, device: torch.device) -> None:
         self._device = device
         self._by_route: dict[tuple[RouteName, int], FlatTree] = {}
-        if program is None:
-            self._main = self._entering(tree_flatten(microbatch))
-            return
-        trees = (self._entering(tree_flatten(value)) for value in microbatch)
+        inputs = [microbatch] if len(program.inputs) == 1 else microbatch
+        trees = (self._copied(tree_flatten(value)) for value in inputs)
         values = dict(zip(program.inputs, trees, strict=True))
         self._main = join([values[number] for number in program.first])
         for route in program.given:
@@ -36,19 +27,17 @@ class Flow:
             self._by_route[route.name, route.target] = tree
 
     def arriving(self, j: int, routes: Sequence[Route]) -> FlatTree:
-        """What stage ``j`` takes; what comes by routes is joined with it."""
-        if not routes:
-            return self._main
+        """Take the inputs of stage ``j``, joined with those that come by routes."""
         return join([self._main, *(self._by_route.pop((route.name, j)) for route in routes)])
 
     def leave(self, outputs: FlatTree, routes: Sequence[Route]) -> None:
-        """Take what a stage has made."""
-        self._main, *others = parted(outputs) if routes else [outputs]
+        """Put the outputs of a stage on their way."""
+        self._main, *others = parted(outputs, 1 + len(routes))
         for route, tree in zip(routes, others, strict=True):
             self._by_route[route.name, route.target] = tree
 
     def sizes(self, j: int, n: int, routes: Sequence[Route]) -> Iterator[tuple[int, int]]:
-        """The stages that use what stage ``j`` of ``n`` has just made, with the bytes of it."""
+        """Yield the stages that use the outputs of stage ``j`` of ``n``, with their bytes."""
         if j + 1 < n:
             yield j + 1, _bytes(self._main)
         for route in routes:
@@ -57,24 +46,25 @@ class Flow:
 
     @property
     def bytes(self) -> int:
-        """Those of all that is on its way."""
+        """The bytes of all values."""
         return sum(map(_bytes, (self._main, *self._by_route.values())))
 
     @property
     def leaves(self) -> Iterator[Any]:
-        """All that is on its way."""
+        """The leaves of all values."""
         for tree in (self._main, *self._by_route.values()):
             yield from tree.leaves
 
-    def _entering(self, tree: FlatTree) -> FlatTree:
-        """What the caller gives, in memory of its own, on the device."""
-        return FlatTree([self._copied(leaf) for leaf in tree.leaves], tree.spec)
+    def _copied(self, tree: FlatTree) -> FlatTree:
+        """Copy the tensors to the device."""
 
-    def _copied(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        copy = leaf.detach().to(self._device, copy=True)
-        return copy_marks(leaf, copy.requires_grad_(leaf.requires_grad))
+        def copied(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            copy = leaf.detach().to(self._device, copy=True)
+            return copy_marks(leaf, copy.requires_grad_(leaf.requires_grad))
+
+        return FlatTree(list(map(copied, tree.leaves)), tree.spec)
 
 
 def _bytes(tree: FlatTree) -> int:

@@ -1,4 +1,4 @@
-"""What is measured of a call: the seconds that it takes, or the operations that it makes."""
+"""Measures calls: the seconds that they take, or their floating-point operations."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Meter(ABC):
     """Measures calls.
 
     Attributes:
-        unit: The unit of what it measures.
-        exact: Whether a call costs the same every time, also if its activations are dropped.
+        unit: The unit of the costs.
+        exact: True if a call costs the same every time, also if its activations are dropped.
     """
 
     unit: Literal["s", "FLOP"]
@@ -29,26 +29,16 @@ class Meter(ABC):
 
     @abstractmethod
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
-        """Make a call; returns its result and its cost."""
-
-    @abstractmethod
-    def repeats(self, cost: float) -> int:
-        """How often to measure a call, in which something that costs so much is repeated."""
+        """Make a call, and return its result and its cost."""
 
 
 class Seconds(Meter):
-    """The seconds until a call is over on a device.
-
-    Args:
-        device: The device.
-        least: The least number of measurements.
-    """
+    """The seconds until a call is over on a device."""
 
     unit, exact = "s", False
 
-    def __init__(self, device: torch.device, *, least: int = 3) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._least = least
 
     @override
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
@@ -58,23 +48,16 @@ class Seconds(Meter):
         self._wait()
         return result, time.perf_counter() - start
 
-    @override
-    def repeats(self, cost: float) -> int:
-        return max(self._least, min(3 * self._least, int(_ENOUGH / max(cost, 1e-9))))
-
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-_ENOUGH = 0.05  # seconds; what takes less is measured more often
-
-
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Let operators use so many threads, and at least one, in a ``with`` block.
+    """Let operators use ``number`` threads, and at least one, in a ``with`` block.
 
-    The workers of a pipeline have equal shares of the caller's.
+    The workers of a pipeline have equal shares of the caller's threads.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, number))
@@ -94,10 +77,6 @@ class Operations(Meter):
         with _Counting() as counting:
             result = call()
         return result, float(counting.total)
-
-    @override
-    def repeats(self, cost: float) -> int:
-        return 1
 
 
 class _Counting(TorchDispatchMode):

@@ -1,8 +1,8 @@
 """The bytes that an optimizer keeps for each parameter.
 
 Adam keeps two tensors, SGD one or none, Adafactor a row and a column. So a step is made for each
-parameter on the meta device, where nothing is computed, and what the optimizer keeps is counted.
-An optimizer that looks at values makes its step on zeros.
+parameter on the meta device, where nothing is computed, and the optimizer's state is counted. An
+optimizer that reads values makes its step on zeros.
 """
 
 from __future__ import annotations
@@ -18,73 +18,72 @@ from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import bytes_of, map_tensors
 
-# Optimizers over the parameters of a model, or what makes one of some parameters.
+# Optimizers over the parameters of a model, or a function of a list of parameters.
 Optimizers = Optimizer | Sequence[Optimizer] | Callable[[list[nn.Parameter]], Optimizer] | None
 
 
 def optimizer_bytes(parameters: Iterable[nn.Parameter], optimizer: Optimizers) -> dict[int, int]:
-    """The bytes that are kept for each of the parameters that require a gradient, by its id.
+    """Return the bytes of the state for each parameter that requires a gradient, by its id.
 
     Args:
         parameters: The parameters.
-        optimizer: The optimizer, or several; or its class, or what else makes one of a list of
-            parameters, such as ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``. None keeps
+        optimizer: The optimizer, or several; or its class, or a function of a list of parameters
+            that returns one, such as ``partial(torch.optim.SGD, lr=0.1, momentum=0.9)``. None keeps
             nothing.
 
     Raises:
         TypeError: If it is none of these.
-        ValueError: If it cannot make a step, so that nothing is known of its state.
+        ValueError: If it cannot make a step, so that its state is not known.
     """
     if optimizer is None:
         return {}
-    found = {id(each): each for each in parameters if each.requires_grad}
+    trained = {id(p): p for p in parameters if p.requires_grad}
     if isinstance(optimizer, Optimizer):
         optimizer = [optimizer]
     if isinstance(optimizer, list | tuple) and all(isinstance(o, Optimizer) for o in optimizer):
-        kept: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for group, make in [(g, _like(o, g)) for o in optimizer for g in o.param_groups]:
-            kept |= _of_each([each for each in group["params"] if id(each) in found], make)
-        return kept
+            sizes |= _of_each([p for p in group["params"] if id(p) in trained], make)
+        return sizes
     if not callable(optimizer):
         raise TypeError(
             "optimizer must be an optimizer, its class, or a function that makes one of a list of "
             f"parameters: got {optimizer!r}. Write optimizer=torch.optim.AdamW, or "
             "partial(torch.optim.SGD, lr=0.1, momentum=0.9)."
         )
-    return _of_each(found.values(), optimizer)
+    return _of_each(trained.values(), optimizer)
 
 
 def _of_each(
     parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], Optimizer]
 ) -> dict[int, int]:
-    """The bytes that an optimizer keeps for each, by its id; those of one shape have the same."""
-    sizes: dict[Any, int] = {}
-    found = {}
-    for each in parameters:
-        key = each.shape, each.dtype, each.stride()
-        if key not in sizes:
-            sizes[key] = _of_one(each, make)
-        found[id(each)] = sizes[key]
-    return found
+    """Return the bytes for each parameter, by its id; one step is made for each shape."""
+    of_shape: dict[Any, int] = {}
+    sizes = {}
+    for parameter in parameters:
+        key = parameter.shape, parameter.dtype, parameter.stride()
+        if key not in of_shape:
+            of_shape[key] = _of_one(parameter, make)
+        sizes[id(parameter)] = of_shape[key]
+    return sizes
 
 
-# How a step is computed, not what is kept for it; not all of it can be computed on meta tensors.
+# Options of how a step is computed, not of the state; some do not work on meta tensors.
 _IMPLEMENTATIONS = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any]) -> Callable[..., Optimizer]:
-    """Makes an optimizer of that class, with the options of a group."""
+    """Return a function that makes an optimizer of that class, with the options of a group."""
     kind = type(optimizer)
-    taken = signature(kind).parameters.keys() - _IMPLEMENTATIONS
-    return partial(kind, **{name: value for name, value in group.items() if name in taken})
+    options = signature(kind).parameters.keys() - _IMPLEMENTATIONS
+    return partial(kind, **{name: value for name, value in group.items() if name in options})
 
 
 def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimizer]) -> int:
-    """The bytes that an optimizer keeps for one parameter."""
     try:
         state = _state_of(torch.empty_like(parameter, device="meta"), make)
     except Exception:
-        try:  # some look at values
+        try:  # some read values
             state = _state_of(torch.zeros_like(parameter, device="cpu"), make)
         except Exception as error:
             raise ValueError(
@@ -98,7 +97,7 @@ def _of_one(parameter: nn.Parameter, make: Callable[[list[nn.Parameter]], Optimi
 
 
 def _state_of(stand_in: Tensor, make: Callable[[list[nn.Parameter]], Optimizer]) -> dict[str, Any]:
-    """What an optimizer keeps for a parameter after a step."""
+    """Make a step on one parameter, and return the optimizer's state of it."""
     parameter = nn.Parameter(stand_in.detach())
     parameter.grad = torch.zeros_like(parameter)
     optimizer = make([parameter])

@@ -1,8 +1,8 @@
-"""Which numbers of modules are read while they run.
+"""Records which numbers of modules are read while they run.
 
 The blocks of a model often differ in one number, such as ``layer_idx``, that their forwards do not
-read: it is for a cache, or for messages. A run that has not read a number would have been the same
-with any other one.
+read: it is for a cache, or for messages. A run that did not read a number would have been the same
+with any other.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from torch import nn
 
-Number = tuple[int, str]  # the place of a module among others, and the name of its attribute
+Number = tuple[int, str]  # the index of a module, and the name of its attribute
 
-_NOT_THE_USERS = ("torch", "lightning_gpipe")  # packages that read attributes to keep or to show
+_NOT_THE_USERS = ("torch", "lightning_gpipe")  # packages that read attributes to save or to show
 
 
 def is_number(module: nn.Module, value: Any) -> bool:
-    """Whether an attribute is a number of a module of the user's."""
+    """Return whether an attribute is a number of a user's module."""
     return type(value) is int and not _is_ours(type(module).__module__)
 
 
 def numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
-    """The numbers that modules have as attributes."""
+    """Return the numbers that modules have as attributes."""
     return {
         (k, name): value
         for k, module in enumerate(modules)
@@ -36,38 +36,40 @@ def numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
 
 @contextmanager
 def recording(modules: Iterable[nn.Module]) -> Iterator[set[Number]]:
-    """Collect the numbers that are read of modules in a ``with`` block.
+    """Collect the numbers of modules that are read in a ``with`` block.
 
-    Who reads all attributes of a module reads all its numbers.
+    A read of ``__dict__`` reads all numbers of the module.
     """
-    found: set[Number] = set()
+    numbers_read: set[Number] = set()
     listed = list(modules)
     names: dict[int, dict[str, list[Number]]] = {}
     for k, name in numbers_of(listed):
         own = names.setdefault(id(listed[k]), {})
-        for read in (name, "__dict__"):
-            own.setdefault(read, []).append((k, name))
+        for attribute in (name, "__dict__"):
+            own.setdefault(attribute, []).append((k, name))
     with ExitStack() as stack:
-        for kind in dict.fromkeys(type(each) for each in listed if id(each) in names):
-            stack.enter_context(_watched(kind, names, found))
-        yield found
+        for kind in dict.fromkeys(type(module) for module in listed if id(module) in names):
+            stack.enter_context(_watched(kind, names, numbers_read))
+        yield numbers_read
 
 
 @contextmanager
 def _watched(
-    kind: type[nn.Module], names: Mapping[int, Mapping[str, list[Number]]], found: set[Number]
+    kind: type[nn.Module],
+    names: Mapping[int, Mapping[str, list[Number]]],
+    numbers_read: set[Number],
 ) -> Iterator[None]:
-    """Note what is read of modules of a class."""
+    """Record the numbers of modules of a class that are read."""
     before = vars(kind).get("__getattribute__")
     read: Callable[[Any, str], Any] = kind.__getattribute__
 
-    def noting(self: Any, name: str) -> Any:
+    def recorded(self: Any, name: str) -> Any:
         numbers = names.get(id(self), {}).get(name)
         if numbers and not (name == "__dict__" and _is_ours(sys._getframe(1).f_globals)):
-            found.update(numbers)
+            numbers_read.update(numbers)
         return read(self, name)
 
-    kind.__getattribute__ = noting  # type: ignore[method-assign]  # it is undone
+    kind.__getattribute__ = recorded  # type: ignore[method-assign]  # it is undone
     try:
         yield
     finally:
@@ -78,6 +80,6 @@ def _watched(
 
 
 def _is_ours(module: str | Mapping[str, Any]) -> bool:
-    """Whether a module of Python's, by its name or by its variables, is none of the user's."""
+    """Return whether a Python module, by its name or variables, is not the user's."""
     name = module if isinstance(module, str) else module.get("__name__", "")
     return name.partition(".")[0] in _NOT_THE_USERS

@@ -1,77 +1,62 @@
-"""Runs the layers of a pipeline one by one on a whole batch, each on its stage's device.
+"""Runs a program on a whole batch, part by part, each on its stage's device.
 
-There are no micro-batches, no workers and no recomputation: each layer takes what the previous one
-returned. The caller gives a function that runs each layer, and can observe it or change its output.
+There are no micro-batches, no workers and no recomputation: each part takes what the previous ones
+made. The caller may give a function that runs each part, and can observe it or change its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_gpipe.core.data import copy_marks, map_tensors
 from lightning_gpipe.core.faithful import Manager, Write
-from lightning_gpipe.core.plan import Part, Program
+from lightning_gpipe.core.programs import Part, Program
 from lightning_gpipe.core.run import Stage
 from lightning_gpipe.core.skip import Table, using_table
 
-Visit = Callable[[int, nn.Module, Any], Any]
-PartVisit = Callable[[int, Callable[[Any], Any], Any], Any]
-
-
-def walk(stages: Iterable[Stage], x: Any, visit: Visit) -> Any:
-    """Run the layers in order, and return what the last one returns.
-
-    Args:
-        stages: The stages whose layers to run.
-        x: What the first layer takes, on any device.
-        visit: Runs one layer, and returns what the next one takes: called with the index of the
-            layer, the layer, and its input on the device of its stage.
-    """
-    skips: Table = {}
-    source = None
-    for stage in stages:
-        x = _moved(x, source, stage.device)
-        for route in stage.arriving:
-            skips[route.name] = _moved(skips[route.name], None, stage.device)
-        with following(stage), _current(stage.device), using_table(skips):
-            for k, layer in enumerate(stage.partition.layers, start=stage.partition.first):
-                x = visit(k, layer, x)
-        source = stage.device
-    return x
+# Values of a program by their numbers, and what makes those of a part.
+Numbered = Mapping[int, Any]
+Visit = Callable[[int, Callable[[Numbered], Numbered], Numbered], Numbered]
 
 
 def walk_program(
-    stages: Sequence[Stage], program: Program, values: Sequence[Any], visit: PartVisit
+    stages: Sequence[Stage],
+    program: Program,
+    values: Sequence[Any],
+    visit: Visit = lambda k, run, needed: run(needed),
 ) -> list[Any]:
     """Run the parts of a program in order, and return the values of its outputs.
 
     Args:
-        stages: The stages.
+        stages: The stage of each part; one stage may have several parts in a row.
         program: The program.
         values: The values of its inputs, on any device.
-        visit: Runs one part: called with the index of the stage, what runs the part, and its values
-            by number, on the device of the stage; returns the values that the part makes.
+        visit: Runs one part: called with its index, the function that runs it, and the values that
+            it needs by number, on the device of its stage; returns the values that it makes.
     """
     skips: Table = {}
     known = dict(zip(program.inputs, values, strict=True))
-    for j, (stage, part) in enumerate(zip(stages, program.parts, strict=True)):
-        needed = {number for step in part.steps for number in step.needs} & known.keys()
-        own = {number: _moved(known[number], None, stage.device) for number in needed}
+    sources: dict[int, torch.device] = {}  # of the values that parts have made
+    for k, (stage, part) in enumerate(zip(stages, program.parts, strict=True)):
+        numbers = {number for step in part.steps for number in step.needs} & known.keys()
+        needed = {n: _moved(known[n], sources.get(n), stage.device) for n in numbers}
         for route in stage.arriving:
-            skips[route.name] = _moved(skips[route.name], None, stage.device)
+            if route.name in skips:  # else an earlier part of the stage has popped it
+                skips[route.name] = _moved(skips[route.name], None, stage.device)
         with following(stage), _current(stage.device), using_table(skips):
-            known |= visit(j, partial(_made, part), own)
-    return [_moved(known[number], None, stages[-1].device) for number in program.outputs]
+            made = visit(k, partial(_run, part), needed)
+        known |= made
+        sources |= dict.fromkeys(made, stage.device)
+    return [_moved(known[n], sources.get(n), stages[-1].device) for n in program.outputs]
 
 
-def _made(part: Part, values: Mapping[int, Any]) -> dict[int, Any]:
-    """What the steps of a part make of these values."""
+def _run(part: Part, values: Numbered) -> Numbered:
     known = dict(values)
     for step in part.steps:
         known[step.value] = step(known)

@@ -1,8 +1,8 @@
-"""What the caller of a mini-batch sends to the stages and gets from them, and the gradients.
+"""The caller's end of the pipeline: inputs and outputs of a mini-batch, and their gradients.
 
-It sends each micro-batch to the first stage and gets the output of the last one. Loss terms come
-from every stage. With a program, values that are needed in the middle of the pipeline go straight
-there, and outputs that are made there come straight back::
+The caller sends each micro-batch to the first stage and gets the output of the last one. Loss terms
+come from every stage. Values that are needed in the middle of the pipeline go straight there, and
+outputs that are made there come straight back::
 
               micro-batch i                              output of micro-batch i
     caller  --(inputs)---------> stage 0 ... stage n-1 --(gives)-----------------> caller
@@ -21,21 +21,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, Term, join, parted, requires_grad, tree_unflatten
-from lightning_gpipe.core.plan import (
-    CALLER,
-    Action,
-    Kind,
-    Program,
-    Route,
-    Schedule,
-    SkipName,
-    successor,
-)
-from lightning_gpipe.core.run.borders import handed
-from lightning_gpipe.core.run.gradients import Gradients
-from lightning_gpipe.core.transport import Exchange, Twins
+from lightning_gpipe.core.programs import Program, Route, SkipName
+from lightning_gpipe.core.run.backward.sums import Gradients
+from lightning_gpipe.core.run.stage_borders import handed
+from lightning_gpipe.core.schedules import CALLER, Action, Kind, Schedule, successor
+from lightning_gpipe.core.transport import BatchCopies, Exchange
 
-Sent = tuple[Action, FlatTree, Route | None]  # what the caller sends, to which action, and how
+Sent = tuple[Action, FlatTree, Route | None]  # the action that gets it, a value, its route
 
 _TERMS = SkipName(None, "loss terms")
 
@@ -46,49 +38,39 @@ def term_route(j: int, n: int) -> Route:
 
 
 class Caller:
-    """The caller's end of a pipeline, for one mini-batch.
-
-    Args:
-        n: The number of stages.
-        program: What they run, if that is not their layers.
-        terms: Whether to collect loss terms.
-        twins: Knows tensors of the batch that are on the first stage's device already.
-    """
+    """The caller's end of a pipeline, for one mini-batch."""
 
     def __init__(
         self,
-        n: int,
-        program: Program | None = None,
+        program: Program,
         *,
         terms: bool = False,
-        twins: Twins | None = None,
+        twins: BatchCopies | None = None,
     ) -> None:
-        self._n = n
+        self._n = n = program.n
         self._twins = twins
         # Programs whose inputs are not what the first stage takes, or outputs not what the last
         # one gives.
-        self._spread = self._gathered = program
-        if program is not None and program.first == program.inputs and not program.given:
-            self._spread = None
-        if program is not None and program.outputs == program.parts[-1].gives:
-            self._gathered = None
-        self._returned = program.returned if program is not None else ()
+        direct = program.first == program.inputs and not program.given
+        self._spread = None if direct else program
+        self._gathered = None if program.outputs == program.parts[-1].gives else program
+        self._returned = program.returned
         self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
         self._entering = False  # whether an input requires a gradient
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
     def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
-        """What it sends for a forward."""
+        """Yield the messages of a forward."""
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         return chain.from_iterable(self.input(i, x) for i, x in enumerate(microbatches))
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
-        """What it sends for the forward of micro-batch ``i``."""
+        """Yield the messages of the forward of micro-batch ``i``."""
         to = Action(Kind.FORWARD, i, 0)
         if self._spread is None:
             yield to, self._near(x).aliased(), None
             return
-        value_of = dict(zip(self._spread.inputs, parted(x), strict=True))
+        value_of = self._by_input(self._spread, x)
         routes = self._spread.given
         ways = [self._spread.first, *[route.numbers for route in routes]]
         trees = [join([value_of[number] for number in numbers]) for numbers in ways]
@@ -98,7 +80,7 @@ class Caller:
             yield Action(Kind.FORWARD, i, route.target), tree, route
 
     def _near(self, x: FlatTree) -> FlatTree:
-        """What goes to the first stage, with tensors that are there already."""
+        """Replace tensors of which the first stage has twins."""
         if self._twins is None:
             return x
         of = self._twins.of
@@ -106,11 +88,11 @@ class Caller:
         return FlatTree([near[id(leaf)] for leaf in x.leaves], x.spec)
 
     def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
-        """What it gets of a forward: for each micro-batch one tree, joined if there are routes."""
+        """Receive the output of each micro-batch, joined if there are routes."""
         return [self.output(exchange, i) for i in range(m)]
 
     def output(self, exchange: Exchange, i: int) -> FlatTree:
-        """What it gets of the forward of micro-batch ``i``."""
+        """Receive the output of micro-batch ``i``."""
         end = Action(Kind.FORWARD, i, self._n)
         output = exchange.receive(end)
         routes = (*self._returned, *self._terms)
@@ -121,47 +103,42 @@ class Caller:
         return joined
 
     def output_gradients(self, gradients: Sequence[Gradients]) -> Iterator[Sent]:
-        """What it sends for a backward, given the gradients of the leaves of its outputs."""
+        """Yield the messages of a backward from the gradients of the outputs' leaves."""
         for i, leaves in enumerate(gradients):
             yield from self.output_gradient(i, leaves)
 
     def output_gradient(self, i: int, leaves: Gradients) -> Iterator[Sent]:
-        """What it sends for the backward of micro-batch ``i``."""
+        """Yield the messages of the backward of micro-batch ``i``."""
         routes = (*self._returned, *self._terms)
         to = Action(Kind.BACKWARD, i, self._n - 1)
         if not routes:
             yield to, FlatTree(leaves), None
             return
-        main, *others = parted(FlatTree(leaves, self._structures[i]))
+        main, *others = parted(FlatTree(leaves, self._structures[i]), 1 + len(routes))
         yield to, FlatTree(main.leaves), None
         for route, tree in zip(routes, others, strict=True):
             yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
     def awaited(self, phase: Schedule) -> list[Action]:
-        """What it waits for in a backward, the last of which ends when everything has ended."""
+        """Return what to wait for in a backward; the last one ends when everything has ended."""
         own = phase.last_backwards
         return list(map(successor, own if self._entering else own[-1:]))
 
     def input_gradients(self, exchange: Exchange, inputs: Sequence[FlatTree]) -> list[Gradients]:
-        """For each micro-batch, the gradients of its leaves; none if no input requires one.
-
-        Args:
-            exchange: What has them.
-            inputs: The micro-batches; the device of each leaf in its place.
-        """
+        """Receive the gradients of the leaves of each micro-batch; none if none requires one."""
         if self._entering:
             return [self.input_gradient(exchange, x, i) for i, x in enumerate(inputs)]
         exchange.receive(self.awaited(exchange.phase)[-1])
         return [[] for _ in inputs]
 
     def input_gradient(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
-        """The gradients of the leaves of micro-batch ``i``; see :meth:`input_gradients`."""
+        """Receive the gradients of the leaves of micro-batch ``i``."""
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
         if self._spread is None:
             return _on_devices(main.leaves, x.leaves)
-        devices_of = dict(zip(self._spread.inputs, parted(x), strict=True))
-        found: dict[int, Gradients] = {
+        devices_of = self._by_input(self._spread, x)
+        gradients_of: dict[int, Gradients] = {
             number: [None] * len(tree.leaves) for number, tree in devices_of.items()
         }
         ways = [(self._spread.first, main)]
@@ -169,35 +146,47 @@ class Caller:
         for numbers, gradients in ways:
             leaves = iter(gradients.leaves)
             for number in numbers if gradients.leaves else ():
-                sums = found[number]
+                sums = gradients_of[number]
                 for k, device in enumerate(devices_of[number].leaves):
                     if (gradient := next(leaves)) is not None:
                         moved, before = gradient.to(device), sums[k]
                         sums[k] = moved if before is None else before + moved
-        return [gradient for gradients in found.values() for gradient in gradients]
+        return list(chain.from_iterable(gradients_of.values()))
 
     def split(self, outputs: Sequence[FlatTree]) -> tuple[list[FlatTree], list[list[Term]]]:
-        """The outputs alone, and for each micro-batch its loss terms, in the order of the layers.
+        """Return the outputs alone, and the loss terms of each micro-batch in order of the layers.
 
-        With a program an output is joined of the values of its outputs, in order.
+        An output is joined of the values of the program's outputs, in order.
         """
         if not self._returned and not self._terms:
             return [self._output(each, ()) for each in outputs], []
         mains, handed_out = [], []
         for output in outputs:
-            main, *others = parted(output)
             end = len(self._returned)
+            main, *others = parted(output, 1 + end + len(self._terms))
             mains.append(self._output(main, others[:end]))
             handed_out.append([term for tree in others[end:] for term in tree_unflatten(tree)])
         return mains, handed_out if self._terms else []
 
+    @staticmethod
+    def _by_input(program: Program, x: FlatTree) -> dict[int, FlatTree]:
+        """The trees of a micro-batch, by the numbers of the program's inputs."""
+        return dict(zip(program.inputs, parted(x, len(program.inputs)), strict=True))
+
     def _output(self, main: FlatTree, returned: Sequence[FlatTree]) -> FlatTree:
         if self._gathered is None:
             return main
-        value_of = dict(zip(self._gathered.parts[-1].gives, parted(main), strict=True))
+        gives = self._gathered.parts[-1].gives
+        value_of = dict(zip(gives, parted(main, len(gives)), strict=True))
         for route, tree in zip(self._returned, returned, strict=True):
-            value_of |= zip(route.numbers, parted(tree), strict=True)
+            value_of |= zip(route.numbers, parted(tree, len(route.numbers)), strict=True)
         return join([value_of[number] for number in self._gathered.outputs])
+
+
+def devices_of(x: FlatTree) -> FlatTree:
+    """The device of each leaf, in its place."""
+    leaves, spec = x
+    return FlatTree([leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
 
 
 def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:

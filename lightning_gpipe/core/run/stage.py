@@ -1,15 +1,13 @@
 """One partition at work on a device, with what lasts from one mini-batch to the next.
 
-A stage does not refer to other stages, except in the routes of its skip tensors. What is alive
-between a mini-batch's forward and its backward belongs to its pass, see
-:mod:`~lightning_gpipe.core.run.stage_pass`.
+A stage does not refer to other stages, except in the routes of its skip tensors. Activations of a
+mini-batch belong to its pass, see :mod:`~lightning_gpipe.core.run.stage_pass`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
-from weakref import WeakSet
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -23,63 +21,75 @@ from lightning_gpipe.core.faithful import (
     DeferredStatistics,
     Journal,
     Manager,
+    ModuleState,
     Norm,
     RowWatch,
     RowWatches,
     Shadows,
-    Snapshot,
     StageState,
     TrainingFlags,
 )
-from lightning_gpipe.core.plan import (
+from lightning_gpipe.core.layout import (
     Layout,
-    Part,
     Partition,
-    Route,
-    RouteName,
     check_copies,
     check_whole,
     followed_slots,
     has_shards,
 )
-from lightning_gpipe.core.run.split import Splits
-from lightning_gpipe.core.skip import declared_in
+from lightning_gpipe.core.programs import Route, RouteName
+from lightning_gpipe.core.run.backward.split import Splits
+from lightning_gpipe.core.skip import declaration_of
+
+_TRAINING = attrgetter("training")
+
+
+def training_flags_of(stages: Sequence[Stage | tuple[nn.Module, ...]]) -> TrainingFlags:
+    """Return the training flags of all stages, or of their modules in other processes."""
+    return b"".join(
+        [
+            stage.training_flags
+            if isinstance(stage, Stage)
+            else bytes([module.training for module in stage])
+            for stage in stages
+        ]
+    )
 
 
 def modules_in(partition: Partition) -> tuple[nn.Module, ...]:
-    """The layers and all modules within them, each once; written for speed."""
-    found: dict[nn.Module, None] = {}
+    """Return the layers and all modules within them, each once; written for speed."""
+    modules: dict[nn.Module, None] = {}
     waiting = list(partition.layers)[::-1]
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             waiting += [child for child in module._modules.values() if child is not None][::-1]
-    return tuple(found)
+    return tuple(modules)
 
 
 class Stage:
     """A partition and the device on which it works.
 
     Args:
-        layout: What runs where.
+        layout: The layout.
         j: The index of the stage.
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
 
     Attributes:
         partition: The layers.
-        device: Where their parameters are.
+        device: The device of their parameters.
         last: Whether its outputs are the caller's.
         arriving: The routes of skip tensors from other stages.
         leaving: The routes of skip tensors to other stages.
-        skip_bytes: The bytes of those that leave, in the latest micro-batch.
+        skip_bytes: The bytes of skip tensors that leave, in the latest micro-batch.
         followed: The slots of parameters whose home is another device.
         modules: The layers and all modules within them.
-        journal: The changes made to them while they run.
-        skips: Whether any of them stashes or pops skip tensors.
-        state: What they may change in forward.
-        splits: How the backwards of its graphs are split.
-        titled: The layers, each with what errors call it, such as ``layer 3 (Linear)``.
+        journal: The changes made to the modules while they run.
+        skips: Whether a module stashes or pops skip tensors.
+        state: The state of the modules that forward may change.
+        splits: The splits of its graphs' backwards.
+        titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
     """
 
     def __init__(self, layout: Layout, j: int, *, deferred_batch_norm: bool) -> None:
@@ -91,7 +101,6 @@ class Stage:
         self.skip_bytes: dict[RouteName, int] = {}
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
-        self._parts: WeakSet[Part] = WeakSet()
         self.splits = Splits()
         self._set_modules(self.modules_now())
         self.follow(layout)
@@ -100,12 +109,7 @@ class Stage:
         return f"stage {self.partition.index} ({self.partition}, {self.device})"
 
     def follow(self, layout: Layout) -> None:
-        """Find the parameters to follow, by their homes in ``layout``.
-
-        Raises:
-            ValueError: If a copy of one is not enough, see
-                :func:`~lightning_gpipe.core.plan.check_copies`.
-        """
+        """Find the parameters to follow; raise ValueError if a copy of one is not enough."""
         self.followed = followed_slots(self.modules, self.device, layout.homes)
         check_copies(self.followed, self.device, layout.homes)
 
@@ -126,13 +130,13 @@ class Stage:
         self._check_placement()
 
     def modules_now(self) -> tuple[nn.Module, ...]:
-        """The layers and all modules within them, each once."""
+        """Return the layers and all modules within them, each once."""
         return modules_in(self.partition)
 
     def shadows(
         self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] = NO_VALUES
     ) -> Shadows:
-        """Shadows for one mini-batch, given values of followed parameters that have none here."""
+        """Make shadows for one mini-batch; ``values`` are of parameters that have none here."""
         return Shadows(
             self.modules,
             grad=grad,
@@ -143,15 +147,15 @@ class Stage:
         )
 
     def statistics(self) -> DeferredStatistics | None:
-        """Where batch norms collect the statistics of one mini-batch, if they are deferred."""
+        """Return a collection for statistics of one mini-batch, if batch norms defer them."""
         return DeferredStatistics.of(self._norms) if self._norms else None
 
-    def snapshot(self, *, first: bool) -> Snapshot:
-        """A snapshot of the state to run forward again; ``first``: nothing is known of it yet."""
-        return self.state.snapshot(Behavior() if first else self._behaviors.all)
+    def snapshot(self, *, first: bool) -> ModuleState:
+        """Take a snapshot for another forward; ``first``: the behavior is not known yet."""
+        return self.state.capture(Behavior() if first else self._behaviors.all)
 
     def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """The behavior of the layers with these training flags, for this structure of inputs."""
+        """Return the behavior of the layers with these training flags and structure of inputs."""
         return self._behaviors.of(flags, structure)
 
     @property
@@ -160,25 +164,18 @@ class Stage:
         slots = self._behaviors.edited_parameters
         return [module._parameters.get(name) for module, name in slots]
 
-    def has_run(self, part: Part) -> bool:
-        """Whether an earlier mini-batch ran this part of a program; asked once in each."""
-        if part in self._parts:
-            return True
-        self._parts.add(part)
-        return False
-
     def watch(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:
-        """What notices layers that mix rows, in the first mini-batch of a call signature."""
+        """Watch for layers that mix rows, in the first mini-batch of a call signature."""
         return self._watches.begin(signature, division)
 
     # A recomputation runs in the training mode of its forward, even after .train() or .eval().
 
     @property
     def training_flags(self) -> TrainingFlags:
-        """Which of the modules are in training mode now."""
-        return bytes([module.training for module in self.modules])
+        """A byte for each module: 1 if it is in training mode now."""
+        return bytes(map(_TRAINING, self.modules))
 
     def training_as(self, flags: TrainingFlags) -> Manager:
         """Set the training flags of the modules for the duration of a ``with`` block."""
@@ -189,26 +186,18 @@ class Stage:
         )
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The name of a parameter in the layers, such as ``layer 3.linear.weight``."""
+        """Return the name of a parameter in the layers, such as ``layer 3.linear.weight``."""
         for title, layer in zip(self.partition.titles, self.partition.layers, strict=True):
             for name, other in layer.named_parameters():
                 if other is parameter:
                     return f"{title}.{name}"
         return "a parameter"
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Programs are not copied, and a set of weak references cannot be.
-        return {name: value for name, value in self.__dict__.items() if name != "_parts"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._parts = WeakSet()
-
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
         """Set :attr:`modules`, without any recorded behavior."""
         self.modules = modules
-        self.skips = any(declared_in(module) is not None for module in modules)
-        norms = [each for each in modules if isinstance(each, Norm)]
+        self.skips = any(declaration_of(module) is not None for module in modules)
+        norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
         self._behaviors = Behaviors()

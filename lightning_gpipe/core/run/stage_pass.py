@@ -1,19 +1,17 @@
 """One mini-batch's pass through a stage: forward, recompute and backward of each micro-batch.
 
 A stage has a small graph of its own for each micro-batch: the inputs are its leaves, and the
-outputs are detached from it. The gradients of the outputs come from other stages, and those of the
-inputs go to other stages. So the graphs of different stages are never joined, each worker runs
-backward on its own thread, and dropping a micro-batch's activations means freeing its graph. What
-comes and leaves by routes are further inputs and outputs, joined with the others.
+outputs are detached from it. So the graphs of different stages are never joined, each worker runs
+backward on its own thread, and to drop a micro-batch's activations is to free its graph. Values
+that come and leave by routes are further inputs and outputs, joined with the others.
 
-A pass holds everything that is alive between its forward and its backward. Several may exist at
-once, if a user runs the pipeline twice before one backward.
+A pass holds everything that is alive between its forward and its backward. There are several at
+once if a user runs the pipeline twice before a backward.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -41,18 +39,22 @@ from lightning_gpipe.core.faithful import (
     Shadows,
     together,
 )
-from lightning_gpipe.core.plan import CALLER
-from lightning_gpipe.core.run.asides import Asides
-from lightning_gpipe.core.run.borders import apart, gradients_in, sent
-from lightning_gpipe.core.run.captures import Captures
-from lightning_gpipe.core.run.checks import check_edits, check_hooks, check_unchanged
-from lightning_gpipe.core.run.kept import Kept
-from lightning_gpipe.core.run.participation import Participation
-from lightning_gpipe.core.run.roots import now, root_of, roots_of
-from lightning_gpipe.core.run.side_channels import warn_of_attributes
+from lightning_gpipe.core.run.activations import Activations
+from lightning_gpipe.core.run.backward.leaves import UsedLeaves
+from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
+from lightning_gpipe.core.run.backward.weight_gradients import WeightGradients
+from lightning_gpipe.core.run.captured_tensors import CapturedTensors
+from lightning_gpipe.core.run.guards.forbidden_edits import (
+    check_edits,
+    check_hooks,
+    check_unchanged,
+)
+from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
+from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.run.weights import Weights
+from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, sent
 from lightning_gpipe.core.run.work import Work
+from lightning_gpipe.core.schedules import CALLER
 
 _NO_TERMS = tree_flatten([])
 
@@ -62,20 +64,19 @@ class StagePass:
 
     Args:
         stage: The stage.
-        work: What it does with each micro-batch.
+        work: Its work on each micro-batch.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
-        randomness: Where random numbers come from.
-        shadows: What collects the gradients of the stage's parameters.
-        participation: Where to record which parameters take part.
+        randomness: The source of random numbers.
+        shadows: The shadows of its parameters, which collect the gradients.
+        used_leaves: Records which leaves took part.
         watch: Notices layers that mix rows; None in most mini-batches.
         terms: Whether to collect loss terms.
         split: Whether backward leaves the gradients of the weights to an action of their own.
 
     Attributes:
-        stage, work, randomness, shadows, terms: As given.
         statistics: The statistics of the stage's batch norms, if they are deferred.
-        asides: Watches for gradients that do not come through the outputs.
+        lost_gradients: Watches for gradients that do not come through the outputs.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StagePass:
         recomputed: frozenset[int],
         randomness: Randomness,
         shadows: Shadows,
-        participation: Participation,
+        used_leaves: UsedLeaves,
         watch: RowWatch | None = None,
         *,
         terms: bool = False,
@@ -108,9 +109,10 @@ class StagePass:
         self._from_caller = any(ends)
         self._modules = stage.modules
         self._flags = stage.training_flags
-        self._microbatches: dict[int, Kept] = {}
-        self._captures = Captures(participation, Weights(stage.splits) if split else None)
-        self.asides = Asides(stage, shadows)
+        self._activations: dict[int, Activations] = {}
+        weights = WeightGradients(stage.splits) if split else None
+        self._captured = CapturedTensors(used_leaves, weights)
+        self.lost_gradients = LostGradients(stage, shadows)
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
@@ -118,112 +120,104 @@ class StagePass:
     def forward(self, i: int, inputs: FlatTree) -> FlatTree:
         """Run the layers on micro-batch ``i``.
 
-        Args:
-            i: The micro-batch.
-            inputs: What comes with the micro-batch; if anything comes by routes, joined with that.
-
         Returns:
-            What goes on with the micro-batch; if anything leaves by routes, joined with that. All
-            is detached from this stage's graph.
+            The outputs, joined with those that leave by routes if there are any; detached from this
+            stage's graph.
         """
         behavior = self._behavior(inputs)
         if not self._context.grad:
             outputs, self._terms[i] = self._run(i, inputs, behavior, first=True)
             return outputs
         since = now()
-        searching = behavior.searching or self._captures.searching
-        self.asides.watch_inputs(inputs.leaves)
+        searching = behavior.searching or self._captured.searching
+        self.lost_gradients.watch_inputs(inputs.leaves)
         if i in self._recomputed:
             self.randomness.save(i)
-            before = self.stage.state.before(behavior)
+            saved = self.stage.state.capture(behavior)
             hooks = self._context.dropping()
             outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
             if self.stage.last:
                 outputs = apart(outputs, inputs)
             leaves = [*outputs.leaves, *terms.leaves]
             needed = any(map(requires_grad, leaves))
-            if needed and searching:
-                self._captures.record(behavior, inputs.leaves, leaves, since)
-            saved = self.stage.state.after(behavior, before)
-            kept = Kept.dropped(inputs, saved, len(terms.leaves))  # its sizes come with its roots
+            if needed and searching:  # first, because it tells what to save
+                self._captured.record(behavior, inputs.leaves, leaves, since)
+            saved.compare(behavior)
+            activations = Activations.dropped(inputs, saved, len(terms.leaves))
         else:
             hooks = self._context.saving()
             outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
             leaves = [*outputs.leaves, *terms.leaves]
             roots = roots_of(leaves)
-            kept = Kept(inputs, roots, sizes=self._sizes(outputs, terms) if self._routed else ())
             needed = bool(roots)
+            sizes = self._sizes(outputs, terms) if self._routed else ()
+            activations = Activations(inputs, roots, sizes=sizes)
             if needed and searching:
-                self._captures.record(behavior, inputs.leaves, leaves, since)
+                self._captured.record(behavior, inputs.leaves, leaves, since)
         if needed:
-            self._microbatches[i] = kept
+            self._activations[i] = activations
         if self.terms:
             self._terms[i] = terms.detached()
         return sent(outputs, self.stage.partition.index, self.work.leaving)
 
     def take_terms(self, i: int) -> FlatTree:
-        """The loss terms of micro-batch ``i``, detached like its outputs; no longer held here."""
+        """Return the loss terms of micro-batch ``i``, detached like its outputs, and drop them."""
         return self._terms.pop(i)
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, to build its graph."""
-        if i in self._microbatches:  # else nothing in it requires a gradient
+        if i in self._activations:  # else nothing in it requires a gradient
             self._context.variables.copy().run(self._repeat, i)
 
     def backward(self, i: int, gradients: FlatTree) -> FlatTree:
         """Compute the gradients of the inputs from those of the outputs, leaf by leaf.
 
-        Both are ordered as in :meth:`forward`, what travels by routes included; ``gradients`` end
-        with those of the loss terms. What came back on one way may have no leaves: there are no
-        gradients then. The gradients of the parameters stay in :attr:`shadows`.
+        Both are ordered as in :meth:`forward`, with those that travel by routes; ``gradients`` end
+        with those of the loss terms. A way without gradients may have no leaves. The gradients of
+        the parameters stay in :attr:`shadows`.
 
         Returns:
             One leaf per input, or none if nothing requires a gradient.
         """
-        kept = self._microbatches.pop(i, None)
-        if kept is None:
+        activations = self._activations.pop(i, None)
+        if activations is None:
             return FlatTree([])  # nothing in it requires a gradient
-        leaves, roots = kept.inputs.leaves, kept.roots
+        leaves, roots = activations.inputs.leaves, activations.roots
         assert roots is not None, "recompute comes before backward in every schedule"
         if self._routed:
-            gradients = _filled(gradients, kept.sizes)
+            gradients = filled(gradients, activations.sizes)
         elif not gradients.leaves:
             roots = []
         drawing = self.randomness.drawing_in_backward(i)
         if drawing is NOTHING:
-            self._captures.run_backward(i, leaves, roots, gradients.leaves)
+            self._captured.run_backward(i, leaves, roots, gradients.leaves)
         else:
             with drawing:
-                self._captures.run_backward(i, leaves, roots, gradients.leaves)
-        if kept.former:
-            self.asides.check_inputs(kept.former)
-        return FlatTree(gradients_in(leaves), kept.inputs.spec)
+                self._captured.run_backward(i, leaves, roots, gradients.leaves)
+        if activations.former:
+            self.lost_gradients.check_inputs(activations.former)
+        return FlatTree(gradients_in(leaves), activations.inputs.spec)
 
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
         with self.randomness.drawing_in_backward(i):
-            self._captures.run_weights(i)
+            self._captured.run_weights(i)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
-        """What is kept until then; the parameters and what a tensor shares memory with included."""
-        return self._captures.kept_for_weights(i)
+        """Return the tensors kept for :meth:`weights`, parameters and bases of views included."""
+        return self._captured.kept_for_weights(i)
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """The sums of the gradients of parameters and captured leaves, no longer held here."""
-        return [*self.shadows.take_gradients(), *self._captures.take_gradients()]
+        """Return the sums of the gradients of parameters and captured leaves, and drop them."""
+        return [*self.shadows.take_gradients(), *self._captured.take_gradients()]
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
         if self._recomputed:
-            check_unchanged(self.stage, self.shadows, self._modules, self._microbatches.values())
+            check_unchanged(self.stage, self.shadows, self._modules, self._activations.values())
 
     def finish_forward(self) -> None:
-        """Update running statistics, and record the version counters of the parameters.
-
-        Raises:
-            RuntimeError: If a layer registered a hook on one of its parameters while it ran, or
-                edited one in a way that cannot be honoured.
-        """
+        """Refuse forbidden edits, update running statistics, and record parameters' versions."""
         check_hooks(self.stage, self.shadows)
         check_edits(self.stage, self.shadows)
         if self._watch is not None:
@@ -232,38 +226,38 @@ class StagePass:
         if self.statistics is not None:
             self.statistics.commit()
 
-    def release(self) -> Asides:
-        """Free everything that was kept for backward, and return what watches its leaves."""
-        self._microbatches.clear()
-        self._captures.clear()
-        return self.asides
+    def release(self) -> LostGradients:
+        """Free the activations, and return the watch over its leaves."""
+        self._activations.clear()
+        self._captured.clear()
+        return self.lost_gradients
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        former = self._microbatches[i].inputs.leaves
         if managers := self._as_in_forward():
             with together(managers):
-                inputs, outputs, terms = self._run_again(i)
+                self._run_again(i)
         else:
-            inputs, outputs, terms = self._run_again(i)
-        if len(terms.leaves) != self._microbatches[i].terms:
+            self._run_again(i)
+
+    def _run_again(self, i: int) -> None:
+        forward = self._activations[i]
+        # Without hooks that layers registered on the inputs in forward.
+        inputs = forward.inputs.detached()
+        behavior, hooks = self._behavior(inputs), self._context.saving()
+        outputs, terms = self._run(i, inputs, behavior, first=False, hooks=hooks)
+        if len(terms.leaves) != forward.terms:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
                 f"others in {self.stage}. Do not let them depend on what forward changes."
             )
-        self.asides.watch_inputs(inputs.leaves)
+        self.lost_gradients.watch_inputs(inputs.leaves)
         roots = list(map(root_of, (*outputs.leaves, *terms.leaves)))
         sizes = self._sizes(outputs, terms) if self._routed else ()
         # What required no gradient is not detached, and a layer may ask for one now.
-        former = [one for one, two in zip(former, inputs.leaves, strict=True) if one is not two]
-        self._microbatches[i] = Kept(inputs, roots, sizes=sizes, former=former)
-
-    def _run_again(self, i: int) -> tuple[FlatTree, FlatTree, FlatTree]:
-        """Do the work of micro-batch ``i`` again; returns its inputs and what :meth:`_run` does."""
-        # Without hooks that layers registered on the inputs in forward.
-        inputs = self._microbatches[i].inputs.detached()
-        behavior, hooks = self._behavior(inputs), self._context.saving()
-        return inputs, *self._run(i, inputs, behavior, first=False, hooks=hooks)
+        leaves = zip(forward.inputs.leaves, inputs.leaves, strict=True)
+        former = [old for old, new in leaves if old is not new]
+        self._activations[i] = Activations(inputs, roots, sizes=sizes, former=former)
 
     def _as_in_forward(self) -> list[Manager]:
         """The context managers that restore the thread's and the modules' state of forward."""
@@ -284,15 +278,7 @@ class StagePass:
         first: bool,
         hooks: Manager = NOTHING,
     ) -> tuple[FlatTree, FlatTree]:
-        """Do the work; returns what goes on, joined with what leaves by routes, and terms.
-
-        Args:
-            i: The micro-batch.
-            inputs: Its inputs.
-            behavior: The layers' behavior.
-            first: Whether it is the first time, and no recomputation.
-            hooks: Applied to what autograd saves.
-        """
+        """Run the layers; returns the outputs, joined with those by routes, and loss terms."""
         stage, work = self.stage, self.work
         # The caller must not find its tensors edited.
         marked = not self._context.grad and not self._from_caller
@@ -321,25 +307,25 @@ class StagePass:
     def _around(self, i: int, terms: list[Term], hooks: Manager, *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
         draws = self.randomness.drawing(i) if first else self.randomness.replaying(i)
-        found = [hooks, *draws]
+        managers = [hooks, *draws]
         if not self.shadows.in_place:
-            found.append(self.shadows.swapped_in(self.stage.journal))
+            managers.append(self.shadows.swapped_in(self.stage.journal))
         if self.statistics is not None:
-            found.append(self.statistics.collecting(self.stage.journal, record=first))
+            managers.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
-            found.append(self._watch.watching(i, self.stage.journal))
+            managers.append(self._watch.watching(i, self.stage.journal))
         if self.terms:
-            found.append(receiving(terms.append))
+            managers.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
-            saved = self._microbatches[i].saved
-            assert saved is not None, "kept for every micro-batch that is recomputed"
-            found += saved.swapped_in(self.stage.journal)
-        return together(found)
+            saved = self._activations[i].saved
+            assert saved is not None, "every micro-batch that is recomputed has it"
+            managers += saved.swapped_in(self.stage.journal)
+        return together(managers)
 
     def _sizes(self, outputs: FlatTree, terms: FlatTree) -> tuple[int, ...]:
-        """The number of the leaves on each of several ways."""
-        ways = parted(outputs) if self.work.leaving else [outputs]
-        return tuple(len(each.leaves) for each in (*ways, *([terms] if self.terms else [])))
+        """The number of output leaves on each way, with that of the loss terms if any."""
+        trees = parted(outputs, 1 + len(self.work.leaving))
+        return tuple(len(tree.leaves) for tree in (*trees, *([terms] if self.terms else [])))
 
     def _behavior(self, inputs: FlatTree) -> Behavior:
         latest, spec = self._latest, inputs.spec
@@ -349,14 +335,8 @@ class StagePass:
         return latest[1]
 
 
-def _filled(gradients: FlatTree, sizes: Sequence[int]) -> FlatTree:
-    """The gradients, with None for all leaves of a way on which there are none."""
-    ways = zip(parted(gradients), sizes, strict=True)
-    return FlatTree([each for way, size in ways for each in way.leaves or [None] * size])
-
-
 def in_layers() -> bool:
-    """Whether the caller is run by a layer of a pipeline, or by a hook on one."""
+    """Return whether a layer of a pipeline, or a hook on one, runs the calling code."""
     frame = sys._getframe(1)  # no flag that an interrupt could leave set
     while frame.f_back is not None and frame.f_code.co_filename != __file__:
         frame = frame.f_back

@@ -1,32 +1,24 @@
-"""What a stage does with a micro-batch: run its layers one after another, or steps of a program.
+"""The work of a stage on a micro-batch: the steps of its part of a program.
 
-Either takes what came with the micro-batch and by routes, and leaves what goes on with it and by
-routes. A route carries a skip tensor, which the layers themselves take out of a table and put into
-it, or values of a program.
+Its inputs come with the micro-batch and by routes, and its outputs leave likewise. A route carries
+values of the program, or a skip tensor, which the layers themselves take out of a table and put
+into it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
-from lightning_gpipe.core.plan import Part, Program, Route, Step
+from lightning_gpipe.core.programs import Program, Step
 from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.skip import in_flight, leaving_in, table_of, using_table
+from lightning_gpipe.core.skip import in_flight, leaving_tensors, table_of, using_table
 
 
-class Work(ABC):
-    """What a stage does with a micro-batch.
-
-    Args:
-        stage: The stage.
-        arriving: The routes of values to it.
-        leaving: The routes of values from it.
+class Work:
+    """The steps of one stage of a program.
 
     Attributes:
         arriving: All routes to the stage, in the order of what arrives.
@@ -34,107 +26,62 @@ class Work(ABC):
         signature: Equal for work that makes the same calls.
     """
 
-    signature: Hashable = None
-
-    def __init__(
-        self, stage: Stage, arriving: tuple[Route, ...] = (), leaving: tuple[Route, ...] = ()
-    ) -> None:
-        self.arriving = (*stage.arriving, *arriving)
-        self.leaving = (*stage.leaving, *leaving)
+    def __init__(self, stage: Stage, program: Program) -> None:
+        self._part = part = program.parts[stage.partition.index]
+        self.arriving = (*stage.arriving, *part.arriving)
+        self.leaving = (*stage.leaving, *part.leaving)
+        self.signature = part.signature
+        self._again = part.runs > 0  # so that a generated function pays
+        part.runs += 1
         self._skips = stage.skips
         self._arriving_skips, self._leaving_skips = stage.arriving, stage.leaving
+        self._stage = stage
 
     def run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
-        """Do it.
+        """Run the stage's layers on one micro-batch.
 
         Args:
-            arrived: What came with the micro-batch, and then what came by each route.
-            guard: Notices edits in place of what arrived, and is told what may have made one.
+            arrived: The value that came with the micro-batch, then the value of each route.
+            guard: Notices edits in place of these values, after each step.
 
         Returns:
-            What goes on with the micro-batch, and then what leaves by each route.
+            The value that goes on with the micro-batch, then the value of each route.
         """
         if not self._skips:
             outputs = self._run(arrived, guard)
             if table := in_flight():
-                leaving_in(table, ())
+                leaving_tensors(table, ())
             return outputs
         k = 1 + len(self._arriving_skips)
         table = table_of(self._arriving_skips, arrived[1:k])
         with using_table(table):
             main, *values = self._run([arrived[0], *arrived[k:]], guard)
-        skips = leaving_in(table, self._leaving_skips)
+        skips = leaving_tensors(table, self._leaving_skips)
         return [main, *map(tree_flatten, skips), *values]
 
-    @abstractmethod
     def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
-        """Do it, with the table of skip tensors in place."""
-
-
-class Layers(Work):
-    """The layers of a stage, each on what the previous one returned.
-
-    Args:
-        stage: The stage.
-    """
-
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage)
-        self._layers = stage.titled
-
-    @override
-    def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
-        [x] = arrived
-        after = guard.after
-        for layer, title in self._layers:
-            x = layer(x)
-            after(title)
-        return [tree_flatten(x)]
-
-
-class Steps(Work):
-    """The steps of one stage of a program.
-
-    Args:
-        stage: The stage.
-        part: Its part of the program.
-    """
-
-    def __init__(self, stage: Stage, part: Part) -> None:
-        super().__init__(stage, part.arriving, part.leaving)
-        self.signature = part.signature
-        self._part = part
-        self._again = stage.has_run(part)  # it is worth while to make a function of it
-        self._title = str(stage)
-
-    @override
-    def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
+        """Run the layers while skip tensors can be stashed and popped."""
         takes, *arriving = arrived
-        # Until it is known that nothing is edited in place, each step must be asked.
-        if self._again and guard.expects_none:
-            gives, leaving = self._call_at_once(takes, arriving)
-            guard.after(self._title)
-        else:
-            gives, leaving = self._call_each(takes, arriving, guard)
-        return [joined(gives), *map(joined, leaving)]
-
-    def _call_at_once(
-        self, takes: Sequence[Any], arriving: Sequence[Sequence[Any]]
-    ) -> tuple[list[Any], list[list[Any]]]:
+        # Until it is known that no layer edits in place, each step must be checked.
+        if not (self._again and (self._part.function.names_layers or guard.expects_none)):
+            return self._call_each(takes, arriving, guard)
         function = self._part.function
         try:
-            return function.call(takes, arriving)
+            outputs = function.call(takes, arriving, guard.after)
         except BaseException as error:
             _add_step(error, function.step_of(error))
             raise
+        if not function.names_layers:
+            guard.after(str(self._stage))
+        return outputs
 
     def _call_each(
-        self, takes: Sequence[Any], arriving: Sequence[Sequence[Any]], guard: MutationGuard
-    ) -> tuple[list[Any], list[list[Any]]]:
+        self, takes: Any, arriving: Sequence[Any], guard: MutationGuard
+    ) -> list[FlatTree]:
         part, step = self._part, None
-        values = dict(zip(part.takes, takes, strict=True))
-        for route, arrived in zip(part.arriving, arriving, strict=True):
-            values |= zip(route.numbers, arrived, strict=True)
+        values = dict(_numbered(part.takes, takes))
+        for route, value in zip(part.arriving, arriving, strict=True):
+            values |= _numbered(route.numbers, value)
         try:
             for step, dropped in zip(part.steps, part.drops, strict=True):
                 values[step.value] = step(values)
@@ -144,19 +91,16 @@ class Steps(Work):
         except BaseException as error:
             _add_step(error, step)
             raise
-        leaving = [[values[number] for number in route.numbers] for route in part.leaving]
-        return [values[number] for number in part.gives], leaving
+        ways = [part.gives, *(route.numbers for route in part.leaving)]
+        return [joined([values[number] for number in numbers]) for numbers in ways]
 
 
-def work_of(stage: Stage, program: Program | None) -> Work:
-    """The work of a stage: its part of a program, or its layers."""
-    if program is None:
-        return Layers(stage)
-    return Steps(stage, program.parts[stage.partition.index])
+def _numbered(numbers: Sequence[int], way: Any) -> Iterable[tuple[int, Any]]:
+    """The numbers of the values that come on one way, with the values."""
+    return [(numbers[0], way)] if len(numbers) == 1 else zip(numbers, way, strict=True)
 
 
 def _add_step(error: BaseException, step: Step | None) -> None:
-    """Add a note that says which step raised an error."""
-    if step is not None:
-        called = f", called in {step.line}" if step.line else ""
-        add_note(error, f"raised in {step.title}{called}")
+    """Add a note with the line of the user's code that called the step."""
+    if step is not None and step.line:
+        add_note(error, f"raised in {step.title}, called in {step.line}")

@@ -1,8 +1,8 @@
 """Runs one worker's row of the schedule over its stages.
 
-This is the loop with the effects. It makes no decision of its own: the row says what to do next,
-what an action needs follows from the action, and where its result is needed follows from its kind.
-Forward receives from the previous stage and sends to the next; backward mirrors it.
+This is the loop with the effects, without decisions of its own: the row gives the next action, and
+the action gives its inputs and the place of its result. Forward receives from the previous stage
+and sends to the next; backward mirrors it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, parted
-from lightning_gpipe.core.faithful import (
-    Context,
-    Manager,
-    Streams,
-    add_note,
-    together,
-)
-from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, successor
+from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
+from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.run.caller import term_route
-from lightning_gpipe.core.run.clocks import clock_of
-from lightning_gpipe.core.run.names import named, profiled
+from lightning_gpipe.core.run.observe.clocks import clock_of
+from lightning_gpipe.core.run.observe.profiler_names import named, profiled
+from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.schedules import Action, Kind, Schedule, successor
 from lightning_gpipe.core.skip import using_table
 from lightning_gpipe.core.transport import Cancelled, Exchange, Task
 
@@ -39,12 +34,12 @@ class Worker:
         index: Its index.
         device: Its device.
         passes: The mini-batch's pass through each of its stages, by the index of the stage.
-        streams: The caller's, on which its layers compute.
+        streams: The caller's streams, on which its layers compute.
         forward: The thread-local state of forwards, if backwards have another one.
 
     Attributes:
-        stream: That of its device; None for the CPU.
-        clock: The clock of that.
+        stream: The stream of its device; None for the CPU.
+        clock: The clock of the stream.
     """
 
     def __init__(
@@ -62,29 +57,18 @@ class Worker:
         self.stream = streams.on(device)
         self.clock = clock_of(self.stream)
 
-    def task(
-        self,
-        phase: Schedule,
-        exchange: Exchange,
-        context: Context,
-        timeline: Timeline,
-        *,
-        here: bool = False,
-    ) -> WorkerTask:
-        """The worker's task in one phase.
-
-        Args:
-            phase: The phase.
-            exchange: Sends its results, and receives what it needs.
-            context: The caller's thread-local state, to run in.
-            timeline: Where to record what ran when.
-            here: Whether the thread that performs it has this state already, and these streams.
-        """
-        return WorkerTask(self, phase, exchange, context, timeline, here=here)
-
 
 class WorkerTask(Task):
-    """A worker's row of one phase; see :class:`~lightning_gpipe.core.transport.Task`."""
+    """A worker's row of one phase.
+
+    Args:
+        worker: The worker.
+        phase: The phase.
+        exchange: Sends its results, and receives its inputs.
+        context: The caller's thread-local state, to run in.
+        timeline: Records its actions.
+        here: Whether the thread that performs it has this state and these streams already.
+    """
 
     def __init__(
         self,
@@ -94,7 +78,7 @@ class WorkerTask(Task):
         context: Context,
         timeline: Timeline,
         *,
-        here: bool,
+        here: bool = False,
     ) -> None:
         self._worker = worker
         self._here = here
@@ -132,9 +116,9 @@ class WorkerTask(Task):
             managers.append(using_table({}))
         if self._forwards:
             managers += [
-                each.shadows.swapped_in(each.stage.journal)
-                for each in self._passes.values()
-                if not each.shadows.in_place
+                stage_pass.shadows.swapped_in(stage_pass.stage.journal)
+                for stage_pass in self._passes.values()
+                if not stage_pass.shadows.in_place
             ]
         return together(managers)
 
@@ -152,8 +136,8 @@ class WorkerTask(Task):
 
     @override
     def abandon(self) -> None:
-        for each in self._passes.values():
-            each.stage.journal.abandon()
+        for stage_pass in self._passes.values():
+            stage_pass.stage.journal.abandon()
 
     def _perform(self, actions: Sequence[Action]) -> None:
         exchange = self._exchange
@@ -168,7 +152,7 @@ class WorkerTask(Task):
                 raise
 
     def _pass_on(self, action: Action) -> None:
-        """Receive what the action needs, run it, and send its result."""
+        """Receive the inputs of the action, run it, and send its result."""
         exchange = self._exchange
         stage_pass = self._passes[action.j]
         run: Callable[[int, FlatTree], FlatTree] = stage_pass.forward
@@ -189,14 +173,11 @@ class WorkerTask(Task):
         result = run(action.i, value)
         self._record((self._worker.index, action, start, self._now()))
         if stage_pass.terms and action.kind is Kind.FORWARD:
-            self._send_terms(action, stage_pass.take_terms(action.i))
+            terms = stage_pass.take_terms(action.i)
+            exchange.send(action._replace(j=self._n), terms, term_route(action.j, self._n))
         if leaving:
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
-
-    def _send_terms(self, by: Action, terms: FlatTree) -> None:
-        """Send the loss terms of a forward to the caller."""
-        self._exchange.send(by._replace(j=self._n), terms, term_route(by.j, self._n))
 
     def _recompute(self, action: Action) -> None:
         self._run(action, self._passes[action.j].recompute)
@@ -205,7 +186,7 @@ class WorkerTask(Task):
         self._run(action, self._passes[action.j].weights)
 
     def _run(self, action: Action, run: Callable[[int], None]) -> None:
-        """Run what needs nothing of other stages, and has no result for them."""
+        """Run an action without inputs from other stages or results for them."""
         if self._profiled:
             run = named(action, run)
         start = self._now()
@@ -213,9 +194,9 @@ class WorkerTask(Task):
         self._record((self._worker.index, action, start, self._now()))
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
-        """Send what of the result of ``by`` leaves by routes, and return the rest."""
+        """Send the values of an action's result that leave by routes, and return the rest."""
         none = [FlatTree([])] * (1 + len(routes))  # where nothing requires a gradient
-        main, *others = parted(value) if value.spec is not None else none
+        main, *others = parted(value, len(none)) if value.spec is not None else none
         for route, tree in zip(routes, others, strict=True):
             j = route.target if by.kind.direction > 0 else route.source
             self._exchange.send(by._replace(j=j), tree, route)
@@ -229,7 +210,7 @@ class WorkerTask(Task):
 def _within(
     context: Context, run: Callable[[int, FlatTree], FlatTree]
 ) -> Callable[[int, FlatTree], FlatTree]:
-    """``run``, in a thread-local state of its own."""
+    """Wrap ``run`` in a thread-local state of its own."""
 
     def run_within(i: int, value: FlatTree) -> FlatTree:
         with context.entered():

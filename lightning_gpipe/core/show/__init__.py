@@ -1,4 +1,4 @@
-"""Tables and pictures: which layers are where, where skip connections go, what ran when.
+"""Tables and pictures of stages, skip connections, plans and timelines.
 
 This is the only room that draws, on a terminal or into a file.
 """
@@ -6,15 +6,9 @@ This is the only room that draws, on a terminal or into a file.
 from rich import print as show
 from rich.table import Table
 
-from lightning_gpipe.core.show.picture import (
-    INSTALL,
-    can_draw,
-    check_can_draw,
-    draw_timeline,
-    timeline_picture,
-)
+from lightning_gpipe.core.show.picture import INSTALL, can_draw, check_can_draw, timeline_picture
 from lightning_gpipe.core.show.plan_picture import plan_picture
-from lightning_gpipe.core.show.plans import alternatives_table, plan_table, show_plan
+from lightning_gpipe.core.show.plans import show_plan
 from lightning_gpipe.core.show.skips import skip_table
 from lightning_gpipe.core.show.stages import stage_table
 from lightning_gpipe.core.show.trace import Slice, trace_of
@@ -23,12 +17,9 @@ __all__ = [
     "INSTALL",
     "Slice",
     "Table",
-    "alternatives_table",
     "can_draw",
     "check_can_draw",
-    "draw_timeline",
     "plan_picture",
-    "plan_table",
     "show",
     "show_plan",
     "skip_table",

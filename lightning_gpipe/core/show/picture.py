@@ -1,9 +1,7 @@
-"""A timeline as a picture: a row for each worker, a box for each action, gaps where it waits.
+"""Draws timelines: a row for each worker, a box for each action, gaps where it waits.
 
-Where the caller's code is a row of the schedule, it is the last row of the picture.
-
-What ran and what a simulation predicts are drawn alike, so they can be laid side by side. Only this
-needs matplotlib, which is an extra.
+If the caller's code is a row of the schedule, it is the last row of the picture. Recorded and
+simulated timelines look alike, for comparison. Drawing needs matplotlib, which is an extra.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from lightning_gpipe.core.plan import CALLER, Kind
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import CALLER, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,29 +33,25 @@ _COLORS = {
     Kind.PREPARE: "#8a8a8a",
     Kind.LOSS: "#5b8c5a",
 }
-_DARK = (Kind.FORWARD, Kind.BACKWARD, Kind.PREPARE, Kind.LOSS)  # whose labels are white
-_INCHES, _DPI = 12.8, 150  # as wide as a slide: 1920 pixels
-_ROWS = 32  # with more, a lane has no room for text
-_NAMES = 24  # of workers, at most: more would overlap in a part of a figure
-_LINES = 34  # of names of 10 points, at most, in a whole figure
-_SMALLEST = 6  # points, of names of more lines
+_DARK = (Kind.FORWARD, Kind.BACKWARD, Kind.PREPARE, Kind.LOSS)  # with white labels
+_INCHES, _DPI = 12.8, 150  # the width of a slide: 1920 pixels
+_ROWS = 32  # with more, lanes are too narrow for text
+_NAMES = 24  # of workers, at most; more would overlap in a part of a figure
+_LINES = 34  # of names in 10 points that fit into a figure
+_SMALLEST = 6  # points, for names with more lines
 _POINTS = 5.5  # the width of a digit in a box
-_MOST_FIT = 0.9  # of the labels of a kind: fewer look like a selection that means something
+_MOST_FIT = 0.9  # the least share of labels of a kind; fewer would look like a selection
 _BOXES = 20_000  # with more, they are narrower than a pixel
 _PIXELS = 1600  # between the left and the right of the axes
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def check_can_draw() -> None:
-    """Raise if matplotlib is not installed.
-
-    Raises:
-        ImportError: Says how to install it.
-    """
+    """Raise an ImportError if matplotlib is not installed."""
     if not can_draw():
         raise ImportError(f"drawing needs matplotlib: not installed. Run {INSTALL}.")
 
@@ -65,19 +59,18 @@ def check_can_draw() -> None:
 def timeline_picture(
     spans: Sequence[Span], workers: Sequence[str], *, title: str = "", note: str = ""
 ) -> Figure:
-    """Draw what ran when, or what is predicted to::
+    """Draw a recorded or predicted timeline::
 
         cuda:0   ▇F0▇▇F1▇▇F2▇             ▇B2▇▇R1▇▇B1▇ ...
         cuda:1        ▇F0▇▇F1▇▇F2▇▇B2▇▇R1▇▇B1▇
 
-    Of a worker with several stages, each stage has a lane of its own, from top to bottom.
+    Each stage of a worker with several stages has a lane of its own, from top to bottom.
 
     Args:
         spans: The actions, with times in seconds from any beginning.
-        workers: What each worker is called, and after them the caller if it has actions; may have
-            several lines.
-        title: Above the picture.
-        note: Below the title, in smaller letters.
+        workers: The name of each worker, of one line or several, and of the caller if it acts.
+        title: The title above the picture.
+        note: A line below the title, in smaller letters.
 
     Returns:
         A figure as wide as a slide; ``figure.savefig("timeline.png")`` writes it.
@@ -108,13 +101,7 @@ def timeline_picture(
 
 
 def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> None:
-    """Draw what ran when into axes, as one part of a figure.
-
-    Args:
-        axes: matplotlib's.
-        spans: The actions, with times in seconds.
-        workers: What each worker is called, and after them the caller if it has actions.
-    """
+    """Draw a timeline into axes; see :func:`timeline_picture` for the arguments."""
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=0.0) - begin or 1e-3
     figure = axes.get_figure(root=True)
@@ -125,7 +112,7 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     for kind, color in _COLORS.items():
         if kind in kinds:
             axes.broken_barh([], (0, 0), facecolor=color, label=kind.verb)  # for the legend
-    # What the caller does takes another time than what stages do, also of the same kind.
+    # The caller's actions differ in length from those of stages of the same kind.
     for (kind, color), by_caller in product(_COLORS.items(), (False, True)):
         actions = (span for span in spans if span.action.kind is kind)
         chosen = [span for span in actions if span.action.by_caller == by_caller]
@@ -141,7 +128,7 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
 
 
 class _Lane(NamedTuple):
-    """Where the actions of a stage are drawn: its upper edge and its height, in rows."""
+    """The upper edge and the height of a stage's boxes, in rows."""
 
     top: float
     height: float
@@ -149,18 +136,18 @@ class _Lane(NamedTuple):
 
 def _lanes(spans: Sequence[Span]) -> dict[tuple[int, int], _Lane]:
     """The lane of each worker's stages, and that of the caller, by :func:`_place`."""
-    found = {}
+    lanes = {}
     places = sorted(set(map(_place, spans)))
-    for worker, own in groupby(places, lambda place: place[0]):
-        stages = list(own)
+    for worker, group in groupby(places, lambda place: place[0]):
+        stages = list(group)
         height = 0.8 / len(stages)
         for k, place in enumerate(stages):
-            found[place] = _Lane(worker - 0.4 + k * height, height)
-    return found
+            lanes[place] = _Lane(worker - 0.4 + k * height, height)
+    return lanes
 
 
 def _place(span: Span) -> tuple[int, int]:
-    """The worker and the stage of an action; of all that the caller does the same."""
+    """The worker and the stage of an action; all actions of the caller have one place."""
     return span.worker, CALLER if span.action.by_caller else span.action.j
 
 
@@ -172,12 +159,12 @@ def _draw_boxes(
     begin: float,
     points: float,
 ) -> None:
-    """A box for each action of a kind, with a line around those that are wider than it."""
+    """Draw a box for each action of a kind; the line around narrow boxes is thin."""
     narrow = median((span.end - span.start) * points for span in spans) < 3
     boxes = defaultdict(list)
-    for each in spans:
-        box = (1e3 * (each.start - begin), 1e3 * (each.end - each.start))
-        boxes[lanes[_place(each)]].append(box)
+    for span in spans:
+        box = (1e3 * (span.start - begin), 1e3 * (span.end - span.start))
+        boxes[lanes[_place(span)]].append(box)
     for lane, chosen in boxes.items():
         axes.broken_barh(
             chosen, lane, facecolor=color, edgecolor="white", linewidth=0.15 if narrow else 0.6
@@ -191,7 +178,7 @@ def _draw_labels(
     begin: float,
     points: float,
 ) -> None:
-    """The micro-batch of each action of a kind, if nearly all of them have room for it."""
+    """Draw the micro-batch of each action of a kind, if there is room in nearly all boxes."""
     fitting = [
         span
         for span in spans
@@ -213,7 +200,7 @@ def _draw_labels(
 def _draw_pixels(
     axes: Axes, spans: Sequence[Span], color: str, begin: float, length: float, workers: int
 ) -> None:
-    """The actions of a kind as an image, where boxes would be narrower than a pixel."""
+    """Draw the actions of a kind as an image, as boxes would be narrower than a pixel."""
     from matplotlib.colors import to_rgb
 
     image = np.zeros((workers, _PIXELS, 4))
@@ -227,12 +214,11 @@ def _draw_pixels(
 
 
 def _lines(workers: Sequence[str]) -> int:
-    """The lines of the longest name."""
     return max((1 + name.count("\n") for name in workers), default=1)
 
 
 def _frame(axes: Axes, workers: Sequence[str], length: float) -> None:
-    """The axes around the boxes: the first worker on top, nothing that is not needed."""
+    """Draw the axes around the boxes, with the first worker on top, and the legend."""
     lines = _lines(workers) * len(workers)
     size = min(10.0, max(_SMALLEST, 10 * _LINES / max(1, lines)))
     every = max(1, ceil(len(workers) / _NAMES), ceil(lines * size / (10 * _LINES)))

@@ -1,4 +1,4 @@
-"""A plan as a picture: what runs when, and below it the memory of each device over time."""
+"""Draws a plan: the timeline, and below it the memory of each device over time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_gpipe.core.plan import Prediction
+from lightning_gpipe.core.planner import Prediction
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.show.picture import check_can_draw, draw_timeline
 from lightning_gpipe.core.show.plans import headline
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RED, _BLUE = "#b03030", "#3b75af"
-_TIMES = 1600  # about as many as pixels
-_LINES = 8  # of more devices, the range is drawn: nobody can follow as many lines
+_TIMES = 1600  # about one per pixel
+_LINES = 8  # with more devices, the range is drawn: the lines could not be told apart
 
 
 def plan_picture(prediction: Prediction) -> Figure:
-    """Draw what is predicted to run when, and what each device holds at the time.
-
-    Returns:
-        A figure as wide as a slide; ``figure.savefig("plan.png")`` writes it.
+    """Draw the predicted timeline, and the memory of each device over time.
 
     Raises:
         ImportError: If matplotlib is not installed.
@@ -49,8 +46,8 @@ def plan_picture(prediction: Prediction) -> Figure:
 
 
 def _draw_memory(axes: Axes, prediction: Prediction, workers: list[str], scale: float) -> None:
-    """A line of steps for each device, or the range of all, and the limits that are known."""
-    # Of changes at the same time only the last is seen: a backward ends where a recompute begins.
+    """Draw a step line for each device, or the range of all, and the known limits."""
+    # The last of simultaneous changes counts: a recomputation begins when a backward ends.
     over_time = [dict(changes) for changes in prediction.memory_over_time()]
     if len(workers) <= _LINES:
         for label, sizes in zip(workers, over_time, strict=True):
@@ -70,7 +67,7 @@ def _draw_memory(axes: Axes, prediction: Prediction, workers: list[str], scale: 
             color=_RED,
             fontsize=9,
         )
-    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the words above the limit
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the text above the limit
     axes.set_ylabel("GiB")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -81,13 +78,13 @@ def _draw_memory(axes: Axes, prediction: Prediction, workers: list[str], scale: 
 def _draw_range(
     axes: Axes, prediction: Prediction, over_time: list[dict[float, float]], scale: float
 ) -> None:
-    """The memory of the fullest device at each time, and of the one with the most room."""
+    """Draw the memory of the fullest device at each time, and of the one with the most room."""
     times = np.linspace(0, prediction.time, _TIMES)
-    held = np.empty((len(over_time), _TIMES))
-    for row, sizes in zip(held, over_time, strict=True):
+    memory = np.empty((len(over_time), _TIMES))
+    for row, sizes in zip(memory, over_time, strict=True):
         latest = np.searchsorted(list(sizes), times, side="right") - 1
         row[:] = np.array(list(sizes.values()))[latest] / 2**30
     milliseconds = 1e3 * scale * times
-    most, least = held.max(axis=0), held.min(axis=0)
+    most, least = memory.max(axis=0), memory.min(axis=0)
     axes.fill_between(milliseconds, least, most, color=_BLUE, alpha=0.25, label="all devices")
     axes.plot(milliseconds, most, color=_BLUE, linewidth=1.4, label="the fullest device")

@@ -1,21 +1,22 @@
-"""A plan as tables: what each stage runs, takes and needs; and what else there was to choose."""
+"""Shows a plan as tables: the stages with their times and memory, and the alternatives."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import groupby
 from math import inf
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from lightning_gpipe.core.plan import Plan, Prediction, StagePrediction
+from lightning_gpipe.core.planner import Plan, Prediction, StagePrediction
 
-_ROWS = 32  # of a table that a person reads
+_ROWS = 32  # with more, equal stages share one
 
 
 def show_plan(plan: Plan) -> None:
-    """Print both tables; into a file, as wide as they are."""
+    """Print both tables; in a file, they are as wide as they need."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     console.print(plan_table(plan.prediction))
     if plan.alternatives:
@@ -23,13 +24,13 @@ def show_plan(plan: Plan) -> None:
 
 
 def plan_table(prediction: Prediction) -> Table:
-    """List the stages, one row each; of many stages, those that are equal are in one::
+    """List the stages, one row each; if there are many, equal ones share a row::
 
         stage  device  layers           number  parameters  ms     memory, GiB  of
             0       0  embed .. blocks.5     7     40,960  12.31         10.22  24
             1       1  blocks.6 .. head      7     41,123  12.05          9.80  24
 
-    The memory is that at the peak, followed by what it is made of.
+    The memory is the peak, followed by its parts.
     """
     table = Table(title=headline(prediction))
     for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction)):
@@ -39,9 +40,9 @@ def plan_table(prediction: Prediction) -> Table:
     cells = [_cells(prediction, stage) for stage in prediction.stages]
     numbered = enumerate(zip(prediction.stages, cells, strict=True))
     many = len(cells) > _ROWS
-    for _, run in groupby(numbered, lambda each: each[1][1] if many else each[0]):
-        (j, (first, shown)), *others = run
-        end, (last, _) = others[-1] if others else (j, (first, shown))
+    for _, group in groupby(numbered, lambda row: row[1][1] if many else row[0]):
+        rows = list(group)
+        (j, (first, shown)), (end, (last, _)) = rows[0], rows[-1]
         table.add_row(
             _from_to(j, end),
             _from_to(first.device, last.device),
@@ -52,7 +53,7 @@ def plan_table(prediction: Prediction) -> Table:
 
 
 def _cells(prediction: Prediction, stage: StagePrediction) -> tuple[str, ...]:
-    """What is shown of a stage, but for which it is."""
+    """The columns that may be equal for several stages."""
     memory = stage.memory
     sizes = (*memory[4:], stage.sent)
     return (
@@ -71,41 +72,41 @@ def _from_to(first: object, last: object) -> str:
 
 
 def alternatives_table(plan: Plan) -> Table:
-    """List what was not chosen, and why::
+    """List the alternatives, and why they were not chosen::
 
     stages  chunks  recomputed  schedule    split      ms   GiB   why not
          8      16           0  fill_drain  no              26.1  lacks 2.1 GiB on stage 0
          8      32           8  fill_drain  no      512.3   22.0  3.1% slower: ...
     """
-    table = Table(title="alternatives")
-    for name in ("stages", "chunks", "recomputed"):
-        table.add_column(name, justify="right")
-    table.add_column("schedule")
-    table.add_column("split")
-    for name in (time_unit(plan.prediction), "bubble", "GiB"):
-        table.add_column(name, justify="right")
-    table.add_column("why not")
-    for each in plan.alternatives:
-        found = each.prediction
-        fits = not any(found.missing)
+    right = partial(Column, justify="right")
+    table = Table(
+        *map(right, ("stages", "chunks", "recomputed")),
+        *("schedule", "split"),
+        *map(right, (time_unit(plan.prediction), "bubble", "GiB")),
+        "why not",
+        title="alternatives",
+    )
+    for alternative in plan.alternatives:
+        prediction = alternative.prediction
+        settings, fits = prediction.settings, not any(prediction.missing)
         table.add_row(
-            f"{len(found.settings.balance)}",
-            f"{found.settings.chunks}",
-            f"{max(found.settings.recomputed)}",
-            found.settings.order.schedule,
-            "yes" if found.settings.order.split else "no",
-            _time(found, found.time) if fits else "",
-            f"{found.bubble:.1%}" if fits else "",
-            _gib(max(stage.needed for stage in found.stages)),
-            each.reason,
+            f"{len(settings.balance)}",
+            f"{settings.chunks}",
+            f"{settings.recomputed}",
+            settings.order.schedule,
+            "yes" if settings.order.split else "no",
+            _time(prediction, prediction.time) if fits else "",
+            f"{prediction.bubble:.1%}" if fits else "",
+            _gib(max(stage.needed for stage in prediction.stages)),
+            alternative.reason,
         )
     return table
 
 
 def headline(prediction: Prediction) -> str:
-    """What was chosen, and what it is predicted to take, in a line."""
+    """Return the chosen settings and the predicted time in one line."""
     chosen = prediction.settings
-    written = f", {chosen.order.written}" if chosen.order.written else ""
+    written = f", {chosen.order.arguments}" if chosen.order.arguments else ""
     text = (
         f"{len(chosen.balance)} stages, chunks={chosen.chunks}, activation_checkpointing="
         f"{chosen.activation_checkpointing!r}{written}: {_time(prediction, prediction.time)} "
@@ -116,7 +117,7 @@ def headline(prediction: Prediction) -> str:
 
 
 def time_unit(prediction: Prediction) -> str:
-    """The unit in which times are shown."""
+    """Return the unit in which times are shown."""
     return "ms" if prediction.unit == "s" else "GFLOP"
 
 

@@ -1,15 +1,14 @@
-"""A timeline in the JSON trace event format, which Perfetto and Chrome open.
+"""Writes timelines in the JSON trace event format, which Perfetto and Chrome open.
 
-Each worker is a thread of the trace, and so is the caller. Where the caller's code is a row of the
-schedule, that row is one more. An action is a complete event ("X") with its micro-batch, stage and
-layers as arguments. What one stage hands to another, or to the caller, is a flow ("s" to "f"): an
-arrow from the end of the one action to the begin of the other. That a copy between devices took
-some of the time between them is not recorded.
+Each worker is a thread of the trace, and so is the caller. If the caller's code is a row of the
+schedule, that row is another thread. An action is a complete event ("X") with its micro-batch,
+stage and layers as arguments. A transfer from one stage to another, or to the caller, is a flow
+("s" to "f"): an arrow from the end of the one action to the begin of the other. The times of copies
+between devices are not recorded.
 
-Times are whole microseconds: readers drop an event that overlaps another of its thread in part,
-and fractions, which they round in different ways, would make neighbours overlap. What one worker,
-and one caller, does never overlaps. The numbers of flows are integers: Perfetto reads a string as a
-hexadecimal number, and drops what is none.
+Times are whole microseconds: readers drop an event that partly overlaps another of its thread, and
+fractions, which they round in different ways, would make neighbours overlap. The numbers of flows
+are integers: Perfetto reads a string as a hexadecimal number, and drops other strings.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from itertools import count
 from math import floor
 from typing import Any, NamedTuple
 
-from lightning_gpipe.core.plan import Action, Kind, Layout, predecessors
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import Action, Kind, predecessors
 
 _PID = 1
 _CALLER = 0  # the thread of the caller; that of worker w is w + 1
 
 
 class Slice(NamedTuple):
-    """What the caller did in a time, in seconds."""
+    """An activity of the caller, with times in seconds."""
 
     name: str
     start: float
@@ -37,18 +37,17 @@ class Slice(NamedTuple):
 def trace_of(
     runs: Iterable[tuple[Layout, Sequence[Span]]], caller: Sequence[Slice] = (), name: str = "GPipe"
 ) -> dict[str, Any]:
-    """What ran when, as a value for ``json.dump``.
+    """Return a trace as a value for ``json.dump``.
 
     Args:
-        runs: Of each mini-batch the layout, and its actions, the caller's too; times in seconds of
-            one clock.
-        caller: What the caller's thread did.
-        name: What the whole is called.
+        runs: The layout and the actions of each mini-batch, including the caller's.
+        caller: The activities of the caller's thread, on the same clock.
+        name: The name of the trace.
     """
     runs = list(runs)
-    starts = [span.start for _, spans in runs for span in spans] + [each.start for each in caller]
+    starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
     begin = min(starts, default=0.0)
-    events = [_called("process_name", _CALLER, name), *_threads(runs)]
+    events = [_meta("process_name", _CALLER, {"name": name}), *_threads(runs)]
     for title, start, end in caller:
         events.append(_complete(_CALLER, title, "caller", start - begin, end - begin, {}))
     numbers = count()
@@ -64,9 +63,10 @@ def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str
     for layout, _ in runs:
         names |= {w + 1: _worker(layout, w) for w in range(len(layout.devices))}
     for layout, spans in runs:
-        names |= {each.worker + 1: _row(layout) for each in spans if each.action.by_caller}
+        row = f"caller, by micro-batch ({layout.outside})"
+        names |= {span.worker + 1: row for span in spans if span.action.by_caller}
     for thread, name in sorted(names.items()):
-        yield _called("thread_name", thread, name)
+        yield _meta("thread_name", thread, {"name": name})
         yield _meta("thread_sort_index", thread, {"sort_index": thread})
 
 
@@ -76,16 +76,8 @@ def _worker(layout: Layout, w: int) -> str:
     return f"worker {w} ({layout.devices[w]}), stage{'s' if len(stages) > 1 else ''} {numbers}"
 
 
-def _row(layout: Layout) -> str:
-    return f"caller, by micro-batch ({layout.outside})"
-
-
-def _called(what: str, thread: int, name: str) -> dict[str, Any]:
-    return _meta(what, thread, {"name": name})
-
-
-def _meta(what: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": _PID, "tid": thread, "args": args}
+def _meta(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": _PID, "tid": thread, "args": args}
 
 
 def _complete(
@@ -116,32 +108,36 @@ def _flows(
     layout: Layout, spans: Sequence[Span], begin: float, numbers: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
     """The arrows from each action to those on other workers that use its result."""
-    found = {span.action: span for span in spans}
+    span_of = {span.action: span for span in spans}
     for target in spans:
-        for action, what in _sources(layout, target.action):
-            source = found.get(action)
+        for action, tensors in _sources(layout, target.action):
+            source = span_of.get(action)
             if source is None or source.worker == target.worker:
                 continue
-            start, end = (_micro(each - begin) for each in source[2:])
-            enters, ends = (_micro(each - begin) for each in target[2:])
+            start, end = (_micro(time - begin) for time in source[2:])
+            enters, ends = (_micro(time - begin) for time in target[2:])
             if start == end or enters == ends:
-                continue  # an arrow begins and ends within a box that has a width
-            flow = {"name": what, "cat": "hand-over", "pid": _PID, "id": next(numbers)}
+                continue  # an arrow needs boxes that have a width
+            flow = {"name": tensors, "cat": "hand-over", "pid": _PID, "id": next(numbers)}
             yield {"ph": "s", "tid": source.worker + 1, "ts": end - 1, **flow}
             yield {"ph": "f", "tid": target.worker + 1, "ts": enters, "bp": "e", **flow}
 
 
 def _sources(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:
-    """The actions whose results one uses, and what these are."""
-    for each in predecessors(action):
-        yield each, "activations" if each.kind.direction > 0 else "gradients"
+    """The actions whose results an action uses, and the name of these tensors."""
+    for source in predecessors(action):
+        yield source, _tensors(source.kind)
     kind, i, j = action
     if action.by_caller or not kind.direction:
         return
-    what, forward = "activations" if kind.direction > 0 else "gradients", kind is Kind.FORWARD
+    forward = kind is Kind.FORWARD
     for route in layout.arriving(j) if forward else layout.leaving(j):
         other = route.source if forward else route.target
-        yield Action(kind, i, other), f"{what} of {route.name}"
+        yield Action(kind, i, other), f"{_tensors(kind)} of {route.name}"
+
+
+def _tensors(kind: Kind) -> str:
+    return "activations" if kind.direction > 0 else "gradients"
 
 
 def _micro(seconds: float) -> int:

@@ -1,12 +1,12 @@
 """Skip connections: tensors sent directly from the layer that makes them to a later layer.
 
-``declare`` has what a user writes, ``flight`` holds the tensors between the two layers, ``layout``
-checks all declarations of a model and derives the routes between stages from them.
+``declare`` has the decorators for the user's layers, ``flight`` holds the tensors between the two
+layers, ``skip_layout`` checks all declarations of a model and derives the routes between stages.
 """
 
 from lightning_gpipe.core.skip.declare import (
     Namespace,
-    declared_in,
+    declaration_of,
     isolate,
     pop,
     skippable,
@@ -14,9 +14,9 @@ from lightning_gpipe.core.skip.declare import (
     with_skips,
 )
 from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
-from lightning_gpipe.core.skip.layout import (
+from lightning_gpipe.core.skip.skip_layout import (
     Skip,
-    leaving_in,
+    leaving_tensors,
     routes_of,
     skips_of,
     stages_of,
@@ -28,10 +28,10 @@ __all__ = [
     "Namespace",
     "Skip",
     "Table",
-    "declared_in",
+    "declaration_of",
     "in_flight",
     "isolate",
-    "leaving_in",
+    "leaving_tensors",
     "pop",
     "routes_of",
     "skippable",

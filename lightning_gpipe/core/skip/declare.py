@@ -1,13 +1,11 @@
-"""What a user writes: layers that stash a tensor for a later layer, or pop one.
+"""Decorators for layers that stash a tensor for a later layer, or pop one.
 
-An nn.Sequential passes one value from layer to layer. A skip connection is a tensor that some later
-layer needs as well. To pass it along, every layer between would have to handle it, and it would be
-sent from stage to stage. So one layer *stashes* it under a name and another *pops* it; the layers
-between are not involved.
+An nn.Sequential passes one value from layer to layer. If a tensor for a later layer were passed
+along, every layer between would have to handle it, and it would be sent from stage to stage. So one
+layer *stashes* it under a name and another *pops* it; the layers between are not involved.
 
-The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields what it
-stashes and pops. :func:`with_skips` makes such a generator of a forward that takes its pops as
-arguments and returns its stashes.
+The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
+and pops. :func:`with_skips` makes such a generator of a plain forward.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from uuid import UUID, uuid4
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.plan import SkipName
+from lightning_gpipe.core.programs import SkipName
 from lightning_gpipe.core.skip.flight import Table, in_flight
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 M = TypeVar("M", bound=nn.Module)
 
-_DECLARED = "_gpipe_skips"
+_DECLARATION = "_gpipe_skips"
 
 
 class Namespace:
-    """Keeps the names in one part of a model apart from the same names in another part.
+    """Separates the names in one part of a model from the same names in another part.
 
     Example::
 
@@ -51,28 +49,27 @@ class Namespace:
 
 
 class stash(NamedTuple):  # reads as a verb: `yield stash("x", t)`
-    """Yielded by a forward to keep a tensor, or None, for a later layer."""
+    """A request that a forward yields to keep a tensor, or None, for a later layer."""
 
     name: str
     tensor: Tensor | None
 
 
 class pop(NamedTuple):
-    """Yielded by a forward to get, and remove, what an earlier layer stashed."""
+    """A request that a forward yields to get, and remove, a tensor that was stashed."""
 
     name: str
 
 
-class Declared:
-    """Which skip tensors a class of layers stashes and pops."""
+class Declaration(NamedTuple):
+    """The names of the skip tensors that a class of layers stashes and pops."""
 
-    def __init__(self, stash: tuple[str, ...], pop: tuple[str, ...]) -> None:
-        self.stash = stash
-        self.pop = pop
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """Decorate a layer whose ``forward`` yields what it stashes and pops.
+    """Decorate a layer whose ``forward`` yields its stashes and pops.
 
     Example::
 
@@ -98,22 +95,22 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     Raises:
         TypeError: If a string is given instead of a list of names, or a name is not a string.
     """
-    declared = Declared(_names(stash, "stash"), _names(pop, "pop"))
+    declaration = Declaration(_names(stash, "stash"), _names(pop, "pop"))
 
     def decorate(layer: Layer) -> Layer:
-        run = layer.forward
+        original = layer.forward
 
-        @wraps(run)
+        @wraps(original)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = run(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
             if isinstance(result, Generator):
                 return _run_generator(self, result)
-            _check_all_done(self, _requests(declared))
+            _check_all_done(self, _requests(declaration))
             return result
 
         layer.forward = forward
-        setattr(layer, _DECLARED, declared)
-        layer.isolate = _isolate  # type: ignore[attr-defined]  # this adds it
+        setattr(layer, _DECLARATION, declaration)
+        layer.isolate = isolate  # type: ignore[attr-defined]  # this adds it
         return layer
 
     return decorate
@@ -140,14 +137,14 @@ def with_skips(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[
     stashed, popped = _names(stash, "stash"), _names(pop, "pop")
 
     def decorate(layer: Layer) -> Layer:
-        run = layer.forward
+        original = layer.forward
 
-        @wraps(run)
+        @wraps(original)
         def forward(self: nn.Module, x: Any) -> Generator[Any, Tensor | None, Any]:
             skips = []
             for name in popped:
                 skips.append((yield _Pop(name)))
-            output = run(self, x, *skips)
+            output = original(self, x, *skips)
             if stashed:
                 output, tensors = _pair(self, output)
                 for name, tensor in tensors.items():
@@ -163,60 +160,50 @@ def with_skips(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[
 _Stash, _Pop = stash, pop  # the decorators' arguments have their names
 
 
-def declared_in(module: nn.Module) -> Declared | None:
-    """What the module itself stashes and pops, if it is skippable."""
-    return getattr(type(module), _DECLARED, None)
+def declaration_of(module: nn.Module) -> Declaration | None:
+    """Return the declaration of the module's class, or None if it is not skippable."""
+    return getattr(type(module), _DECLARATION, None)
 
 
 def full_name(module: nn.Module, name: str) -> SkipName:
-    """The name of a skip tensor together with the namespace that the module was isolated into."""
+    """Return the name of a skip tensor with the namespace that the module was isolated into."""
     namespaces: dict[str, Namespace] = module.__dict__.get("_namespaces", {})
     namespace = namespaces.get(name)
     return SkipName(None if namespace is None else namespace.id, name)
 
 
 def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
-    """Move the names of a skippable layer into a namespace, as its method does, but typed.
+    """Move the names of a skippable layer, or those in ``only``, into a namespace.
 
-    Args:
-        layer: A skippable layer.
-        namespace: Where to move them.
-        only: Which names; None moves all.
-
-    Returns:
-        The layer.
+    It is the layer's own method of that name, with types. Returns the layer.
 
     Raises:
         TypeError: If the layer is not skippable, or ``namespace`` is not a Namespace.
         ValueError: If ``only`` has a name that the layer does not declare.
     """
-    return _isolate(layer, namespace, only=only)
-
-
-def _isolate(self: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
-    declared = declared_in(self)
-    if declared is None or not isinstance(namespace, Namespace):
+    declaration = declaration_of(layer)
+    if declaration is None or not isinstance(namespace, Namespace):
         raise TypeError(
-            f"a skippable layer is isolated into a Namespace: got {type(self).__name__} and "
+            f"a skippable layer is isolated into a Namespace: got {type(layer).__name__} and "
             f"{namespace!r}. Decorate its class by @skippable, and pass Namespace()."
         )
-    known = (*declared.stash, *declared.pop)
-    chosen = known if only is None else _names(only, "only")
-    if unknown := [name for name in chosen if name not in known]:
+    declared = (*declaration.stash, *declaration.pop)
+    chosen = declared if only is None else _names(only, "only")
+    if unknown := [name for name in chosen if name not in declared]:
         raise ValueError(
-            f"only must name what {type(self).__name__} stashes or pops: got {unknown}. It "
-            f"declares stash={list(declared.stash)} and pop={list(declared.pop)}."
+            f"only must name what {type(layer).__name__} stashes or pops: got {unknown}. It "
+            f"declares stash={list(declaration.stash)} and pop={list(declaration.pop)}."
         )
-    namespaces = self.__dict__.get("_namespaces", {})
-    self.__dict__["_namespaces"] = {**namespaces, **dict.fromkeys(chosen, namespace)}
-    return self
+    namespaces = layer.__dict__.get("_namespaces", {})
+    layer.__dict__["_namespaces"] = {**namespaces, **dict.fromkeys(chosen, namespace)}
+    return layer
 
 
 def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]) -> Any:
-    """Run the generator of a forward to its end, and stash and pop what it yields."""
-    declared = declared_in(layer)
-    assert declared is not None
-    skips, missing = in_flight(), _requests(declared)
+    """Run the generator of a forward to its end, and answer its requests."""
+    declaration = declaration_of(layer)
+    assert declaration is not None
+    skips, missing = in_flight(), _requests(declaration)
     answer: Tensor | None = None
     while True:
         try:
@@ -227,13 +214,13 @@ def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]
         answer = None
         match request:
             case stash(name, tensor):
-                _check_declared(layer, "stash", name, declared.stash)
+                _check_declared(layer, "stash", name, declaration.stash)
                 _check_tensor(layer, name, tensor)
                 skips[full_name(layer, name)] = tensor
                 missing.discard(("stash", name))
             case pop(name):
-                _check_declared(layer, "pop", name, declared.pop)
-                answer = _take(layer, skips, full_name(layer, name))
+                _check_declared(layer, "pop", name, declaration.pop)
+                answer = _popped(layer, skips, full_name(layer, name))
                 missing.discard(("pop", name))
             case _:
                 raise TypeError(
@@ -259,11 +246,11 @@ def _check_tensor(layer: nn.Module, name: str, tensor: Any) -> None:
         )
 
 
-def _requests(declared: Declared) -> set[tuple[str, str]]:
-    return {("stash", n) for n in declared.stash} | {("pop", n) for n in declared.pop}
+def _requests(declaration: Declaration) -> set[tuple[str, str]]:
+    return {("stash", n) for n in declaration.stash} | {("pop", n) for n in declaration.pop}
 
 
-def _take(layer: nn.Module, skips: Table, name: SkipName) -> Tensor | None:
+def _popped(layer: nn.Module, skips: Table, name: SkipName) -> Tensor | None:
     if name not in skips:
         raise RuntimeError(
             f"{name} must be stashed before {type(layer).__name__} pops it: no layer did. "
@@ -295,7 +282,7 @@ def _pair(layer: nn.Module, result: Any) -> tuple[Any, dict[str, Tensor | None]]
 def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:
     if isinstance(names, str):
         raise TypeError(f"{argument} must be a list of names: got {names!r}. Write [{names!r}].")
-    found = tuple(names)
-    if wrong := [name for name in found if not isinstance(name, str)]:
+    listed = tuple(names)
+    if wrong := [name for name in listed if not isinstance(name, str)]:
         raise TypeError(f"{argument} must be a list of names, as strings: got {wrong}.")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(listed))

@@ -2,7 +2,7 @@
 
 Layers run one after another on one thread, so the table of skip tensors is thread-local. In a plain
 nn.Sequential a tensor stays in it from stash to pop. A pipeline uses a table for each micro-batch
-on each stage, and sends the tensors that remain in it to the stages that pop them.
+and stage, and sends the tensors that remain in it to the stages that pop them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from lightning_gpipe.core.plan import RouteName
+from lightning_gpipe.core.programs import RouteName
 
 Table = dict[RouteName, Any]
 
@@ -24,14 +24,14 @@ _threads = _Threads()
 
 
 def in_flight() -> Table:
-    """The calling thread's skip tensors, by name."""
+    """Return the calling thread's skip tensors, by name."""
     return _threads.table
 
 
 class using_table:
-    """Lets layers stash to and pop from ``table`` for the duration of a ``with`` block."""
+    """Let layers stash to and pop from ``table`` in a ``with`` block."""
 
-    # A class, not a generator: it is entered for every action, and takes half the time.
+    # A class takes half the time of a generator; it is entered for every action.
 
     def __init__(self, table: Table) -> None:
         self._table = table

@@ -1,9 +1,10 @@
-"""What carries tensors between workers, and runs the workers that it owns.
+"""Transports: they carry tensors between workers, and run the workers of this process.
 
 A worker names the action that needs its result; the transport knows whether that action runs on the
 same thread, on another one or in another process.
 """
 
+from lightning_gpipe.core.transport.batch_copies import BatchCopies
 from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
     BETWEEN,
@@ -17,23 +18,31 @@ from lightning_gpipe.core.transport.interface import (
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
-from lightning_gpipe.core.transport.process_group import (
-    Connection,
-    Lifeline,
-    ProcessGroupTransport,
+from lightning_gpipe.core.transport.process_group.connecting.address import (
     addresses_of_interfaces,
-    end_waits,
-    join_processes,
-    meet,
     own_addresses,
-    patience_of,
-    within,
 )
-from lightning_gpipe.core.transport.twins import Twins
+from lightning_gpipe.core.transport.process_group.connecting.groups import (
+    join_processes,
+    start_timeout,
+)
+from lightning_gpipe.core.transport.process_group.connecting.lifeline import Lifeline
+from lightning_gpipe.core.transport.process_group.connecting.rendezvous import store_barrier
+from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
+from lightning_gpipe.core.transport.process_group.connecting.timeout import call_with_timeout
+from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
+from lightning_gpipe.core.transport.process_group.wire.abort import abort_group
+from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
+    bytes_in,
+    form_and_bytes,
+    is_dense,
+    tensor_of,
+)
 
 __all__ = [
     "BETWEEN",
     "NO_RUN",
+    "BatchCopies",
     "Cancelled",
     "Connection",
     "Exchange",
@@ -46,13 +55,16 @@ __all__ = [
     "RankFailed",
     "Task",
     "Transport",
-    "Twins",
     "Workers",
+    "abort_group",
     "addresses_of_interfaces",
-    "end_waits",
+    "bytes_in",
+    "call_with_timeout",
+    "form_and_bytes",
+    "is_dense",
     "join_processes",
-    "meet",
     "own_addresses",
-    "patience_of",
-    "within",
+    "start_timeout",
+    "store_barrier",
+    "tensor_of",
 ]

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, identity, record_stream
-from lightning_gpipe.core.plan import CALLER, Action, Kind, Layout, Route, sender
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.programs import Route, sender
+from lightning_gpipe.core.schedules import CALLER, Action, Kind
 
 
 class _SideStreams(NamedTuple):
@@ -22,19 +24,15 @@ class _SideStreams(NamedTuple):
     arriving: torch.cuda.Stream
 
 
-# The devices from which (None for any) and to which the tensors on a way go; None if they stay.
+# The devices between which the tensors on a route go, None for any source; None if they stay.
 _Ends = tuple[torch.device | None, torch.device] | None
-# A value on the device where it is needed, and the event after which its tensors may be read; None
-# if they may be read at once.
+# A value on the device of its receiver, and the event after which its tensors may be read; None if
+# they may be read at once.
 Parcel = tuple[FlatTree, torch.cuda.Event | None]
 
 
 class Copies:
-    """Carries values from the device of one stage to that of another; used from several threads.
-
-    Args:
-        layout: What runs where.
-    """
+    """Carries values from the device of one stage to that of another; used from several threads."""
 
     def __init__(self, layout: Layout) -> None:
         here = set(layout.stages_here)
@@ -53,10 +51,10 @@ class Copies:
         A tensor that a layer put on another device than its stage's, such as lengths on the CPU,
         stays there. All tensors that the caller sends are moved.
         """
-        way = to.kind, to.j, skip
-        if way not in self._ends:
-            self._ends[way] = self._ends_of(to, skip)
-        ends = self._ends[way]
+        route = to.kind, to.j, skip
+        if route not in self._ends:
+            self._ends[route] = self._ends_of(to, skip)
+        ends = self._ends[route]
         if ends is None:
             return value, None
         leaves, ready = self.send(value.leaves, *ends)
@@ -64,22 +62,22 @@ class Copies:
 
     def unpack(self, at: Action, value: FlatTree, ready: torch.cuda.Event) -> FlatTree:
         """Let the current stream of the device of ``at`` read the value once it has arrived."""
-        self.accept(value.leaves, ready, self.device_at(at.j))
+        device = self.device_at(at.j)
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(ready)
+        for leaf in value.leaves:
+            if isinstance(leaf, Tensor) and leaf.device == device:
+                record_stream(leaf, stream)
         return value
 
     def device_at(self, j: int) -> torch.device:
-        """The device of stage ``j``; for the caller, that of the first or last stage."""
+        """Return the device of stage ``j``; for the caller, that of the first or last stage."""
         return self._devices[min(max(j, 0), len(self._devices) - 1)]
 
     def _ends_of(self, to: Action, skip: Route | None) -> _Ends:
-        """From where to where the tensors go that ``to`` needs on a way."""
-        source, target = self._sender_of(to, skip), self.device_at(to.j)
+        j, target = sender(to, skip), self.device_at(to.j)
+        source = None if to.kind.direction > 0 and j == CALLER else self.device_at(j)
         return None if source == target else (source, target)
-
-    def _sender_of(self, to: Action, skip: Route | None) -> torch.device | None:
-        """The device of the stage that makes what ``to`` needs; None for the caller."""
-        j = sender(to, skip)
-        return None if to.kind.direction > 0 and j == CALLER else self.device_at(j)
 
     def send(
         self, leaves: list[Any], source: torch.device | None, target: torch.device
@@ -106,14 +104,6 @@ class Copies:
         if target not in self._side:
             return moved, None
         return moved, self._side[target].arriving.record_event()
-
-    def accept(self, leaves: list[Any], ready: torch.cuda.Event, target: torch.device) -> None:
-        """Let the current stream of ``target`` read ``leaves`` once they have arrived."""
-        stream = torch.cuda.current_stream(target)
-        stream.wait_event(ready)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device == target:
-                record_stream(leaf, stream)
 
     def _copy(self, tensor: Tensor, target: torch.device) -> Tensor:
         source = tensor.device

@@ -1,9 +1,9 @@
-"""One mini-batch at a time.
+"""Mutual exclusion of mini-batches that use the same layers.
 
 If two of the user's threads ran mini-batches at once, they would wait for one another's workers,
-and each would see the other's changes to the layers. So they take turns, also those that use
-different pipelines of the same layers. After a run has failed, a worker may still be in the middle
-of an action: the next run waits for it too.
+and each would see the other's changes to the layers. So they take turns, even in different
+pipelines of the same layers. After a run has failed, a worker may still be in the middle of an
+action: the next run waits for it too.
 
 A worker runs its layers for a thread that waits for it, and the two count as one. So a layer can
 contain another pipeline, whose layers are then layers of both.
@@ -20,15 +20,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lightning_gpipe.core.plan import Layout
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.transport.threads import lineage
 
 
 class _Turn:
-    """What one thread has at a time; workers count as the thread that waits for them.
+    """A lock and its owner; workers count as the thread that waits for them.
 
     Attributes:
-        owner: The thread that has it.
+        owner: The thread that holds the lock.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class _Turn:
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """The lock that the owner has; reentrant."""
+        """The lock that the owner holds; reentrant."""
         if self._forks != _REGISTRY.forks:
-            self._renew()  # the thread that has the lock is not in this process
+            self._renew()  # the thread that holds the lock is not in this process
         return self._lock
 
 
@@ -51,7 +51,7 @@ class _Registry:
     """The turn of each module.
 
     Attributes:
-        forks: How many forks there are between the process that imported this and the present one.
+        forks: The number of forks between the process that imported this module and this one.
     """
 
     def __init__(self) -> None:
@@ -60,17 +60,17 @@ class _Registry:
         self._turn_of: WeakKeyDictionary[nn.Module, _Turn] = WeakKeyDictionary()
 
     def count_fork(self) -> None:
-        """Count one, in the new process."""
+        """Count a fork, in the new process."""
         self.forks += 1
 
     def turns_of(self, *layouts: Layout) -> list[_Turn]:
-        """Those of all modules in the layers, in the order in which any pipeline takes them."""
+        """Return the turns of all modules in the layers, in the same order for every pipeline."""
         partitions = (partition for layout in layouts for partition in layout.partitions)
         layers = (layer for partition in partitions for layer in partition.layers)
         modules = {module for layer in layers for module in layer.modules()}
         with self._lock:
-            found = {turn for module in modules if (turn := self._turn_of.get(module))}
-            turns = sorted(found or {_Turn()}, key=id)
+            known_turns = {turn for module in modules if (turn := self._turn_of.get(module))}
+            turns = sorted(known_turns or {_Turn()}, key=id)
             for module in modules:
                 self._turn_of.setdefault(module, turns[0])
         return turns
@@ -99,18 +99,18 @@ class Exclusion:
         self._before = before
 
     def entered(self) -> AbstractContextManager[None]:
-        """A ``with`` block that one thread at a time can be in."""
+        """Return a ``with`` block that one thread at a time can be in."""
         if not self._turns:
             # Not by the constructor: a copy is made while its layers are being copied.
             self._turns = tuple(_REGISTRY.turns_of(*self._layouts))
         turns = self._turns
         thread, *callers = lineage()
         if callers and any(turn.owner in callers for turn in turns):
-            # So it may be for another worker of that pipeline: they take turns among themselves.
+            # Several workers of that pipeline may come: they take turns among themselves.
             turns = (*[turn for turn in turns if turn.owner not in callers], self._own)
-        return _Closing(self._held(turns, thread))
+        return _Closing(self._hold(turns, thread))
 
-    def _held(
+    def _hold(
         self, turns: Sequence[_Turn], thread: threading.Thread
     ) -> Generator[None, None, None]:
         turn, *others = turns
@@ -118,7 +118,7 @@ class Exclusion:
             before, turn.owner = turn.owner, thread
             try:
                 if others:
-                    yield from self._held(others, thread)
+                    yield from self._hold(others, thread)
                 else:
                     self._before()
                     yield
@@ -130,8 +130,8 @@ class _Closing(AbstractContextManager[None]):
     """Advances a generator to its only yield on entry, and to its end on exit.
 
     If Ctrl-C comes just before the exit, the generator is closed when it is garbage-collected, so
-    that other threads do not wait for ever. ``contextlib.contextmanager`` does this too, but sets
-    attributes of the error that passes, which raises if that is a frozen dataclass.
+    other threads do not wait for ever. ``contextlib.contextmanager`` does this too, but sets
+    attributes of an error that passes through, which fails if it is a frozen dataclass.
     """
 
     def __init__(self, generator: Generator[None, None, None]) -> None:

@@ -17,7 +17,9 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful import NOTHING, together
-from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
@@ -30,7 +32,7 @@ NESTED = (
 
 
 class InlineExchange(Exchange):
-    """A dict of all values sent, because no worker ever waits."""
+    """A dict of the values sent: no worker ever waits."""
 
     def __init__(self, phase: Schedule, copies: Copies) -> None:
         self.phase = phase
@@ -45,7 +47,7 @@ class InlineExchange(Exchange):
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
         parcel = self._parcels.pop((at, skip), None)
         if parcel is None:
-            raise RuntimeError(f"a run must send what {at} needs: it ended without")
+            raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")
         value, ready = parcel
         return value if ready is None else self._copies.unpack(at, value, ready)
 
@@ -60,8 +62,8 @@ class InlineTransport(Transport):
     Args:
         layout: What runs where.
         exclusion: Keeps two threads from running mini-batches at once; None makes a new one.
-        shares: Among how many workers the cores are shared. Operators use as many threads as on the
-            thread of a worker, so that results are the same to the bit.
+        shares: The number of workers that share the cores where they are threads. Operators use as
+            many intra-op threads as there, so that results are the same to the bit.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class InlineTransport(Transport):
         self._shares = shares
         self._exclusion = exclusion or Exclusion(layout)
         self._copies: Copies | None = None
-        self._may_run = False  # True in a run, and perhaps after one that has failed
+        self._may_run = False  # True during a run, and perhaps after a failed one
 
     @override
     def exclusive(self) -> AbstractContextManager[None]:
@@ -89,14 +91,14 @@ class InlineTransport(Transport):
         frames = [sys._getframe(1)]
         if callers:
             frame_of = sys._current_frames()
-            frames += [frame_of[each.ident] for each in callers if each.ident in frame_of]
+            frames += [frame_of[thread.ident] for thread in callers if thread.ident in frame_of]
         if any(map(self._runs_in, frames)):
             raise RuntimeError(NESTED)
 
     def _runs_in(self, frame: FrameType | None) -> bool:
-        # Not beyond a call of autograd's engine. While the engine waits for the thread of a GPU, in
-        # a backward action, it does what else the caller's backward has for this thread, such as
-        # the node of a second mini-batch: no layer of the first is running then.
+        # Stop at a call of autograd's engine. While the engine waits for the thread of a GPU, in a
+        # backward action, it runs other nodes of the caller's backward on this thread, such as that
+        # of a second mini-batch: no layer of the first is running then.
         while frame is not None and frame.f_code is not _engine_run_backward.__code__:
             if frame.f_code is InlineTransport.run.__code__ and frame.f_locals["self"] is self:
                 return True
@@ -113,7 +115,7 @@ class InlineTransport(Transport):
         return InlineExchange(phase, self.copies())
 
     def sharing(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which operators use as many threads as on that of a worker."""
+        """Return a ``with`` block in which operators use as many threads as on a worker's."""
         return NOTHING if self._shares <= 1 else _Sharing(self._shares)
 
     def copies(self) -> Copies:
@@ -148,7 +150,7 @@ class InlineTransport(Transport):
 
 
 def share_of(threads: int, workers: int) -> int:
-    """How many of the caller's intra-op threads each of so many workers on the CPU has."""
+    """Return how many of the caller's intra-op threads each of the workers on the CPU has."""
     return max(1, threads // max(1, workers))
 
 
@@ -159,15 +161,15 @@ class _Sharing(AbstractContextManager[None]):
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._mine = 0
+        self._before = 0
 
     def __enter__(self) -> None:
-        mine = torch.get_num_threads()
-        share = share_of(mine, self._workers)
-        if share != mine:
-            self._mine = mine
+        before = torch.get_num_threads()
+        share = share_of(before, self._workers)
+        if share != before:
+            self._before = before
             torch.set_num_threads(share)
 
     def __exit__(self, *error: object) -> None:
-        if self._mine:
-            torch.set_num_threads(self._mine)
+        if self._before:
+            torch.set_num_threads(self._before)

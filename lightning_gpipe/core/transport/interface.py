@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Route, Schedule
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import Action, Schedule
 
 
 class Cancelled(BaseException):
@@ -27,39 +28,40 @@ class Cancelled(BaseException):
 
 
 class RankFailed(RuntimeError):
-    """Another process of the pipeline has failed, or is lost.
+    """Raised when another process of the pipeline has failed, or is lost.
 
-    It says which one, by its rank and its stages, and how that is known: the error that it raised,
-    or that nothing was heard of it for the time ``lost_after``. After an error the next step works
-    if all processes go on; after a loss none does.
+    The message names it by its rank and its stages, and says how that is known: the error that it
+    raised, or that nothing was heard of it for the time ``lost_after``. After an error the next
+    step works if all processes go on; after a loss no step does.
     """
 
 
 class OutOfStep(RuntimeError):
-    """The processes of a pipeline do not do the same.
+    """Raised when the processes of a pipeline do not do the same.
 
     They run different mini-batches, or one trains and another evaluates, or they have different
-    random numbers: it says what each of two processes did.
+    random numbers: the message says what each of two processes did.
     """
 
 
-BETWEEN = -1  # the phase of what is asked between two mini-batches
-NO_RUN = -2  # that of a step of the caller that has run no mini-batch
+BETWEEN = -1  # the phase of an exchange between two mini-batches
+NO_RUN = -2  # the phase of a step of the caller that has run no mini-batch
 
 
 class Label(NamedTuple):
-    """Which phase of which mini-batch it is, and in which mode; the same in all processes.
+    """A phase of a mini-batch and its mode, the same in all processes.
 
     Attributes:
-        pipeline: Which of the pipelines over these processes.
+        pipeline: The number of the pipeline among those over these processes.
         minibatch: The number of the mini-batch; a later one has a larger number.
         phase: The phase of its schedule.
-        step: That of the training.
-        grad: Whether with gradients.
-        microbatches: Their number.
-        training: How many modules are in training mode, above 32 bits that differ where others are.
-        program: Differs where what the stages run does.
-        state: Differs where the generators of random numbers do.
+        step: The training step.
+        grad: 1 with gradients, else 0.
+        microbatches: The number of micro-batches.
+        training: The number of modules in training mode, shifted left by 32 bits, and a checksum of
+            which ones.
+        program: A checksum of the calls that the stages run.
+        state: A checksum of the states of the random generators.
     """
 
     pipeline: int = 0
@@ -79,7 +81,7 @@ class Exchange(ABC):
     Attributes:
         phase: The phase.
         heard: The bits that other processes have signalled in it.
-        cancelled: Whether :meth:`check` raises: to be read before each action, at no cost.
+        cancelled: True if :meth:`check` raises. Reading it before each action costs nothing.
     """
 
     phase: Schedule
@@ -88,11 +90,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
-        """Send what ``to`` needs from the neighbouring stage, or from a skip connection."""
+        """Send the value that ``to`` needs from the neighbouring stage or a skip connection."""
 
     @abstractmethod
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        """Wait for what ``at`` needs from the neighbouring stage, or from a skip connection.
+        """Wait for the value that ``at`` needs from the neighbouring stage or a skip connection.
 
         Returns:
             The value, on the device of ``at``.
@@ -107,14 +109,14 @@ class Exchange(ABC):
         """Raise :class:`Cancelled` if the run was cancelled."""
 
     def signal(self, bits: Callable[[], int]) -> None:  # noqa: B027 - most have nobody to tell
-        """Tell other processes ``bits()`` with each value; those that are set stay set."""
+        """Send ``bits()`` to other processes with each value; bits that are set stay set."""
 
     def settle(self) -> None:  # noqa: B027 - most have nothing to wait for
-        """Wait until what was sent may be changed."""
+        """Wait until the tensors that were sent may be changed."""
 
 
 class Task(ABC):
-    """What one worker does in a phase, and the context that it needs."""
+    """The row of one worker in a phase, and the context that it needs."""
 
     @property
     @abstractmethod
@@ -128,11 +130,11 @@ class Task(ABC):
 
     @abstractmethod
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
-        """A context manager around all actions, entered on the thread that performs them.
+        """Return a context manager around all actions, entered on the thread that performs them.
 
         Args:
-            joined: Whether this is in the session of another worker of the run, which has given
-                the thread its state.
+            joined: True within the session of another worker of the run, which has given the
+                thread its state.
         """
 
     @abstractmethod
@@ -141,15 +143,15 @@ class Task(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Undo what a task that has not ended changed in the modules, and let it change no more."""
+        """Undo the changes of an unfinished task to the modules, and let it make no more."""
 
 
 class Transport(ABC):
-    """A way to connect workers, and to run those that it owns."""
+    """Connects workers, and runs those of this process."""
 
     @abstractmethod
     def exclusive(self) -> AbstractContextManager[None]:
-        """A ``with`` block in which neither another thread nor a failed run uses the workers."""
+        """Return a ``with`` block in which no other thread and no failed run uses the workers."""
 
     @abstractmethod
     def open(
@@ -158,61 +160,62 @@ class Transport(ABC):
         label: Label | None = None,
         awaited: Collection[Action] | None = None,
     ) -> Exchange:
-        """A new, empty exchange for a phase of a schedule.
+        """Return a new, empty exchange for a phase of a schedule.
 
         Args:
             phase: The phase.
-            label: Which it is; needed where there are several processes.
-            awaited: For which results the caller waits; None for all.
+            label: Its label, which several processes compare.
+            awaited: The results that the caller waits for; None for all.
         """
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
-        """Run the workers to the end of their tasks, of which there is one for each, in order.
+        """Run the workers to the end of their tasks.
 
         Args:
-            exchange: That of the phase.
-            tasks: The tasks.
-            caller: What the calling thread does meanwhile, if the phase has a row for it.
+            exchange: The exchange of the phase.
+            tasks: A task for each worker, in order.
+            caller: The task of the calling thread, if the phase has a row for it.
 
         Raises:
-            BaseException: What the first worker to fail raised; the others are stopped.
+            BaseException: The error of the first worker to fail; the others are stopped.
         """
 
     @property
     def begun(self) -> int:
-        """How many phases were begun since a run failed, the same in all processes; or 0."""
+        """The number of phases begun since a run failed, the same in all processes; or 0."""
         return 0
 
     @property
     def serial(self) -> int:
-        """Another number once a phase was begun, or has failed; the same in all processes."""
+        """A number that changes when a phase begins or fails; the same in all processes."""
         return 0
 
     def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
         """Tell other processes that this one has failed, in a phase or between two.
 
-        Where they are in a phase, or begin the next one, that fails too.
+        Their current phase fails too, or the next one that they begin.
         """
 
     def failure(self, within: float) -> RankFailed | None:
-        """How another process has failed since the last phase, if one has.
+        """Return an error that says how another process has failed since the last phase, or None.
 
         Args:
-            within: How many seconds to wait until that is known.
+            within: How many seconds to wait for such a failure.
         """
         return None
 
-    def when_in_vain(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
-        """Call ``act``, on another thread, when it is in vain to wait for another process.
+    def on_lost_wait(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
+        """Call ``act``, on another thread, when waiting for another process is in vain.
 
-        It is lost; or it has failed, and this one does not heed that, since it waits elsewhere.
+        That process is lost, or it has failed and this one does not notice, since it waits
+        elsewhere.
         """
 
     @abstractmethod
     def inline(self) -> Transport:
-        """A transport between the same workers that runs all of them on the calling thread."""
+        """Return a transport between the same workers that runs them on the calling thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the transport started, such as threads; using it again starts new ones."""
+        """End the threads that the transport started; using it again starts new ones."""

@@ -1,8 +1,8 @@
 """Workers as threads of one process, one for each device.
 
 Threads share memory, so a value for the same device is not copied. Each worker has one inbox, a
-queue; values and the cancellation of the run are all put there, so a waiting worker is woken at
-once when the run fails elsewhere, and no wait is endless.
+queue for values and for the cancellation of the run: a waiting worker is woken at once when the run
+fails elsewhere, and no wait is endless.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action, Layout, Route, Schedule
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.inline import NESTED, InlineTransport, share_of
@@ -27,10 +29,10 @@ from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread, 
 
 # Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
 # before a wait does not end it.
-_POLL = 0.2
+POLL = 0.2
 # How long a failed run waits for workers in the middle of an action before it raises.
-_GRACE = 0.5
-_JOIN = 5.0
+GRACE = 0.5
+JOIN = 5.0
 
 _Address = tuple[Action, Route | None]
 
@@ -49,7 +51,7 @@ class LocalExchange(Exchange):
             SimpleQueue() for _ in indices
         ]
         self._arrived: list[dict[_Address, Parcel]] = [{} for _ in indices]
-        # Whether workers may yet send something; most often the caller receives after the run.
+        # Whether workers may still send something; most often the caller receives after the run.
         self._expects: Callable[[], bool] = lambda: False
 
     @override
@@ -59,7 +61,7 @@ class LocalExchange(Exchange):
     def put(
         self, to: Action, skip: Route | None, value: FlatTree, ready: torch.cuda.Event | None
     ) -> None:
-        """Put a value that is where ``to`` needs it into its inbox; see :class:`Copies`."""
+        """Put a value that is on the device of ``to`` into its inbox; see :class:`Copies`."""
         self._inboxes[self._inbox_of[to.j]].put(((to, skip), (value, ready)))
 
     @override
@@ -77,12 +79,12 @@ class LocalExchange(Exchange):
             raise Cancelled
         more = inbox != self._caller or self._expects()
         if not self._take(inbox) and not more:
-            raise RuntimeError(f"a run must send what {at} needs: it ended without") from None
+            raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")
 
     def _take(self, inbox: int) -> bool:
-        """Take the next parcel from an inbox; whether anything came within a while."""
+        """Take the next parcel from an inbox; return False if none comes for a while."""
         try:
-            message = self._inboxes[inbox].get(timeout=_POLL)
+            message = self._inboxes[inbox].get(timeout=POLL)
         except Empty:
             return False
         if message is not None:
@@ -96,15 +98,11 @@ class LocalExchange(Exchange):
             raise Cancelled
 
     def expect(self, more: Callable[[], bool]) -> None:
-        """Let the caller receive while the workers run.
-
-        Args:
-            more: Whether they may yet send something; may raise.
-        """
+        """Let the caller receive for as long as ``more`` returns True; it may raise."""
         self._expects = more
 
     def wake(self) -> None:
-        """Let the caller, if it waits, ask again whether workers may yet send something."""
+        """Let a waiting caller check again whether workers may still send something."""
         self._inboxes[self._caller].put(None)
 
     def cancel(self) -> None:
@@ -115,7 +113,7 @@ class LocalExchange(Exchange):
 
 
 class LocalTransport(Transport):
-    """One thread per worker, started when first needed.
+    """Runs each worker on a thread of its own, started when first needed.
 
     Args:
         layout: What runs where.
@@ -125,8 +123,9 @@ class LocalTransport(Transport):
 
     def __init__(self, layout: Layout, workers: Workers | None = None) -> None:
         self._layout = layout
-        self._workers_here = layout.workers_here
         self._devices = layout.devices_here
+        pairs = zip(layout.workers_here, self._devices, strict=True)
+        self._names = [f"{w} ({device})" for w, device in pairs]
         self._workers = workers or Workers(layout)
         self._pool = self._workers.pool
         cpus = sum(device.type == "cpu" for device in self._devices)
@@ -162,7 +161,7 @@ class LocalTransport(Transport):
                 if caller is not None:
                     self._perform_own(caller, exchange, outcomes)
                 while outcomes.pending and not outcomes.errors:
-                    outcomes.wait(_POLL)
+                    outcomes.wait(POLL)
                     self._check_threads()
                 if outcomes.errors:
                     raise outcomes.errors[0]
@@ -170,7 +169,7 @@ class LocalTransport(Transport):
             except BaseException:
                 exchange.cancel()
                 try:
-                    outcomes.wait_for_all(_GRACE)
+                    outcomes.wait_for_all(GRACE)
                 finally:
                     if outcomes.pending:
                         _abandon(tasks)
@@ -179,7 +178,7 @@ class LocalTransport(Transport):
                 outcomes.errors.clear()  # their tracebacks refer to this frame
 
     def _perform_own(self, caller: Task, exchange: LocalExchange, outcomes: Outcomes) -> None:
-        """Perform the caller's task, on its thread, until it or a worker has failed."""
+        """Perform the caller's task on this thread, until its end or an error of a worker."""
 
         def more() -> bool:
             self._check_threads()
@@ -201,39 +200,36 @@ class LocalTransport(Transport):
 
     @override
     def close(self) -> None:
-        self._pool.join()
+        self._pool.end()
 
     def _check_threads(self) -> None:
-        own = zip(self._workers_here, self._devices, self._pool.threads, strict=False)
-        for w, device, thread in own:
-            if not thread.alive:
+        for name, thread in zip(self._names, self._pool.threads, strict=False):
+            if not thread.is_alive():
                 raise RuntimeError(
-                    f"the thread of worker {w} ({device}) must live as long as the "
-                    "pipeline: it ended without a result. The next step starts a new one."
+                    f"the thread of worker {name} must live as long as the pipeline: it ended "
+                    "without a result. The next step starts a new one."
                 )
 
     def _ensure_threads(self) -> list[WorkerThread]:
         """Start the threads that are missing or dead, each with its share of the cores."""
         threads = self._pool.threads
-        own = zip(self._workers_here, self._devices, strict=True)
-        for k, (w, device) in enumerate(own):
-            if k < len(threads) and threads[k].alive:
-                continue
-            threads[k : k + 1] = [WorkerThread(f"gpipe-worker-{w} ({device})")]
+        for k, name in enumerate(self._names):
+            if k == len(threads) or not threads[k].is_alive():
+                threads[k : k + 1] = [WorkerThread(f"gpipe-worker-{name}")]
         workers = zip(threads, self._devices, strict=True)
         _share_cores([thread for thread, device in workers if device.type == "cpu"])
         return threads
 
 
 class Workers:
-    """The threads of transports over the same devices, and who may use them.
+    """The threads of transports over the same devices, used by one caller at a time.
 
     Two pipelines of one model, such as an encoder and a decoder, run one after another, so a device
     needs one thread for both. They take turns: if two of the user's threads ran one each, the
     workers could wait for one another in different pipelines.
 
     Args:
-        layouts: What the transports run, where.
+        layouts: The layouts of the transports.
 
     Attributes:
         pool: The threads.
@@ -244,14 +240,14 @@ class Workers:
         self.pool = _Pool()
         self.exclusion = Exclusion(*layouts, before=self.pool.finish)
         self._layouts = layouts
-        weakref.finalize(self, self.pool.join)  # in case close() is not called
+        weakref.finalize(self, self.pool.end)  # in case close() is not called
 
     def __reduce__(self) -> tuple[type[Workers], tuple[Layout, ...]]:
         return Workers, self._layouts  # a copy starts threads of its own
 
 
 class _Pool:
-    """Threads, and whether they are idle.
+    """The threads, without a reference to their :class:`Workers`, whose finalizer ends them.
 
     Attributes:
         threads: One for each worker; none before they are needed.
@@ -265,23 +261,22 @@ class _Pool:
     def finish(self) -> None:
         """Wait for workers that are in the middle of an action of a failed run.
 
-        Until then the changes of that run to their layers are in force.
+        Until they return, their layers have the changes that the failed run made.
         """
         if not self.idle:
             for thread in self.threads:
-                thread.finish(_POLL)
+                thread.finish(POLL)
             self.idle = True
 
-    def join(self) -> None:
+    def end(self) -> None:
         """End the threads."""
         while self.threads:
-            self.threads.pop().join(_JOIN)
+            self.threads.pop().end(JOIN)
 
 
-def _then(job: Job, last: Callable[[], None]) -> None:
-    """Run a job, which does not raise, and then something else."""
-    job()
-    last()
+def _then(job: Job, callback: Callable[[], None]) -> None:
+    job()  # which does not raise
+    callback()
 
 
 def _perform(task: Task) -> None:
@@ -290,21 +285,20 @@ def _perform(task: Task) -> None:
 
 
 def _abandon(tasks: Sequence[Task]) -> None:
-    """Abandon ``tasks``, on a thread that Ctrl-C does not interrupt in the middle of it."""
-    thread = threading.Thread(target=lambda: [task.abandon() for task in tasks], daemon=True)
+    """Abandon ``tasks``, on a thread that Ctrl-C does not interrupt."""
+    thread = threading.Thread(
+        target=lambda: [task.abandon() for task in tasks], name="gpipe-abandon", daemon=True
+    )
     thread.start()
     thread.join()
 
 
 def _share_cores(threads: Sequence[WorkerThread]) -> None:
-    """Give each thread an equal share of the caller's intra-op threads.
-
-    The number of intra-op threads is that of the thread that calls the operator, but setting it
-    also sets the default for new threads. So each worker sets its share, and then the caller sets
-    its own number again.
-    """
-    mine = torch.get_num_threads()
-    share = share_of(mine, len(threads))
+    """Give each thread an equal share of the caller's intra-op threads."""
+    # A thread's number holds for the operators that it calls, but setting it also sets the default
+    # for new threads. So each worker sets its share, and then the caller sets its own number again.
+    own = torch.get_num_threads()
+    share = share_of(own, len(threads))
     others = [thread for thread in threads if thread.intra_op != share]
     if not others:
         return
@@ -313,9 +307,9 @@ def _share_cores(threads: Sequence[WorkerThread]) -> None:
         for thread in others:
             thread.put(outcomes.of(partial(_use_threads, share)))
             thread.intra_op = share
-        outcomes.wait_for_all(_JOIN)
+        outcomes.wait_for_all(JOIN)
     finally:
-        torch.set_num_threads(mine)
+        torch.set_num_threads(own)
 
 
 def _use_threads(number: int) -> None:

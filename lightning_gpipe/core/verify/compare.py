@@ -1,4 +1,4 @@
-"""How far the values of two runs are apart, and how far rounding may take them.
+"""Deviations between the values of two runs, and how large rounding may make them.
 
 A pipeline adds up the same numbers in another order, so equal means equal up to rounding. Rounding
 is relative to the size of the summands, which is not always that of the sum: the gradient of a bias
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.verify.values import Values
+from lightning_gpipe.core.verify.named_values import Values
 
 _TOLERANCES = {
     torch.float64: 1e-9,
@@ -30,13 +30,13 @@ _FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.
 
 
 class Deviation(NamedTuple):
-    """How far one value of the pipelined run is from that of the plain one.
+    """The distance of one value of the pipelined run from that of the plain one.
 
     Attributes:
         name: The name of the value among its kind.
         absolute: The largest difference of an element.
         relative: The same as a share of the largest value; infinite if the two must be equal.
-        mismatch: Why the two cannot be subtracted, if they cannot.
+        mismatch: Why the two cannot be subtracted; empty if they can.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Deviation(NamedTuple):
 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], *, on_cuda: bool) -> float:
-    """The largest relative deviation that may be due to rounding, if these types are in use.
+    """Return the largest relative deviation that rounding may cause, if these types are in use.
 
-    It is that of the lowest precision, which limits all that is computed from it.
+    The lowest precision sets it, which limits all that is computed from it.
     """
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    found = max((_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in floating), default=0.0)
-    return max(found, _ON_CUDA) if on_cuda and found >= _TOLERANCES[torch.float32] else found
+    lowest = max((_TOLERANCES.get(dtype, _LOW_PRECISION) for dtype in floating), default=0.0)
+    return max(lowest, _ON_CUDA) if on_cuda and lowest >= _TOLERANCES[torch.float32] else lowest
 
 
 def deviations(plain: Values, pipelined: Values) -> list[Deviation]:
-    """One entry for each value of a kind that either run has, in order."""
+    """Return the deviation of each value of a kind that either run has, in order."""
     names = dict.fromkeys([*plain, *pipelined])
     pairs = [(name, plain.get(name), pipelined.get(name)) for name in names]
     measured = [(name, *_measure(a, b)) for name, a, b in pairs if a is not None or b is not None]
@@ -78,33 +78,37 @@ def deviations(plain: Values, pipelined: Values) -> list[Deviation]:
 def beyond(
     plain: Values, other: Values, tolerance: float, perturbed: Values | None = None
 ) -> list[Deviation]:
-    """The deviations that are more than rounding, in order.
+    """Return the deviations that are more than rounding, in order.
 
     Args:
         plain: The values of a kind in the plain run.
-        other: Those of the run that is compared with it.
+        other: The values in the run that is compared with it.
         tolerance: The largest relative deviation that counts as rounding.
-        perturbed: Those of a plain run with rounding errors added; a deviation that is not much
-            larger than their effect counts as rounding too.
+        perturbed: The values in a plain run with rounding errors added; a deviation that is not
+            much larger than their effect counts as rounding too.
     """
-    moved = [] if perturbed is None else deviations(plain, perturbed)
-    finite = [each.relative for each in moved if math.isfinite(each.relative)]
+    effects = [] if perturbed is None else deviations(plain, perturbed)
+    finite = [effect.relative for effect in effects if math.isfinite(effect.relative)]
     allowed = max(tolerance, _FAR * max(finite, default=0.0))
-    unstable = {each.name for each in moved if not math.isfinite(each.relative)}  # as integers
+    unstable = {effect.name for effect in effects if not math.isfinite(effect.relative)}  # integers
     return [
-        each
-        for each in deviations(plain, other)
-        if each.relative > allowed and each.name not in unstable
+        deviation
+        for deviation in deviations(plain, other)
+        if deviation.relative > allowed and deviation.name not in unstable
     ]
 
 
 def same_shapes(plain: Values, pipelined: Values) -> bool:
-    """Whether two groups of values have the same names and shapes."""
-    return _shapes(plain) == _shapes(pipelined)
+    """Return whether two groups of values have the same names and shapes."""
+
+    def shapes(group: Values) -> dict[str, torch.Size | None]:
+        return {name: None if value is None else value.shape for name, value in group.items()}
+
+    return shapes(plain) == shapes(pipelined)
 
 
 def _measure(plain: Tensor | None, pipelined: Tensor | None) -> tuple[float, float | None, str]:
-    """The largest difference, the largest value (None if it must be equal), and the mismatch."""
+    """Return the largest difference, the largest value (None if it must be equal), the mismatch."""
     mismatch = _mismatch(plain, pipelined)
     if mismatch:
         return math.inf, None, mismatch
@@ -134,15 +138,11 @@ def _mismatch(plain: Tensor | None, pipelined: Tensor | None) -> str:
     return ""
 
 
-def _shapes(group: Values) -> dict[str, torch.Size | None]:
-    return {name: None if value is None else value.shape for name, value in group.items()}
-
-
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """The tensor in the highest precision."""
+    """Return the tensor in the highest precision."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)

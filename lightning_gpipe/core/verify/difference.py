@@ -1,10 +1,10 @@
-"""Where two runs diverge: the first value that differs, and the layers that can be its cause.
+"""The search for the first value in which two runs differ, and the layers that can be its cause.
 
-Only what a pipeline promises decides whether there is a difference: its output, its gradients and
-its buffers. Values between layers may differ, as numbers of rows do; their floating-point tensors
-are used to find the layer. Layers compute in order, so the first whose output differs is the cause,
-or one right before it whose output could not be compared. Backward runs in reverse order, and only
-its gradients of parameters can be compared::
+Only the values that a pipeline must compute decide whether there is a difference: its output, its
+gradients, its buffers and its loss terms. Values between layers may differ, as numbers of rows do;
+their floating-point tensors locate a difference. Layers compute in order, so the first whose output
+differs is the cause, or one right before it whose output could not be compared. Backward runs in
+reverse order, and only its gradients of parameters can be compared::
 
     layer        0        1     2        3     4
     gradient     differs  none  differs  none  agrees
@@ -13,34 +13,38 @@ its gradients of parameters can be compared::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.core.verify.compare import Deviation, beyond, same_shapes
-from lightning_gpipe.core.verify.programmed import Programmed
-from lightning_gpipe.core.verify.runs import Run, Subject
-from lightning_gpipe.core.verify.values import (
+from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
     INPUT_GRADIENTS,
+    LOSS,
     LOSS_TERMS,
     OUTPUT,
-    Values,
 )
+from lightning_gpipe.core.verify.rounding import AMPLIFIED
+from lightning_gpipe.core.verify.runs import Run
+from lightning_gpipe.core.verify.subject import VerifiedProgram
 
-WORDS = {
+_WORDS = {
     OUTPUT: "the output{}",
     GRADIENTS: "the gradient of {!r}",
     BUFFERS: "the buffer {!r}",
     INPUT_GRADIENTS: "the gradient of the input{}",
     LOSS_TERMS: "the loss term {!r}",
+    LOSS: "the loss{}",
 }
 _NO_MEAN = (
     "it is the sum or mean of those of the micro-batches, and a term that is neither a sum nor a "
     "mean over the rows is another one for the whole batch, as one with the wrong reduction is"
 )
+BY_MICRO_BATCH = "which normalises by micro-batch"
 
 
 @dataclass(frozen=True)
@@ -48,9 +52,10 @@ class Difference:
     """The first value of the pipelined run that differs from that of the plain one.
 
     Attributes:
-        kind: "output", "gradients", "buffers", "input gradients" or "loss terms".
+        kind: "output", "gradients", "buffers", "input gradients", "loss terms" or "loss".
         deviation: Its name and by how much it differs.
-        layer: The index of the layer whose output, parameter or buffer it is; None if unknown.
+        layer: The index of the layer (of the stage, unless the model is an nn.Sequential) whose
+            output, parameter or buffer it is; None if unknown.
         suspects: The indices of the layers of which one is the cause.
         value: Its description, for a message.
         reason: Why it may differ, and how to find other differences; None if there is no known
@@ -65,162 +70,163 @@ class Difference:
     reason: str | None
 
 
-def first_difference(
-    pipeline: Subject, plain: Run, pipelined: Run, tolerance: float, *, perturbed: Run | None = None
-) -> Difference | None:
-    """The first deviation that is more than rounding, if there is one.
+# Called with a plain run, another run and perhaps a plain run with rounding errors added: then a
+# deviation that is not much larger than the effect of these errors counts as rounding too.
+Search = Callable[[Run, Run, Run | None], Difference | None]
+
+
+def compare(
+    plain: Run,
+    other: Run,
+    rerun: Callable[[bool], Run],
+    search: Search,
+    repeat_search: Search | None = None,
+) -> tuple[Difference | None, Difference | None]:
+    """Return the first difference, and the first one between two plain runs.
+
+    Each is None if there is none. More plain runs are made only if there is a difference.
 
     Args:
-        pipeline: What ran.
-        plain: The plain run.
-        pipelined: The pipelined run.
+        plain: A plain run.
+        other: The run that is compared with it.
+        rerun: Makes another plain run, with rounding errors added if its argument is True.
+        search: Finds the first difference.
+        repeat_search: Finds the first difference between two plain runs; None for ``search``.
+    """
+    difference = search(plain, other, None)
+    if difference is None:
+        return None, None
+    unrepeatable = (repeat_search or search)(plain, rerun(False), None)
+    if difference.reason is not None or unrepeatable is not None:
+        return difference, unrepeatable
+    left = search(plain, other, rerun(True))
+    return left or replace(difference, reason=AMPLIFIED), None
+
+
+def first_kind(
+    tolerance: float, plain: Run, other: Run, perturbed: Run | None
+) -> tuple[str, list[Deviation]] | None:
+    """Return the first kind of values that deviate by more than rounding, and their deviations."""
+    for kind, values in plain.values.items():
+        amplified = None if perturbed is None else perturbed.values[kind]
+        if deviations := beyond(values, other.values[kind], tolerance, amplified):
+            return kind, deviations
+    return None
+
+
+def first_unit(
+    tolerance: float, plain: Run, other: Run, perturbed: Run | None
+) -> tuple[range, Deviation | None]:
+    """Search for the first unit whose output deviates by more than rounding.
+
+    Returns:
+        The units after the last one that agrees, up to the one that deviates, and its deviation;
+        those up to the last unit, and None, if no output deviates.
+    """
+    agreeing = -1
+    for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):
+        if not values or not others or not same_shapes(values, others):
+            continue
+        amplified = None if perturbed is None else perturbed.units[k]
+        if deviations := beyond(values, others, tolerance, amplified):
+            return range(agreeing + 1, k + 1), deviations[0]
+        agreeing = k
+    return range(agreeing + 1, len(plain.units)), None
+
+
+def unlocated(kind: str, deviation: Deviation, reason: str | None = None) -> Difference:
+    """Return a difference of which no layer is known to be the cause."""
+    value = _WORDS[kind].format(deviation.name)
+    return Difference(kind, deviation, None, range(0), value, reason)
+
+
+class UnitSearch:
+    """Searches for the first difference, and for the units that can be its cause.
+
+    Args:
+        subject: The pipeline and the program that have run.
         tolerance: The largest relative deviation that counts as rounding.
-        perturbed: A plain run with rounding errors added to what the layers return. A deviation
-            that is not much larger than their effect counts as rounding too.
     """
-    return _Search(pipeline, plain, pipelined, tolerance, perturbed).first()
 
-
-def not_repeated(pipeline: Subject, plain: Run, again: Run, tolerance: float) -> Difference | None:
-    """The first deviation between two plain runs that is more than rounding, if there is one.
-
-    What layers return must be equal too, so the first that is not is found even if later layers, as
-    normalisations, conceal it in the output.
-    """
-    search = _Search(pipeline, plain, again, tolerance, None)
-    found = search.first()
-    return found and (search.layers()[1] or found)
-
-
-class _Search:
-    """Looks through the values of one kind after the other."""
-
-    def __init__(
-        self, pipeline: Subject, plain: Run, pipelined: Run, tolerance: float, perturbed: Run | None
-    ) -> None:
-        self._plain = plain
-        self._pipelined = pipelined
+    def __init__(self, subject: VerifiedProgram, tolerance: float) -> None:
+        self._subject = subject
         self._tolerance = tolerance
-        self._perturbed = perturbed
-        self._pipeline = pipeline
-        self._layers = list(pipeline)
-        self._names = [name for name, _ in pipeline.named_children()]
 
-    def first(self) -> Difference | None:
-        found = self.output() or self.gradients() or self.buffers() or self.input_gradients()
-        return found or self.loss_terms()
-
-    def layers(self) -> tuple[int, Difference | None]:
-        """The last layer before which all outputs agree, and the first difference of an output."""
-        agreeing = -1
-        pairs = zip(self._plain.layers, self._pipelined.layers, strict=True)
-        for k, (one, other) in enumerate(pairs):
-            if not one or not other or not same_shapes(one, other):
-                continue
-            perturbed = None if self._perturbed is None else self._perturbed.layers[k]
-            if differing := self._beyond(one, other, perturbed):
-                suspects = range(agreeing + 1, k + 1)
-                return agreeing, self._found(OUTPUT, differing[0], k, suspects)
-            agreeing = k
-        return agreeing, None
-
-    def output(self) -> Difference | None:
-        if not self._beyond(self._plain.values[OUTPUT], self._pipelined.values[OUTPUT], None):
+    def first(self, plain: Run, other: Run, perturbed: Run | None) -> Difference | None:
+        """Return the first deviation that is more than rounding, if there is one."""
+        units = range(len(plain.units))
+        unverified = units
+        if beyond(plain.values[OUTPUT], other.values[OUTPUT], self._tolerance):
+            unverified, deviation = first_unit(self._tolerance, plain, other, perturbed)
+            if deviation is not None:
+                return self._located(plain, OUTPUT, deviation, unverified[-1], unverified)
+        differing = first_kind(self._tolerance, plain, other, perturbed)
+        if differing is None:
             return None
-        agreeing, found = self.layers()
-        if found is not None:
-            return found
-        differing = self._beyond_of(OUTPUT)
-        if not differing:
-            return None
-        last = len(self._layers) - 1
-        # If the last layer agrees, the difference is in tensors that were not compared.
-        suspects = range(agreeing + 1 if agreeing < last else 0, last + 1)
-        return self._found(OUTPUT, differing[0], last if len(suspects) == 1 else None, suspects)
+        kind, deviations = differing
+        deviation = deviations[0]
+        k: int | None = None
+        if kind == OUTPUT:
+            # If all units agree, the difference is in tensors that were not compared.
+            suspects = unverified or units
+            k = units[-1] if len(suspects) == 1 else None
+        elif kind == GRADIENTS:
+            deviation = deviations[-1]  # the last layer comes first in backward
+            k = self._subject.owner_of(deviation.name)
+            suspects = range(k, self._next_with_gradient(plain, k) + 1)
+        elif kind == BUFFERS:
+            k = self._subject.owner_of(deviation.name)
+            suspects = range(k, k + 1)
+        elif kind == INPUT_GRADIENTS:
+            suspects = range(self._next_with_gradient(plain, -1) + 1)
+        else:
+            owners = plain.term_units.get(deviation.name, units)
+            k = owners[0] if len(owners) == 1 else None
+            suspects = range(min(owners), max(owners) + 1)
+        difference = self._located(plain, kind, deviation, k, suspects)
+        if kind == LOSS_TERMS and difference.reason is None:
+            return replace(difference, reason=_NO_MEAN)
+        return difference
 
-    def gradients(self) -> Difference | None:
-        differing = self._beyond_of(GRADIENTS)
-        if not differing:
-            return None
-        k = self._owner(differing[-1].name)  # the last layer comes first in backward
-        return self._found(GRADIENTS, differing[-1], k, range(k, self._next_with_gradient(k) + 1))
+    def first_unrepeated(self, plain: Run, again: Run, perturbed: Run | None) -> Difference | None:
+        """Return the first deviation between two plain runs that is more than rounding."""
+        difference = self.first(plain, again, perturbed)
+        # The first unit that does not repeat, even if later ones, as normalisations, conceal it.
+        suspects, deviation = first_unit(self._tolerance, plain, again, perturbed)
+        if difference is None or deviation is None:
+            return difference
+        return self._located(plain, OUTPUT, deviation, suspects[-1], suspects)
 
-    def buffers(self) -> Difference | None:
-        differing = self._beyond_of(BUFFERS)
-        if not differing:
-            return None
-        k = self._owner(differing[0].name)
-        return self._found(BUFFERS, differing[0], k, range(k, k + 1))
-
-    def input_gradients(self) -> Difference | None:
-        differing = self._beyond_of(INPUT_GRADIENTS)
-        if not differing:
-            return None
-        suspects = range(self._next_with_gradient(-1) + 1)
-        return self._found(INPUT_GRADIENTS, differing[0], None, suspects)
-
-    def loss_terms(self) -> Difference | None:
-        differing = self._beyond_of(LOSS_TERMS)
-        if not differing:
-            return None
-        owners = self._plain.term_layers.get(differing[0].name, range(len(self._layers)))
-        k = owners[0] if len(owners) == 1 else None
-        found = self._found(LOSS_TERMS, differing[0], k, range(min(owners), max(owners) + 1))
-        return replace(found, reason=found.reason or _NO_MEAN)
-
-    def _beyond_of(self, kind: str) -> list[Deviation]:
-        perturbed = None if self._perturbed is None else self._perturbed.values[kind]
-        return self._beyond(self._plain.values[kind], self._pipelined.values[kind], perturbed)
-
-    def _beyond(
-        self, plain: Values, pipelined: Values, perturbed: Values | None
-    ) -> list[Deviation]:
-        return beyond(plain, pipelined, self._tolerance, perturbed)
-
-    def _found(self, kind: str, deviation: Deviation, k: int | None, suspects: range) -> Difference:
-        value = WORDS[kind].format(deviation.name)
-        if k is not None:
-            value += f" of {layer_name(self._pipeline, k)}"
+    def _located(
+        self, plain: Run, kind: str, deviation: Deviation, k: int | None, suspects: range
+    ) -> Difference:
+        units = self._subject.units
         # A deviation within the tolerance in forward may exceed it in backward.
-        reason = self._reason(suspects.stop if kind == OUTPUT else len(self._layers))
-        return Difference(kind, deviation, k, suspects, value, reason)
+        reason = self._reason(plain, suspects.stop if kind == OUTPUT else len(units))
+        difference = unlocated(kind, deviation, reason)
+        title = "" if k is None else f" of {units[k].title}"
+        return replace(difference, layer=k, suspects=suspects, value=difference.value + title)
 
-    def _reason(self, end: int) -> str | None:
-        """The layers before ``end`` whose results depend on the micro-batches, and why."""
+    def _reason(self, plain: Run, end: int) -> str | None:
+        """Return the units before ``end`` whose results depend on the micro-batches, and why."""
         reasons = []
-        kind_of = "stage" if isinstance(self._pipeline, Programmed) else "layer"
-        for k, layer in enumerate(self._layers[:end]):
-            if norm := next(filter(sees_the_batch, layer.modules()), None):
-                kind = type(norm).__name__
-                reasons.append(f"{kind_of} {k} has a {kind}, which normalises by micro-batch")
-            if k in self._plain.drew:
-                reasons.append(f"{kind_of} {k} draws random numbers, others for each micro-batch")
+        for k, unit in enumerate(self._subject.units[:end]):
+            name = f"{self._subject.kind} {k}"
+            if norm := next(filter(normalises_by_batch, unit.module.modules()), None):
+                reasons.append(f"{name} has a {type(norm).__name__}, {BY_MICRO_BATCH}")
+            if k in plain.drew:
+                reasons.append(f"{name} draws random numbers, others for each micro-batch")
         if not reasons:
             return None
         return f"{'; '.join(reasons)}. To find other differences, call verify() in eval mode"
 
-    def _owner(self, name: str) -> int:
-        """The layer that has a parameter or buffer of this name."""
-        return self._names.index(name.partition(".")[0])
-
-    def _next_with_gradient(self, k: int) -> int:
-        """The first layer after ``k`` with gradients to compare, or the last."""
-        owners = (
-            self._owner(name) for name, x in self._plain.values[GRADIENTS].items() if x is not None
-        )
-        return min((other for other in owners if other > k), default=len(self._layers) - 1)
+    def _next_with_gradient(self, plain: Run, k: int) -> int:
+        """Return the first unit after ``k`` with gradients to compare, or the last."""
+        gradients = plain.values[GRADIENTS].items()
+        owners = (self._subject.owner_of(name) for name, x in gradients if x is not None)
+        return min((owner for owner in owners if owner > k), default=len(plain.units) - 1)
 
 
-def layer_name(pipeline: Subject, k: int) -> str:
-    """A layer with its name, class, stage and device, for a message."""
-    if isinstance(pipeline, Programmed):
-        return pipeline.title(k)
-    name, layer = list(pipeline.named_children())[k]
-    stage = next(stage for stage in pipeline.stages if k <= stage.partition.last)
-    what = f"{name!r}, {type(layer).__name__}"
-    return f"layer {k} ({what}, stage {stage.partition.index}, {stage.device})"
-
-
-def sees_the_batch(module: nn.Module) -> bool:
-    """Whether it normalises by the rows that it is given, as a batch norm in training does."""
+def normalises_by_batch(module: nn.Module) -> bool:
+    """Return whether a module normalises by the rows it gets, as a batch norm in training does."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)

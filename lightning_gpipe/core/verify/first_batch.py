@@ -1,4 +1,4 @@
-"""Verifies a pipeline on its first training batch."""
+"""Verifies pipelines on the first training batch."""
 
 from __future__ import annotations
 
@@ -9,88 +9,60 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.faithful import is_traced
-from lightning_gpipe.core.pipeline import GPipe, Programs, Taken
-from lightning_gpipe.core.plan import Program
+from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.verification import verify, verify_call, verify_run
-from lightning_gpipe.core.verify.whole import Whole
+from lightning_gpipe.core.verify.verification import verify_call, verify_run
 
 
-class EachVerifiedOnce:
+class FirstBatchVerifier:
     """Verifies the first run of each pipeline of a model, in training mode with gradients.
 
-    Programs are verified with the whole call of the module whose forward they are made of, if it
-    is called, and without where another one loops over its blocks.
+    A module whose forward makes the programs is verified with its whole call, if it is called; it
+    is not where another module loops over its blocks.
 
     Args:
-        found: What runs as a pipeline.
+        piped: The modules that run as pipelines.
         on_result: Called with the result of each verification.
     """
 
-    def __init__(self, found: Sequence[Taken], on_result: Callable[[Parity], None]) -> None:
-        self._found = found
+    def __init__(self, piped: Sequence[PipedModule], on_result: Callable[[Parity], None]) -> None:
+        self._piped = piped
         self._on_result = on_result
-        self._done: set[Taken] = set()
-        owners = dict.fromkeys(taken.owner for taken in found if isinstance(taken, Programs))
+        self._done: set[PipedModule] = set()
+        owners = dict.fromkeys(taken.owner for taken in piped if not taken.takes_batch)
         self._handles = {
-            owner: owner.register_forward_pre_hook(self._before, with_kwargs=True)
+            owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in owners
         }
-        for taken in found:
-            taken.check = self._run
+        for taken in piped:
+            taken.check = self._before_run
 
     def remove(self) -> None:
         """Verify no more."""
         for handle in self._handles.values():
             handle.remove()
-        for taken in self._found:
+        for taken in self._piped:
             taken.check = None
 
-    def _before(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a call of the module."""
-        found = [taken for taken in self._found if isinstance(taken, Programs)]
-        found = [taken for taken in found if taken.owner is owner and taken not in self._done]
-        if not found or not _counts(owner) or is_traced((args, kwargs), owner.parameters()):
+    def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
+        piped = [taken for taken in self._piped if taken.owner is owner and taken not in self._done]
+        if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
-        self._done.update(found)
-        parity = verify_call(Whole(owner, found), owner.forward, args, kwargs)
+        self._done.update(piped)
+        parity = verify_call(WholeCall(owner, piped, owner.forward, args, kwargs))
         if parity is None:  # a call without them
-            self._done.difference_update(found)
+            self._done.difference_update(piped)
             return
         self._handles[owner].remove()
         self._on_result(parity)
 
-    def _run(self, taken: Taken, program: Program | None, values: Any) -> None:
-        """Before a run."""
-        if taken not in self._done and _counts(taken.module):
+    def _before_run(self, taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
+        if taken not in self._done and _trains(taken.module):
             self._done.add(taken)
             self._on_result(verify_run(taken, program, values))
 
 
-def _counts(module: nn.Module) -> bool:
+def _trains(module: nn.Module) -> bool:
     return module.training and torch.is_grad_enabled()
-
-
-class VerifiedOnce:
-    """Runs a pipeline, and verifies it on its first input in training mode with gradients.
-
-    Args:
-        pipeline: The pipeline.
-        module: The module that it replaces, whose training mode is read.
-        on_result: Called with the result of the verification.
-    """
-
-    def __init__(
-        self, pipeline: GPipe, module: nn.Module, on_result: Callable[[Parity], None]
-    ) -> None:
-        self._pipeline = pipeline
-        self._module = module
-        self._on_result = on_result
-        self._pending = True
-
-    def __call__(self, input: Any) -> Any:
-        wanted = self._pending and _counts(self._module)
-        if wanted and not is_traced(input, self._pipeline.parameters()):
-            self._pending = False
-            self._on_result(verify(self._pipeline, input))
-        return self._pipeline.forward(input)

@@ -1,84 +1,204 @@
-"""Compares what programs compute with what the model's own forward does."""
+"""Compares a call of the model that runs pipelines with the model's own forward.
+
+A value that a front-end cannot see, such as a global variable that a traced forward reads, is
+frozen in the program. So the model's own forward runs too, without front-ends, and is compared with
+the pipeline on the mini-batch in one piece: then even batch norms compute the same, and any
+difference is one of the programs. The layers stay on the devices of their stages; their arguments
+are moved there, and their outputs back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from lightning_gpipe.core.verify.compare import Deviation, beyond, same_shapes, tolerance_of
-from lightning_gpipe.core.verify.difference import WORDS, Difference
-from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT, Values
-from lightning_gpipe.core.verify.whole import (
-    Calls,
-    Ran,
-    Whole,
-    beside,
-    in_one_piece,
-    own_forward,
-    run_call,
+import torch
+from torch import nn
+
+from lightning_gpipe.core.data import collect_loss_terms
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager, RandomState, Write
+from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.core.profile import change_tensors, following
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.verify.difference import (
+    Difference,
+    compare,
+    first_kind,
+    first_unit,
+    unlocated,
 )
+from lightning_gpipe.core.verify.isolation import (
+    isolated,
+    saving_as_caller,
+    without_dropout,
+)
+from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
+from lightning_gpipe.core.verify.rounding import perturbed
+from lightning_gpipe.core.verify.runs import Run, copied, recorded, results, tolerance_for
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
-def differs_from_forward(
-    whole: Whole,
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    calls: Calls,
-    tolerance: float | None,
-    preserved: Callable[[], AbstractContextManager[None]],
-) -> tuple[Difference | None, bool]:
-    """The first value of the pipelines, with mini-batches in one piece, that the forward has not.
+class WholeCall:
+    """A call of a module in whose forward pipelines run.
 
     Args:
-        whole: What is called.
-        call: Calls it.
-        args, kwargs: What with.
-        calls: The calls of layers in the programs.
-        tolerance: The largest relative deviation that counts as rounding; None takes one by type.
-        preserved: Makes a ``with`` block at whose end the state is as before.
+        module: The module.
+        piped: The modules in it that run as pipelines.
+        call: Calls the module.
+        args, kwargs: The arguments of the call.
 
-    Returns:
-        The difference, if there is one, and whether the forward repeats what it computes.
+    Attributes:
+        titles: The names of each layer that programs of the forward call, one for each call.
     """
-    with preserved(), in_one_piece(whole), calls.recorded() as piped:
-        ran = run_call(whole, call, args, kwargs)
-    with preserved(), own_forward(whole), calls.recorded() as plain:
-        own = run_call(whole, partial(beside, whole, call), args, kwargs, ran)
-    allowed = _tolerance(whole, own) if tolerance is None else tolerance
-    found = _first(own.values, ran.values, allowed)
-    if found is None:
-        return None, True
-    with preserved(), own_forward(whole):
-        again = run_call(whole, partial(beside, whole, call), args, kwargs, ran)
-    repeats = _first(own.values, again.values, allowed) is None
-    kind, deviation = found
-    value = WORDS[kind].format(deviation.name)
-    if kind == OUTPUT:
-        for title, before, after in calls.pairs(plain, piped):
-            if same_shapes(before, after) and (differing := beyond(before, after, allowed)):
-                value, deviation = f"the output of {title}", differing[0]
-                break
-    reason = _DRAWS if own.drew else None
-    return Difference(kind, deviation, None, range(0), value, reason), repeats
 
+    def __init__(
+        self,
+        module: nn.Module,
+        piped: Sequence[PipedModule],
+        call: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self.module = module
+        self.piped = piped
+        self.pipelines = [taken.pipeline for taken in piped]
+        self._call = call
+        self._arguments = args, kwargs
+        self._layout = self.pipelines[0].layout
+        self.titles: dict[nn.Module, list[str]] = {}
+        self._drew = False
 
-def _first(
-    plain: Mapping[str, Values], piped: Mapping[str, Values], allowed: float
-) -> tuple[str, Deviation] | None:
-    for kind in (OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS):
-        if differing := beyond(plain[kind], piped[kind], allowed):
-            return kind, differing[0]
-    return None
+    def __call__(self) -> Any:
+        """Make the call."""
+        args, kwargs = self._arguments
+        return self._call(*args, **kwargs)
 
+    def record(self, taken: PipedModule, program: Program) -> None:
+        """Record the calls of layers in a program of the forward."""
+        named = dict(taken.root.named_modules())
+        for part in program.parts:
+            for step in part.steps:
+                layer = step.run if isinstance(step.run, nn.Module) else named.get(step.name)
+                if layer is not None:
+                    title = f"{step.name} ({type(layer).__name__})"
+                    self.titles.setdefault(layer, []).append(title)
 
-def _tolerance(whole: Whole, own: Ran) -> float:
-    values = chain.from_iterable(group.values() for group in own.values.values())
-    dtypes = {x.dtype for x in (*whole.parameters(), *values) if x is not None}
-    on_cuda = any(device.type == "cuda" for device in whole.devices)
-    return tolerance_of(dtypes, on_cuda=on_cuda)
+    def compare(self, tolerance: float | None) -> tuple[Difference | None, Difference | None]:
+        """Return the first difference, and the first one between two runs of the own forward."""
+        devices = self._layout.devices
+        with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
+            one_piece = [(Attributes(pipeline), "chunks", 1) for pipeline in self.pipelines]
+            with self.isolated(), self._journal.changed(one_piece):
+                piped = self._run()
+            plain = self._own_run(piped)
+            if tolerance is None:
+                tolerance = tolerance_for(plain, self.module.parameters(), devices)
+            search = partial(self._first, tolerance)
+            return compare(plain, piped, partial(self._own_run, piped), search)
+
+    def isolated(self) -> Manager:
+        """Restore at the end of a ``with`` block what calls have changed."""
+        return isolated(self.module.modules(), self.pipelines)
+
+    @property
+    def _journal(self) -> Journal:
+        """The journal of a pipeline that runs the forward.
+
+        A run of an nn.Sequential takes the changes in the journal of its own pipeline for those
+        that an interrupted verification left, and undoes them.
+        """
+        return next(taken.pipeline.patches for taken in self.piped if not taken.takes_batch)
+
+    def _first(
+        self, tolerance: float, plain: Run, piped: Run, amplified: Run | None
+    ) -> Difference | None:
+        differing = first_kind(tolerance, plain, piped, amplified)
+        if differing is None:
+            return None
+        kind, [deviation, *_] = differing
+        difference = unlocated(kind, deviation, _DRAWS if self._drew else None)
+        units, deviation_of_layer = first_unit(tolerance, plain, piped, amplified)
+        if kind != OUTPUT or deviation_of_layer is None:
+            return difference
+        titles = list(chain.from_iterable(self.titles.values()))
+        return replace(
+            difference, deviation=deviation_of_layer, value=f"the output of {titles[units[-1]]}"
+        )
+
+    def _run(self, like: Run | None = None) -> Run:
+        """Make the call with copies of its arguments, and compute its gradients.
+
+        Outputs that the run ``like`` has not, such as a cache, are left out.
+        """
+        arguments, leaves = copied(self._arguments)
+        if like is not None:
+            arguments = change_tensors(arguments, lambda x: x.to(self._layout.outside))
+        args, kwargs = arguments
+        before = RandomState.capture(self._layout.devices)
+        with recorded(self.titles) as calls, collect_loss_terms():
+            outputs = tensors(self._call(*args, **kwargs))
+        self._drew = bool(before.differences())
+        if like is not None:
+            outputs = {path: outputs[path] for path in like.values[OUTPUT] if path in outputs}
+        units: list[Values | None] = []
+        for titles, of_layer in zip(self.titles.values(), calls, strict=True):
+            latest = of_layer[-len(titles) :]  # if a forward ran twice, those of the second
+            units += [*map(inexact, latest), *[None] * (len(titles) - len(latest))]
+        devices = self._layout.devices
+        return Run(results(self.module, devices, outputs.items(), leaves, {}, {}), units)
+
+    def _own_run(self, piped: Run, perturb: bool = False) -> Run:
+        """Run the module without pipelines, its layers on the devices of their stages."""
+        with self.isolated(), ExitStack() as stack:
+            for taken in self.piped:
+                stack.enter_context(taken.plain())
+                for stage in taken.pipeline.stages:
+                    stack.enter_context(following(stage))
+            if len(set(self._layout.devices)) > 1:
+                self._move_between_devices(stack)
+            if perturb:
+                stack.enter_context(perturbed(self.titles))
+            return self._run(piped)
+
+    def _move_between_devices(self, stack: ExitStack) -> None:
+        """Move the arguments of layers to their devices, and their outputs back."""
+        outside = self._layout.outside
+        depth = 0  # of calls of layers within one another; the outermost moves values
+
+        def enter(device: torch.device, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            return change_tensors((args, kwargs), lambda x: x.to(device)) if depth == 1 else None
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal depth
+            depth -= 1
+            return change_tensors(output, lambda x: x.to(outside)) if depth == 0 else None
+
+        layers = {
+            module: stage.device
+            for pipeline in self.pipelines
+            for stage in pipeline.stages
+            for layer in stage.partition.layers
+            for module in layer.modules()
+        }
+        for module, device in layers.items():
+            hook = partial(enter, device)
+            before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        # Parameters and buffers that the forward reads itself, of modules on several stages.
+        writes: list[Write] = [
+            (slots, name, tensor.to(outside))
+            for module in self.module.modules()
+            if module not in layers
+            for slots in (module._parameters, module._buffers)
+            for name, tensor in slots.items()
+            if tensor is not None and tensor.device != outside
+        ]
+        stack.enter_context(self._journal.changed(writes))

@@ -1,4 +1,4 @@
-"""The result of comparing a plain run with a pipelined one, as a message."""
+"""The results of comparing runs of one batch, as messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from lightning_gpipe.core.run import LOSS_WEIGHT
 from lightning_gpipe.core.verify.compare import Deviation
 from lightning_gpipe.core.verify.difference import Difference
-from lightning_gpipe.core.verify.values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT
+from lightning_gpipe.core.verify.named_values import BUFFERS, GRADIENTS, INPUT_GRADIENTS, OUTPUT
 
 _BACKWARD = "A backward must treat each row by itself, and not depend on the number of rows."
 _CURES = {
@@ -20,25 +21,35 @@ _CURES = {
     BUFFERS: "Layers run once per micro-batch: update the buffer outside of the nn.Sequential.",
     INPUT_GRADIENTS: _BACKWARD,
 }
-REPEAT = (
-    "The results of a layer depend on what earlier runs left elsewhere than in buffers, attributes "
-    "and generators, such as in a global variable, or its operators are not deterministic. Keep "
-    "such state in a buffer, or verify without it."
+_READS_BETWEEN = (
+    "The forward reads something between its layers, right before this one, that was another when "
+    "it was recorded, such as a global variable. Pass it as an argument, keep it in an attribute "
+    "or a buffer of the module, or compute it in a layer."
+)
+_OF_A_SUM = (
+    "It is the sum of theirs, of which the mean is taken: return a mean over rows, as "
+    "reduction='mean' does, or write schedule='fill_drain'."
+)
+_OF_A_MEAN = (
+    "If it is a mean over something else than rows, such as the tokens that are no padding, return "
+    f"of how many: {{'loss': loss, {LOSS_WEIGHT!r}: number}}. If it is a sum over rows, return "
+    "their mean. "
+)
+_OF_WEIGHTS = f"{LOSS_WEIGHT!r} must be the number of what the loss is a mean over. "
+_OF_A_CONTRAST = (
+    "If it compares the rows of a batch with one another, as contrastive learning does, write "
+    "schedule='fill_drain'."
+)
+_REPEAT = (
+    "The results depend on what an earlier run left elsewhere than in buffers, attributes and "
+    "generators, such as in a global variable, or operators are not deterministic. Keep such state "
+    "in a buffer, or verify without it."
 )
 
 
 @dataclass(frozen=True)
 class Verdict(ABC):
-    """What was found by comparing two runs of one batch; prints as a message.
-
-    Attributes:
-        microbatches: The number of micro-batches.
-        compared: The deviation of each value: lists by kind.
-        tolerance: The largest relative deviation that counts as rounding.
-        difference: The first value that deviates by more, or None.
-        unrepeatable: The first value that deviates by more between two plain runs, or None. Then
-            nothing can be said about a difference.
-    """
+    """The result of comparing two runs of one batch, see :class:`Parity`; prints as a message."""
 
     microbatches: int
     compared: Mapping[str, list[Deviation]]
@@ -48,7 +59,7 @@ class Verdict(ABC):
 
     @property
     def explained(self) -> bool:
-        """Whether there is a difference with a known reason, and plain runs repeat."""
+        """True if there is a difference with a known reason, and plain runs repeat."""
         known = self.difference is not None and self.difference.reason is not None
         return known and self.unrepeatable is None
 
@@ -56,35 +67,49 @@ class Verdict(ABC):
         """Raise if there is a difference that is not explained.
 
         Raises:
-            RuntimeError: Says what differs, where it comes from, and what to do.
+            RuntimeError: If so; with the value that differs, the cause, and the cure.
         """
         if self.difference is not None and not self.explained:
             raise RuntimeError(str(self))
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing that a user must know."""
+        """True if there is nothing that a user must know."""
         return self.difference is None
 
     @property
     def extent(self) -> str:
         """How large the deviations are, as a sentence."""
-        found = [
-            f"{kind} ({len(each)}) {_number(max(d.relative for d in each))}"
-            for kind, each in self.compared.items()
-            if each
+        largest = [
+            f"{kind} ({len(deviations)}) {_number(max(d.relative for d in deviations))}"
+            for kind, deviations in self.compared.items()
+            if deviations
         ]
-        return (
-            f"Largest differences, relative: {', '.join(found)}; allowed: {_number(self.tolerance)}"
-        )
+        allowed = _number(self.tolerance)
+        return f"Largest differences, relative: {', '.join(largest)}; allowed: {allowed}"
 
     @abstractmethod
     def __str__(self) -> str: ...
 
+    def _message(
+        self, *, subject: str, reruns: str, rule: str, runs: str, cure: str, extent: str = ""
+    ) -> str:
+        """Return the message of a difference: ``reruns`` must repeat, ``runs`` must not differ."""
+        if self.unrepeatable is not None:
+            return (
+                f"{subject} must compute the same from the same batch to be verified: between "
+                f"{reruns}, {_value(self.unrepeatable)}{_suspects(self.unrepeatable)}{_REPEAT}"
+            )
+        assert self.difference is not None, "the runs differ"
+        if self.difference.reason is not None:
+            cure = f"There is a known reason: {self.difference.reason}."
+        start = "verified" if self.explained else rule
+        return f"{start}: between {runs}, {_value(self.difference)}{cure}{extent}"
+
 
 @dataclass(frozen=True)
 class Parity(Verdict):
-    """Whether a pipeline computed what its layers compute on the whole batch; prints as a message.
+    """The result of comparing a pipeline with its layers on the whole batch; prints as a message.
 
     Attributes:
         microbatches: The number of micro-batches.
@@ -94,9 +119,9 @@ class Parity(Verdict):
         difference: The first value that deviates by more, or None.
         unrepeatable: The first value that deviates by more between two plain runs, or None. Then
             nothing can be said about a difference.
-        of_programs: Whether it has been compared too, with mini-batches in one piece, with what
-            the model's own forward computes; a difference is of that then.
         asides: The attributes in which layers keep loss terms, which miss in the output.
+        of_programs: Whether the pipeline, with mini-batches in one piece, has also been compared
+            with the model's own forward; a difference is of that then.
     """
 
     asides: tuple[str, ...] = ()
@@ -112,46 +137,102 @@ class Parity(Verdict):
         runs = f"a plain run and one in {self.microbatches} micro-batches"
         if self.difference is None:
             also = ", and with the model's own forward" if self.of_programs else ""
-            said = f"verified: {runs} agree{also}. {self.extent}"
+            message = f"verified: {runs} agree{also}. {self.extent}"
         elif self.of_programs:
-            said = _of_programs(self.difference, repeats=self.unrepeatable is None)
-        elif self.unrepeatable is not None:
-            said = _not_verifiable(self.unrepeatable)
-        else:
-            found = self.difference
-            rule = "a pipeline must compute what its layers compute on the whole batch"
-            said = (
-                f"{'verified' if self.explained else rule}: between {runs}, {found.value} "
-                f"{found.deviation}. {_conclusion(found)}\n{self.extent}"
+            message = self._message(
+                subject="a forward",
+                reruns="two runs of it",
+                rule="what a pipeline runs of a forward must compute what the forward computes",
+                runs="the model's own forward and its pipeline, both on the whole batch",
+                cure=_READS_BETWEEN,
             )
-        return "\n".join([said, *map(_aside, self.asides)])
+        else:
+            message = self._message(
+                subject="the layers of a pipeline",
+                reruns="two plain runs",
+                rule="a pipeline must compute what its layers compute on the whole batch",
+                runs=runs,
+                cure=_suspects(self.difference) + _CURES.get(self.difference.kind, ""),
+                extent=f"\n{self.extent}",
+            )
+        return "\n".join([message, *map(_aside, self.asides)])
 
 
-def _not_verifiable(found: Difference) -> str:
-    return (
-        "the layers of a pipeline must compute the same from the same batch to be verified: "
-        f"between two plain runs, {found.value} {found.deviation}. {_which(found)}{REPEAT}"
-    )
+@dataclass(frozen=True)
+class LossParity(Verdict):
+    """The result of comparing the losses of micro-batches with that of the batch, with gradients.
 
+    Attributes:
+        microbatches, compared, tolerance, difference, unrepeatable: As of :class:`Parity`; the
+            kinds are "loss" and "gradients".
+        summed: Whether the loss of the batch is the sum of the others.
+        weighted: Whether the step says the weight of each loss.
+    """
 
-def _of_programs(found: Difference, *, repeats: bool) -> str:
-    if not repeats:
-        return (
-            "a forward must compute the same from the same batch to be verified: between two runs "
-            f"of it, {found.value} {found.deviation}. {REPEAT}"
+    summed: bool = False
+    weighted: bool = False
+
+    @override
+    def __str__(self) -> str:
+        runs = (
+            f"a step on the whole batch and one for each of {self.microbatches} micro-batches, "
+            f"weighted by {LOSS_WEIGHT if self.weighted else 'rows'}"
         )
-    said = (
-        "what a pipeline runs of a forward must compute what the forward computes: between the "
-        f"model's own forward and its pipeline, both on the whole batch, {found.value} "
-        f"{found.deviation}."
-    )
-    if found.reason is not None:
-        return f"verified: {said} There is a known reason: {found.reason}."
-    return (
-        f"{said} The forward reads something between its layers, right before this one, that was "
-        "another when it was recorded, such as a global variable. Pass it as an argument, keep it "
-        "in an attribute or a buffer of the module, or compute it in a layer."
-    )
+        if self.difference is None:
+            return f"verified: {runs}, agree. {self.extent}"
+        cure = (_OF_WEIGHTS if self.weighted else _OF_A_MEAN) + _OF_A_CONTRAST
+        return self._message(
+            subject="a step",
+            reruns="two runs of it",
+            rule="the losses of micro-batches must make that of the batch",
+            runs=runs,
+            cure=_OF_A_SUM if self.summed else cure,
+            extent=f"\n{self.extent}",
+        )
+
+
+@dataclass(frozen=True)
+class StepParity:
+    """The results of verifying a step with a loss for each micro-batch; prints as a message.
+
+    Attributes:
+        layers: The result for the layers of each pipeline.
+        loss: The result for the loss.
+    """
+
+    layers: tuple[Parity, ...]
+    loss: LossParity
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """All results, that of the loss last."""
+        return *self.layers, self.loss
+
+    def check(self) -> None:
+        """Raise if there is a difference that is not explained.
+
+        Raises:
+            RuntimeError: If so; with the value that differs, the cause, and the cure.
+        """
+        for verdict in self.verdicts:
+            verdict.check()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.verdicts))
+
+
+def _value(difference: Difference) -> str:
+    return f"{difference.value} {difference.deviation}. "
+
+
+def _suspects(difference: Difference) -> str:
+    """Return the layers of which one is the cause, unless the name of the value says it."""
+    if len(difference.suspects) < 2:
+        return ""
+    which = f"layers {difference.suspects[0]}..{difference.suspects[-1]}"
+    if difference.kind == OUTPUT and difference.layer is None:
+        which += ", whose own outputs could not be compared"
+    return f"The cause is in one of the {which}. "
 
 
 def _aside(attribute: str) -> str:
@@ -159,22 +240,6 @@ def _aside(attribute: str) -> str:
         f"A loss term must leave its layer: {attribute} has parameters behind it and is not part "
         "of the output. A pipeline has its value of the last micro-batch only, without gradient."
     )
-
-
-def _conclusion(found: Difference) -> str:
-    if found.reason is not None:
-        return f"There is a known reason: {found.reason}."
-    return f"{_which(found)}{_CURES[found.kind]}"
-
-
-def _which(found: Difference) -> str:
-    """The layers of which one is the cause, if that is not said by the name of the value."""
-    if len(found.suspects) == 1:
-        return ""
-    which = f"The cause is in one of the layers {found.suspects[0]}..{found.suspects[-1]}"
-    if found.kind == OUTPUT and found.layer is None:
-        which += ", whose own outputs could not be compared"
-    return f"{which}. "
 
 
 def _number(x: float) -> str:

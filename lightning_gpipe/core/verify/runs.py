@@ -1,4 +1,4 @@
-"""One run of the layers, plain or pipelined, and its results.
+"""Runs a program plain and pipelined, and records the results.
 
 Gradients are computed from a random *cotangent* of the output, the same for both runs, instead of
 the gradient of a loss. They are computed by ``torch.autograd.grad``, for copies of the input, so
@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Rows, collect_loss_terms
-from lightning_gpipe.core.faithful import LibraryGenerators, add_note, default_generator
-from lightning_gpipe.core.profile import change_tensors, walk
-from lightning_gpipe.core.verify.asides import Aside, kept_aside
-from lightning_gpipe.core.verify.layered import Layered
-from lightning_gpipe.core.verify.programmed import Programmed
-from lightning_gpipe.core.verify.values import (
+from lightning_gpipe.core.data import Rows, collect_loss_terms, named_leaves
+from lightning_gpipe.core.faithful import Context, RandomState, add_note
+from lightning_gpipe.core.profile import change_tensors
+from lightning_gpipe.core.verify.asides import terms_in_attributes
+from lightning_gpipe.core.verify.compare import tolerance_of
+from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
     INPUT_GRADIENTS,
@@ -33,14 +31,13 @@ from lightning_gpipe.core.verify.values import (
     Values,
     computed,
     inexact,
+    masked,
     merged,
     on_cpu,
-    only,
     tensors,
-    values,
+    unpacked,
 )
-
-Subject = Layered | Programmed  # what is verified
+from lightning_gpipe.core.verify.subject import VerifiedProgram
 
 
 @dataclass(frozen=True)
@@ -48,212 +45,190 @@ class Run:
     """The results of one run.
 
     Attributes:
-        values: The values of each kind: the output and the gradients of the input by their paths,
-            buffers and gradients of parameters by their names.
-        layers: The floating-point tensors that each layer returned, by path; None if those of the
+        values: The values of each kind, by path or name, in the order in which they are searched.
+        units: The floating-point tensors that each unit returned, by path; None if those of the
             micro-batches cannot be merged.
-        drew: The layers that drew random numbers; recorded by a plain run only.
+        drew: In a plain run, the units that drew random numbers.
+        asides: In a plain run, the units with loss terms in attributes, and the attributes.
+        term_units: In a plain run, the units that handed out each loss term.
         microbatches: The number of micro-batches.
-        mask: Which elements of the output are compared; recorded by a pipelined run only.
-        asides: The loss terms that layers kept in attributes; recorded by a plain run only.
-        term_layers: The layers that handed out each loss term; recorded by a plain run only.
+        mask: In a pipelined run, the elements of the output that are compared.
     """
 
     values: Mapping[str, Values]
-    layers: list[Values | None]
+    units: Sequence[Values | None] = ()
     drew: frozenset[int] = frozenset()
+    asides: Sequence[tuple[int, str]] = ()
+    term_units: Mapping[str, Sequence[int]] = field(default_factory=dict)
     microbatches: int = 1
     mask: Mask = field(default_factory=dict)
-    asides: tuple[Aside, ...] = ()
-    term_layers: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-    def dtypes(self) -> set[torch.dtype]:
-        """The types of all values."""
-        groups = [group for group in (*self.values.values(), *self.layers) if group is not None]
-        found = chain.from_iterable(group.values() for group in groups)
-        return {tensor.dtype for tensor in found if tensor is not None}
 
 
-def run_pipelined(pipeline: Subject, input: Any) -> Run:
-    """Run the pipeline."""
-    x, entering = copied(input)
-    seen: list[list[Any]] = [[] for _ in pipeline]
-    with ExitStack() as hooks:
-        for layer, outputs in zip(pipeline, seen, strict=True):
-            if isinstance(pipeline, Programmed):
-                continue  # a stage has no one output
-            hooks.callback(layer.register_forward_hook(partial(record_output, outputs)).remove)
-        with collect_loss_terms() as terms:
-            output = pipeline.run(x)
-    assert pipeline.timeline is not None, "a mini-batch has run"
-    m = pipeline.timeline.schedule.m
-    seen = [outputs[-m:] for outputs in seen]  # if forward ran twice, those of the second run
-    by_rows = type(pipeline.microbatching) is Rows
-    mask = {} if by_rows else computed(pipeline.microbatching, seen[-1], on_cpu(input))
-    layers = [merged(outputs) if by_rows and outputs else None for outputs in seen]
-    found = promised(pipeline, pipeline.devices, output, terms, entering, mask)
-    return Run(found, layers, microbatches=m, mask=mask)
+def run_pipelined(subject: VerifiedProgram, input: Any) -> Run:
+    """Run the program in micro-batches."""
+    x, leaves = copied(input)
+    with recorded(unit.module for unit in subject.units) as outputs, collect_loss_terms() as terms:
+        output = subject.run(x)
+    timeline = subject.pipeline.engine.timeline
+    assert timeline is not None, "a mini-batch has run"
+    m = timeline.schedule.m
+    outputs = [of_unit[-m:] for of_unit in outputs]  # if forward ran twice, those of the second
+    microbatching = subject.pipeline.microbatching
+    by_rows = type(microbatching) is Rows
+    mask = {} if by_rows else computed(microbatching, outputs[-1], on_cpu(input))
+    # The module of a stage is never called, so nothing is recorded of it.
+    units = [merged(of_unit) if by_rows and of_unit else None for of_unit in outputs]
+    values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
+    return Run(values, units, microbatches=m, mask=mask)
 
 
 def run_plain(
-    pipeline: Subject,
+    subject: VerifiedProgram,
     input: Any,
     mask: Mask,
     *,
-    between: Callable[[Tensor], Tensor] | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Run:
-    """Run the layers one after another on the whole batch, each on its stage's device.
+    """Run the units one after another on the whole batch, each on its stage's device.
 
     Args:
-        pipeline: Whose layers to run.
+        subject: The pipeline and the program.
         input: The batch.
-        mask: Which elements of the output are compared.
-        between: A function to apply to each tensor that a layer returns.
+        mask: The elements of the output that are compared.
+        change: A function to apply to each tensor that a unit returns.
     """
-    x, entering = copied(input)
-    seen: list[Values | None] = []
+    x, leaves = copied(input)
+    units: list[Values | None] = []
     drew = set()
     terms: dict[str, Tensor] = {}
-    term_layers: dict[str, list[int]] = {}
-    kind, device_of = "layer", _devices_of_layers(pipeline)
-    if isinstance(pipeline, Programmed):
-        kind, device_of = "stage", pipeline.device_of()
+    term_units: dict[str, list[int]] = {}
 
-    def visit(k: int, layer: Callable[[Any], Any], x: Any) -> Any:
-        generators = Generators([device_of[k]])
-        with _annotated(kind, k), collect_loss_terms() as found:
-            y = layer(x)
-        for name, value in found.items():
+    def visit(k: int, run: Callable[[Any], Any], needed: Mapping[int, Any]) -> Mapping[int, Any]:
+        before = RandomState.capture([subject.units[k].stage.device])
+        try:
+            with collect_loss_terms() as terms_of_unit:
+                made = run(needed)
+        except BaseException as error:
+            unit = f"{subject.kind} {k}"
+            add_note(
+                error, f"raised in {unit}, which ran on the whole batch to verify the pipeline"
+            )
+            raise
+        for name, value in terms_of_unit.items():
             terms[name] = terms[name] + value if name in terms else value
-            term_layers.setdefault(name, []).append(k)
-        if generators.moved:
+            term_units.setdefault(name, []).append(k)
+        if before.differences():
             drew.add(k)
-        if between is not None:
-            y = change_tensors(y, between)
-        seen.append(inexact(on_cpu(y)))
-        return y
+        if change is not None:
+            made = change_tensors(made, change)
+        units.append(inexact(on_cpu(unpacked(list(made.values())))))
+        return made
 
-    if isinstance(pipeline, Programmed):
-        output: Any = pipeline.walk(x, visit)
-    else:
-        output = walk(pipeline.stages, x, visit)
-    asides = tuple(kept_aside(list(pipeline), output))  # backward may free their graphs
-    found = promised(pipeline, pipeline.devices, output, terms, entering, mask)
-    return Run(found, seen, frozenset(drew), asides=asides, term_layers=term_layers)
-
-
-# What goes into the layers.
+    output = subject.walk(x, visit)
+    # Before backward, which may free their graphs.
+    asides = list(terms_in_attributes([unit.module for unit in subject.units], output))
+    values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
+    return Run(values, units, frozenset(drew), asides=asides, term_units=term_units)
 
 
 def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A copy of the input that layers may edit, and the leaves that will have its gradients."""
-    leaves = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
-    entering = {path: leaf for path, leaf in tensors(leaves).items() if leaf.requires_grad}
-    return change_tensors(leaves, torch.clone), entering
-
-
-# Where the layers run.
+    """Return a copy of the input that layers may edit, and the leaves that get its gradients."""
+    tree = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
+    leaves = {path: leaf for path, leaf in tensors(tree).items() if leaf.requires_grad}
+    return change_tensors(tree, torch.clone), leaves
 
 
 @contextmanager
-def _annotated(kind: str, k: int) -> Iterator[None]:
-    """Add a note with the layer or stage to an error in a ``with`` block."""
-    try:
-        yield
-    except BaseException as error:
-        add_note(
-            error, f"raised in {kind} {k}, which ran on the whole batch to verify the pipeline"
-        )
-        raise
+def recorded(modules: Iterable[nn.Module]) -> Iterator[list[list[Any]]]:
+    """Record the output of each call of each module in a ``with`` block."""
+
+    def record(outputs: list[Any], module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(on_cpu(output))
+
+    outputs: list[list[Any]] = []
+    with ExitStack() as hooks:
+        for module in modules:
+            outputs.append([])
+            hooks.callback(module.register_forward_hook(partial(record, outputs[-1])).remove)
+        yield outputs
 
 
-def _devices_of_layers(pipeline: Subject) -> Mapping[int, torch.device]:
-    return {k: stage.device for stage in pipeline.stages for k in stage.partition.indices}
-
-
-class Generators:
-    """The generators of PyTorch, of the CPU and of some devices, of NumPy and of Python.
-
-    Args:
-        devices: The devices.
-    """
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        self._devices = {torch.device("cpu"), *devices}
-        self._states = self._now()
-        self._library = LibraryGenerators().get_state()
-
-    @property
-    def moved(self) -> bool:
-        """Whether any was drawn from, or set, since."""
-        same = all(map(torch.equal, self._states, self._now()))
-        return not same or bool(LibraryGenerators().moved(self._library))
-
-    def _now(self) -> list[Tensor]:
-        return [default_generator(device).get_state() for device in self._devices]
-
-
-# What comes out of them.
-
-
-def record_output(outputs: list[Any], layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """A forward hook that records what a layer returned."""
-    outputs.append(on_cpu(output))
-
-
-def promised(
+def results(
     module: nn.Module,
     devices: Sequence[torch.device],
-    output: Any,
-    terms: dict[str, Tensor],
-    entering: dict[str, Tensor],
+    output: Iterable[tuple[str, Any]],
+    leaves: Mapping[str, Tensor],
+    terms: Mapping[str, Tensor],
     mask: Mask,
 ) -> dict[str, Values]:
-    """The values of all kinds after a forward that returned ``output`` and handed out ``terms``."""
+    """Return the values of all kinds after a forward of a module.
+
+    Args:
+        module: The module with the parameters and buffers.
+        devices: The devices that it ran on.
+        output: The leaves of its output, with their paths.
+        leaves: The leaves of its input that get gradients, by path.
+        terms: The loss terms of its layers.
+        mask: The elements of the output that are compared.
+    """
+    roots: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    for path, leaf in output:
+        if isinstance(leaf, Tensor):
+            outputs[path] = on_cpu(leaf)
+            if leaf.requires_grad:
+                roots[path] = leaf
+        elif isinstance(leaf, bool | int | float):
+            outputs[path] = torch.tensor(leaf, dtype=torch.float64, device="cpu")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    gradients = _gradients(devices, output, [*parameters.values(), *entering.values()], mask)
+    sources = [*parameters.values(), *leaves.values()]
+    gradients = gradients_of(list(roots.values()), sources, _cotangents(roots, mask), devices)
     return {
-        OUTPUT: only(mask, values(on_cpu(output))),
+        OUTPUT: masked(outputs, mask),
         GRADIENTS: dict(zip(parameters, gradients, strict=False)),
         BUFFERS: on_cpu(dict(module.named_buffers())),
-        INPUT_GRADIENTS: dict(zip(entering, gradients[len(parameters) :], strict=True)),
+        INPUT_GRADIENTS: dict(zip(leaves, gradients[len(parameters) :], strict=True)),
         LOSS_TERMS: on_cpu(terms),
     }
 
 
-def _gradients(
-    devices: Sequence[torch.device], output: Any, sources: list[Tensor], mask: Mask
+def gradients_of(
+    roots: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    devices: Iterable[torch.device],
 ) -> list[Tensor | None]:
-    roots = {path: leaf for path, leaf in tensors(output).items() if leaf.requires_grad}
+    """Return the gradients, on the CPU, by a backward after the autocast of forward."""
     if not roots or not sources:
         return [None] * len(sources)
-    with without_autocast(devices):
-        gradients = torch.autograd.grad(
-            list(roots.values()), sources, _cotangents(roots, mask), allow_unused=True
-        )
-    return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
-
-
-@contextmanager
-def without_autocast(devices: Sequence[torch.device]) -> Iterator[None]:
-    """A ``with`` block like a user's backward, which runs after the autocast of forward."""
     with ExitStack() as stack:
         for device_type in {"cpu", *(device.type for device in devices)}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
+        gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
+    return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
 
 
 def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
-    """A random tensor for each root, the same in every call."""
+    """Return a random tensor for each root, the same in every call."""
     generator = torch.Generator("cpu").manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device="cpu")
     drawn = {
-        path: torch.randn(
-            root.shape,
-            generator=generator,
-            dtype=torch.complex128 if root.is_complex() else torch.float64,
-            device="cpu",
-        )
+        path: draw(root.shape, dtype=torch.complex128 if root.is_complex() else torch.float64)
         for path, root in roots.items()
     }
-    masked = only(mask, drawn).values()
-    return [cotangent.to(root) for cotangent, root in zip(masked, roots.values(), strict=True)]
+    return [
+        cotangent.to(root)
+        for cotangent, root in zip(masked(drawn, mask).values(), roots.values(), strict=True)
+    ]
+
+
+def tolerance_for(run: Run, parameters: Iterable[Tensor], devices: Sequence[torch.device]) -> float:
+    """Return the largest relative deviation that may be due to rounding.
+
+    The lowest precision of autocast, of the parameters, and of all values of the run sets it.
+    """
+    casts = {cast.dtype for cast in Context.capture(devices).autocast if cast.enabled}
+    groups = [*run.values.values(), *(unit for unit in run.units if unit is not None)]
+    values = {value.dtype for group in groups for value in group.values() if value is not None}
+    dtypes = casts | {parameter.dtype for parameter in parameters} | values
+    return tolerance_of(dtypes, on_cuda=any(device.type == "cuda" for device in devices))

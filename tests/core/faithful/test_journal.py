@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_gpipe.core.faithful.journal import (
     _JOURNALS,
-    Abandoned,
     Attributes,
     Journal,
+    JournalAbandoned,
     _abandon_all,
 )
 from tests.support.waiting import PATIENCE
@@ -139,7 +139,7 @@ def test_abandoned_changes_are_undone_and_no_more_are_made() -> None:
     with journal.changed([(slots, "a", 2)]):
         journal.abandon()
         assert slots == {"a": 1, "b": 1}
-        with pytest.raises(Abandoned):
+        with pytest.raises(JournalAbandoned):
             journal.write([(slots, "b", 2)])
         slots["a"] = 3  # what the user does then
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, GPipeStrategy
-from lightning_gpipe.core.frontends import undispatch
+from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from tests.support.dispatched import AlignDevicesHook, dispatch
 from tests.support.lightning_modules import Classifier, Data, trainer
 
@@ -52,7 +52,7 @@ def test_pipeline_without_the_hooks(module: str | None, balance: list[int]) -> N
 
 
 def test_model_without_hooks() -> None:
-    assert undispatch(Model()) is None
+    assert remove_dispatch_hooks(Model()) is None
 
 
 def test_forward_of_the_users_own_stays() -> None:
@@ -60,7 +60,7 @@ def test_forward_of_the_users_own_stays() -> None:
     model.first.forward = lambda x: x
     dispatch(model, PARTS)
 
-    undispatch(model)
+    remove_dispatch_hooks(model)
 
     x = torch.ones(4)
     assert model.first(x) is x
@@ -70,7 +70,7 @@ def test_what_stays_is_said() -> None:
     model = Model()
     dispatch(model, PARTS)
 
-    assert str(undispatch(model)).endswith("has spread stays where it is.")
+    assert str(remove_dispatch_hooks(model)).endswith("has spread stays where it is.")
 
 
 def test_weights_that_were_offloaded() -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.install import Installed, install
+from lightning_gpipe.core.frontends.install import InstalledForward, install
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.pipes import Pipe
 
@@ -37,9 +37,9 @@ def pipeline(model: Model, pipe: Pipe) -> GPipe:
 
 
 @pytest.fixture
-def installed(model: Model, pipeline: GPipe) -> Installed:
+def installed(model: Model, pipeline: GPipe) -> InstalledForward:
     found = model.body.forward
-    assert isinstance(found, Installed)
+    assert isinstance(found, InstalledForward)
     return found
 
 
@@ -97,7 +97,7 @@ def test_copy_can_be_made_a_pipeline_of_its_own(model: Model, pipeline: GPipe, p
 
 
 def test_removed_pipeline_leaves_the_plain_module(
-    model: Model, pipeline: GPipe, installed: Installed
+    model: Model, pipeline: GPipe, installed: InstalledForward
 ) -> None:
     installed.remove()
     installed.remove()
@@ -114,7 +114,7 @@ def test_second_pipeline_of_a_module(model: Model, pipeline: GPipe) -> None:
 
 
 def test_removing_leaves_what_was_installed_later(
-    model: Model, pipeline: GPipe, installed: Installed
+    model: Model, pipeline: GPipe, installed: InstalledForward
 ) -> None:
     installed.remove()
     later = install(model.body, pipeline.forward)

@@ -1,4 +1,4 @@
-"""What the engine itself costs, in calls of its functions: the same on every machine.
+"""Cost: the number of calls of the engine's functions, the same on every machine.
 
 A call takes part of a microsecond, and a nearly empty layer takes some ten. A feature that is not
 in use must cost nothing. Time does not show it where one of many does; these numbers do.
@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 
 # Calls for each pair of stage and micro-batch, and beside those for each mini-batch, with a margin.
 # Counted with Python 3.11; in later versions comprehensions are no calls.

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data.pytree import tree_flatten
-from lightning_gpipe.core.plan import cut, fill_drain, lay_out
+from lightning_gpipe.core.layout import cut, lay_out
 from lightning_gpipe.core.run.engine import Engine
-from lightning_gpipe.core.run.timeline import Timeline
+from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.schedules import fill_drain
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport
 from tests.support.faults import OwnError, throw
 from tests.support.process import workers
+from tests.support.stages import program_of
 from tests.support.transports import CPU, MockTransport
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
@@ -25,7 +27,8 @@ def layers() -> nn.Sequential:
 def step(engine: Engine, m: int = 3, recomputed: int = 2) -> torch.Tensor:
     microbatches = [tree_flatten(x) for x in X.chunk(m)]
     schedule = fill_drain(m, engine.layout.placement, recomputed=recomputed)
-    outputs = torch.cat([flat.leaves[0] for flat in engine.run(microbatches, schedule)[0]])
+    program = program_of(engine.layout)
+    outputs = torch.cat([flat.leaves[0] for flat in engine.run(microbatches, schedule, program)[0]])
     outputs.square().sum().backward()
     return outputs
 

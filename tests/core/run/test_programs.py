@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_gpipe import loss_term, whole
-from lightning_gpipe.core.plan import Program, Route, SkipName, Step
+from lightning_gpipe.core.programs import Program, Route, SkipName, Step
 from tests.support.models import assert_same
 from tests.support.pipes import MODES, every_mode, with_and_without_threads
 from tests.support.programs import Made, Running, call, plainly

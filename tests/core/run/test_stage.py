@@ -1,7 +1,7 @@
 import pytest
 from torch import nn
 
-from tests.support.stages import begin, stage
+from tests.support.stages import Pair, begin, stage
 
 TRAIN = bytes([True])  # the flags of one module
 
@@ -22,7 +22,7 @@ def test_parametrization_registered_later() -> None:
 
 
 def test_layer_within_a_layer_that_is_replaced() -> None:
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    outer = Pair(nn.Linear(2, 2), nn.Tanh())
     changed = stage(outer)
     known = changed.behavior(TRAIN, "inputs")
     outer[1] = nn.BatchNorm1d(2)

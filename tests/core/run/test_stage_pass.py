@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data.marks import whole
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
-from tests.support.stages import ALL, NONE, begin, stage
+from tests.support.stages import ALL, NONE, Pair, begin, stage
 
 X = torch.tensor([[1.0, -2.0]])
 
@@ -238,7 +238,7 @@ def test_edit_that_first_appears_later() -> None:
 
 
 def test_module_that_is_replaced_before_the_recomputation() -> None:
-    outer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    outer = Pair(nn.Linear(2, 2), nn.Tanh())
     run = begin(stage(outer), recomputed=ALL)
     run.forward(0, tree_flatten(leaf()))
     run.check_unchanged()

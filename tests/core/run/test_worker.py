@@ -5,14 +5,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
-from lightning_gpipe.core.faithful.context import Context
-from lightning_gpipe.core.faithful.streams import Streams
-from lightning_gpipe.core.plan import Action, Kind, Route, Schedule, SkipName, cut, fill_drain
-from lightning_gpipe.core.plan.layout import lay_out
+from lightning_gpipe.core.faithful.thread.context import Context
+from lightning_gpipe.core.faithful.thread.streams import Streams
+from lightning_gpipe.core.layout import cut
+from lightning_gpipe.core.layout.layout import lay_out
+from lightning_gpipe.core.programs import Route, SkipName
+from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.timeline import Timeline
 from lightning_gpipe.core.run.worker import Worker, WorkerTask
+from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
 from lightning_gpipe.core.skip.declare import with_skips
 from lightning_gpipe.core.transport import Cancelled
 from tests.support.stages import CPU, NONE, begin, stage
@@ -35,7 +37,7 @@ def task_of(
     worker = Worker(0, CPU, {j: stage_pass}, Streams())
     context = Context.capture([CPU])
     timeline = Timeline(schedule, [worker.clock])
-    return worker.task(schedule.phase(phase), exchange, context, timeline)
+    return WorkerTask(worker, schedule.phase(phase), exchange, context, timeline)
 
 
 def perform(task: WorkerTask, *actions: Action) -> None:
@@ -187,7 +189,8 @@ def test_what_ran_is_recorded() -> None:
     timeline = Timeline(schedule, [worker.clock])
 
     perform(
-        worker.task(schedule.phase(0), exchange, Context.capture([CPU]), timeline), Action(F, 0, 0)
+        WorkerTask(worker, schedule.phase(0), exchange, Context.capture([CPU]), timeline),
+        Action(F, 0, 0),
     )
 
     [span] = timeline.spans

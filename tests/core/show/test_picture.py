@@ -4,9 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.plan import Action, Kind, fill_drain
-from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each, schedule_for
 from lightning_gpipe.core.show import picture, timeline_picture
 
 
@@ -102,7 +101,7 @@ def test_more_actions_than_boxes_are_an_image(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_caller_has_one_lane_in_the_last_row() -> None:
-    schedule = one_forward_one_backward(1, 2)
+    schedule = schedule_for("1f1b", 1, one_each(2))
     spans = [
         Span(schedule.worker_of(action), action, float(k), k + 1.0)
         for k, action in enumerate(schedule.interleaved)
@@ -120,7 +119,7 @@ def test_caller_has_one_lane_in_the_last_row() -> None:
 
 
 def test_labels_of_stages_are_there_though_the_caller_has_no_room_for_any() -> None:
-    schedule = one_forward_one_backward(20, 1)
+    schedule = schedule_for("1f1b", 20, one_each(1))
     spans, now = [], 0.0
     for action in schedule.interleaved:
         end = now + (1e-3 if action.by_caller else 1.0)

@@ -5,15 +5,16 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from lightning_gpipe.core.plan import LayerProfile, ModelProfile, PerRow, Place, Plan, plan_for
+from lightning_gpipe.core.balance import LayerProfile, LinearCost, ModelProfile, Place
+from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.show import plan_picture
 
 GIB = 2**30
 
 
 def planned(places: list[Place]) -> Plan:
-    cost = PerRow(0, 1)
-    layer = LayerProfile("", cost, cost, cost, PerRow(0, GIB), parameter_bytes=GIB)
+    cost = LinearCost(0, 1)
+    layer = LayerProfile("", cost, cost, cost, LinearCost(0, GIB), parameter_bytes=GIB)
     profile = ModelProfile((layer,) * len(places), (), LayerProfile("around"), 4, 1, "s", "cpu")
     return plan_for(profile, places, stages=len(places), chunks=4)
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from lightning_gpipe.core.plan import LayerProfile, ModelProfile, PerRow, Place, Plan, plan_for
+from lightning_gpipe.core.balance import LayerProfile, LinearCost, ModelProfile, Place
+from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.show.plans import plan_table
 
-LAYER = LayerProfile("", PerRow(0, 1), PerRow(0, 1), PerRow(0, 2), parameters=10)
+LAYER = LayerProfile("", LinearCost(0, 1), LinearCost(0, 1), LinearCost(0, 2), parameters=10)
 
 
 def planned(n: int) -> Plan:

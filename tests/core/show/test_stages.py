@@ -5,8 +5,8 @@ from rich import box
 from rich.console import Console
 from torch import nn
 
-from lightning_gpipe.core.plan import lay_out
-from lightning_gpipe.core.plan.partition import Partition, cut
+from lightning_gpipe.core.layout import lay_out
+from lightning_gpipe.core.layout.partition import Partition, cut
 from lightning_gpipe.core.show.stages import stage_table
 
 

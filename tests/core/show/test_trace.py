@@ -6,17 +6,10 @@ from typing import Any
 
 import torch
 
-from lightning_gpipe.core.plan import (
-    Action,
-    Kind,
-    Layout,
-    Partition,
-    Route,
-    SkipName,
-    fill_drain,
-)
-from lightning_gpipe.core.plan.one_forward_one_backward import one_forward_one_backward
+from lightning_gpipe.core.layout import Layout, Partition
+from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.run import Span
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each, schedule_for
 from lightning_gpipe.core.show import Slice, trace_of
 from tests.support.traces import box_at, events_of, named
 
@@ -122,7 +115,7 @@ def test_kinds_are_told_apart() -> None:
 def test_row_of_the_caller() -> None:
     """Of the one micro-batch: P0, F0 of three stages, L0, B0 of three stages, B0 of the caller."""
     where = layout()
-    schedule = one_forward_one_backward(1, 3)
+    schedule = schedule_for("1f1b", 1, one_each(3))
     spans = [
         Span(schedule.worker_of(a), a, 100 + 1e-3 * k, 100 + 1e-3 * (k + 1))
         for k, a in enumerate(schedule.interleaved)

@@ -8,7 +8,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from lightning_gpipe.core.plan import SkipName
+from lightning_gpipe.core.programs import SkipName
 from lightning_gpipe.core.skip.flight import Table, in_flight, using_table
 from tests.support.skip_layers import Pop, Stash
 from tests.support.waiting import PATIENCE

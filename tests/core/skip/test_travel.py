@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import Action, Kind, Route
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.skip.flight import in_flight
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from tests.support.faults import Fuse, OwnError, throw

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.plan import Layout, cut, lay_out
+from lightning_gpipe.core.layout import Layout, cut, lay_out
 from lightning_gpipe.core.transport.exclusion import _REGISTRY, Exclusion, _Registry, _Turn
 from tests.support.faults import OwnError
 from tests.support.waiting import PATIENCE

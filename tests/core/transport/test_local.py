@@ -12,7 +12,8 @@ import torch
 from typing_extensions import override
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
-from lightning_gpipe.core.plan import Action, Kind, Route, SkipName, fill_drain, one_each
+from lightning_gpipe.core.programs import Route, SkipName
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each
 from lightning_gpipe.core.transport import local
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
@@ -28,7 +29,7 @@ Workers = Callable[[], list[threading.Thread]]
 
 @pytest.fixture(autouse=True)
 def _threads_may_take_long_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_JOIN", PATIENCE)
+    monkeypatch.setattr(local, "JOIN", PATIENCE)
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_skip_is_copied_from_its_stage_and_not_from_the_one_beside(kind: Kind) -
 def test_cancelled_exchange_wakes_who_waits(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_POLL", NEVER)
+    monkeypatch.setattr(local, "POLL", NEVER)
     exchange = transport.open(PHASE)
     timer = threading.Timer(0.05, exchange.cancel)
     timer.start()
@@ -225,8 +226,8 @@ def test_error_reaches_the_caller_while_the_other_waits(
     failing: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(local, "_POLL", NEVER)
-    monkeypatch.setattr(local, "_GRACE", NEVER)
+    monkeypatch.setattr(local, "POLL", NEVER)
+    monkeypatch.setattr(local, "GRACE", NEVER)
     exchange = transport.open(PHASE)
     ends: list[BaseException] = []
 
@@ -257,7 +258,7 @@ def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransp
 
 
 def test_caller_waits_less_than_a_second_for_a_busy_worker_or_one_that_died() -> None:
-    assert local._POLL + local._GRACE < 1
+    assert local.POLL + local.GRACE < 1
 
 
 def test_run_within_a_run_of_the_same_transport(transport: LocalTransport) -> None:
@@ -293,7 +294,7 @@ def test_thread_that_died_is_reported_and_replaced(transport: LocalTransport) ->
         run(transport, transport.open(PHASE), [nothing, kill.set])
     run(transport, transport.open(PHASE), [nothing, nothing])
 
-    assert [thread.alive for thread in transport._pool.threads] == [True, True]
+    assert [thread.is_alive() for thread in transport._pool.threads] == [True, True]
 
 
 def test_close_leaves_no_thread(transport: LocalTransport, workers: Workers) -> None:
@@ -500,7 +501,7 @@ def test_caller_sleeps_while_the_workers_work(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A caller that looked again and again would take the core of a worker."""
-    monkeypatch.setattr(local, "_POLL", NEVER)
+    monkeypatch.setattr(local, "POLL", NEVER)
     looks: list[None] = []
     monkeypatch.setattr(transport, "_check_threads", lambda: looks.append(None))
 
@@ -568,7 +569,7 @@ def test_caller_is_interrupted_while_it_hands_out_jobs(
     transport: LocalTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the worker that had its job already waited for the other for ever."""
-    monkeypatch.setattr(local, "_POLL", NEVER)
+    monkeypatch.setattr(local, "POLL", NEVER)
     run(transport, transport.open(PHASE), [nothing, nothing])
     exchange = transport.open(PHASE)
     with monkeypatch.context() as patch:

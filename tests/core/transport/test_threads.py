@@ -13,7 +13,7 @@ from tests.support.waiting import PATIENCE
 def thread() -> Iterator[WorkerThread]:
     thread = WorkerThread("worker under test")
     yield thread
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
 
 def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
@@ -21,7 +21,7 @@ def test_jobs_run_one_after_another(thread: WorkerThread) -> None:
     for k in range(5):
         thread.put(lambda k=k: done.append(k))  # type: ignore[misc]  # k is bound now
 
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
     assert done == [0, 1, 2, 3, 4]
 
@@ -30,7 +30,7 @@ def test_jobs_run_on_the_named_thread(thread: WorkerThread) -> None:
     seen: list[tuple[str, bool]] = []
     thread.put(lambda: seen.append((threading.current_thread().name, working_for([thread]))))
 
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
     assert seen == [("worker under test", True)]
     assert not working_for([thread])
@@ -45,7 +45,7 @@ def test_system_knows_the_thread_by_the_first_word_of_its_name(name: str, first:
     thread = WorkerThread(name)
 
     thread.put(lambda: names.append(torch.multiprocessing._get_thread_name()))
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
     assert names == [first]
 
@@ -55,49 +55,49 @@ def test_thread_knows_for_whom_it_works_as_long_as_it_does(thread: WorkerThread)
 
     thread.work(lambda: seen.append(lineage()))
     thread.put(lambda: seen.append(lineage()))
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
-    assert seen == [[thread._thread, threading.current_thread()], [thread._thread]]
+    assert seen == [[thread, threading.current_thread()], [thread]]
 
 
-def test_joined_thread_has_ended(thread: WorkerThread) -> None:
-    before = thread.alive
+def test_thread_that_was_ended(thread: WorkerThread) -> None:
+    before = thread.is_alive()
 
-    thread.join(PATIENCE)
+    thread.end(PATIENCE)
 
     assert before
-    assert not thread.alive
+    assert not thread.is_alive()
 
 
-def test_thread_that_joins_itself_ends_after_the_job(thread: WorkerThread) -> None:
+def test_thread_that_ends_itself_ends_after_the_job(thread: WorkerThread) -> None:
     done: list[str] = []
 
     def job() -> None:
-        thread.join(PATIENCE)
+        thread.end(PATIENCE)
         done.append("job")
 
     thread.put(job)
-    thread._thread.join(PATIENCE)
+    thread.join(PATIENCE)
 
     assert done == ["job"]
-    assert not thread.alive
+    assert not thread.is_alive()
 
 
-def test_joining_does_not_wait_longer_than_it_is_told(thread: WorkerThread) -> None:
+def test_ending_does_not_wait_longer_than_it_is_told(thread: WorkerThread) -> None:
     finish = threading.Event()
 
     def job() -> None:
         finish.wait(PATIENCE)
 
     thread.put(job)
-    thread.join(0.01)
+    thread.end(0.01)
 
-    assert thread.alive
+    assert thread.is_alive()
     finish.set()
 
 
 def test_thread_does_not_keep_the_interpreter_alive(thread: WorkerThread) -> None:
-    assert thread._thread.daemon
+    assert thread.daemon
 
 
 def test_caller_sleeps_until_all_jobs_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

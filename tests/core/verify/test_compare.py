@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.verify.compare import Deviation, deviations, same_shapes, tolerance_of
+from lightning_gpipe.core.verify.compare import (
+    Deviation,
+    deviations,
+    same_shapes,
+    tolerance_of,
+)
 
 
 def tensor(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:

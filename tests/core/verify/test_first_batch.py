@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.verify.first_batch import VerifiedOnce
+from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
 from lightning_gpipe.core.verify.parity import Parity
 from tests.support.pipes import Pipe
 
@@ -24,11 +23,9 @@ def pipeline(layers: nn.Sequential, pipe: Pipe) -> GPipe:
     return pipe(layers, [2, 1], chunks=2, copy=False)
 
 
-def verified(
-    layers: nn.Sequential, pipeline: GPipe, on_result: Callable[[Parity], None]
-) -> nn.Sequential:
-    install(layers, VerifiedOnce(pipeline, layers, on_result))
-    return layers
+def verified(pipeline: GPipe, on_result: Callable[[Parity], None]) -> GPipe:
+    FirstBatchVerifier(pipeline.taken, on_result)
+    return pipeline
 
 
 def test_first_input_in_training_is_verified_before_it_runs(
@@ -40,7 +37,7 @@ def test_first_input_in_training_is_verified_before_it_runs(
 
     parities: list[Parity] = []
     expected = copy.deepcopy(layers)(X)
-    model = verified(layers, pipeline, on_result)
+    model = verified(pipeline, on_result)
 
     y = model(X)
 
@@ -54,22 +51,24 @@ def test_first_input_in_training_is_verified_before_it_runs(
 
 def test_only_training_is_verified(layers: nn.Sequential, pipeline: GPipe) -> None:
     parities: list[Parity] = []
-    model = verified(layers, pipeline, parities.append)
+    model = verified(pipeline, parities.append)
 
-    model.eval()(X)
+    layers.eval()
+    model(X)
+    layers.train()
     with torch.no_grad():
-        model.train()(X)
+        model(X)
     assert not parities
 
     model(X)
     assert len(parities) == 1
 
 
-def test_result_that_raises_reaches_the_caller_once(layers: nn.Sequential, pipeline: GPipe) -> None:
+def test_result_that_raises_reaches_the_caller_once(pipeline: GPipe) -> None:
     def on_result(parity: Parity) -> None:
         raise RuntimeError("faulty")
 
-    model = verified(layers, pipeline, on_result)
+    model = verified(pipeline, on_result)
 
     with pytest.raises(RuntimeError, match="faulty"):
         model(X)
@@ -77,9 +76,9 @@ def test_result_that_raises_reaches_the_caller_once(layers: nn.Sequential, pipel
     assert model(X).shape == (4, 2)
 
 
-def test_copy_is_not_verified(layers: nn.Sequential, pipeline: GPipe) -> None:
+def test_copy_is_not_verified(pipeline: GPipe) -> None:
     parities: list[Parity] = []
-    model = verified(layers, pipeline, parities.append)
+    model = verified(pipeline, parities.append)
 
     copy.deepcopy(model)(X)
 

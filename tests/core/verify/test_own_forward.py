@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_gpipe import GPipe, verify
+from lightning_gpipe.core.faithful import Attributes
 
 WIDTH = 4
 SCALE = {"of": 1.0}
@@ -220,4 +221,50 @@ def test_modules_of_one_model_are_all_verified() -> None:
 
     with pytest.raises(RuntimeError, match=r"the output of layer 1 \('1', Centred"):
         verify(pipeline, rows()).check()
+    pipeline.close()
+
+
+class Mixed(nn.Module):
+    """An nn.Sequential with a dropout, and blocks that a forward loops over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Block(), nn.Dropout(0.5), Block())
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("modules", [["net", "blocks"], ["blocks", "net"]])
+def test_dropout_of_a_sequential_beside_other_programs_is_no_difference(modules: list[str]) -> None:
+    """A run of the nn.Sequential switched its dropout on again: a known reason where none was."""
+    torch.manual_seed(0)
+    balances = {"net": [1, 2], "blocks": [1, 1]}
+    pipeline = GPipe(
+        Mixed().double(), [balances[name] for name in modules], module=modules, chunks=3
+    )
+
+    parity = verify(pipeline, rows())
+
+    assert parity.difference is None, str(parity)
+    assert parity.of_programs
+    assert pipeline.get_submodule("net.1").p == 0.5
+    pipeline.close()
+
+
+@pytest.mark.parametrize("name", ["net", "blocks"])
+def test_call_undoes_what_an_interrupted_verification_left(name: str) -> None:
+    torch.manual_seed(0)
+    pipeline = GPipe(Mixed().double(), [[1, 2], [1, 1]], module=["net", "blocks"], chunks=3)
+    [patches] = [taken.pipeline.patches for taken in pipeline.taken if taken.path == name]
+    dropout = pipeline.get_submodule("net.1")
+    patches.write([(Attributes(dropout), "p", 0.0)])
+
+    pipeline(rows())
+
+    assert dropout.p == 0.5
     pipeline.close()

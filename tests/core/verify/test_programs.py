@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import Rows, whole
+from lightning_gpipe.core.layout import Partition, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
-from lightning_gpipe.core.plan import Partition, Program, Step, Value, lay_out
-from lightning_gpipe.core.verify import Parity, verify_program
+from lightning_gpipe.core.programs import Program, Step, Value
+from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.subject import VerifiedProgram
+from lightning_gpipe.core.verify.verification import verify_program
 
 WIDTH = 4
 
@@ -43,7 +47,7 @@ def verified(between: Callable[[Tensor], Tensor] = torch.tanh, *layers: nn.Modul
     x = torch.randn(7, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     bias = whole(torch.linspace(-1, 1, WIDTH, dtype=torch.float64).requires_grad_())
     program = Program(steps, inputs=[0, 1], outputs=[5, 3], n=2)
-    parity = verify_program(pipeline, program, [x, bias])
+    parity = verify_program(VerifiedProgram(pipeline, program), [x, bias])
     assert all(p.grad is None for p in (*first.parameters(), *last.parameters()))
     return parity
 
@@ -76,3 +80,14 @@ def test_batch_norm_is_a_known_reason() -> None:
     parity.check()
     assert parity.difference is not None
     assert "stage 0 has a BatchNorm1d, which normalises by micro-batch" in str(parity)
+
+
+def test_stage_that_does_not_repeat_is_named() -> None:
+    calls = itertools.count(1)
+
+    parity = verified(lambda x: x * next(calls))
+
+    with pytest.raises(
+        RuntimeError, match=r"between two plain runs, the output\[1\] of stage 0 \("
+    ):
+        parity.check()

@@ -102,16 +102,17 @@ _HEAD = """\
 
 <!-- made by `python -m tests.lightning.features`; edit tests/lightning/features/table.txt -->
 
-What Lightning 2.6 has, and what a pipeline does with it. *Works* means that a run with it is
-compared with the plain one on one device, in the test of the row: the calls of all hooks with their
-arguments, the metrics, the results, the weights at the end and the checkpoint are the same.
-*Works with a difference* has the difference beside it. *Refused* is an error that says what to
-write instead. A test fails if a version of Lightning has a feature without a row. Of {} rows {}
-work, {} work with a difference and {} are refused.
+The features of Lightning 2.6, and whether they work with a pipeline. *Works* means that the test of
+the row compares a run with the plain run on one device: the calls of all hooks with their
+arguments, the metrics, the results, the final weights and the checkpoint are the same. *Works with
+a difference* describes the difference. *Refused* means an error that says what to write instead. A
+test fails if a version of Lightning has a feature without a row. Of {} rows, {} work, {} work with
+a difference and {} are refused.
 
-This is of one process, `processes="single"`. What several do not have is in
-[Several processes and machines](processes.md#what-is-refused). Tests are in `tests/lightning`.
+The table is for one process, `processes="single"`. [Several processes and
+machines](processes.md#what-is-refused) lists what is not supported with several. The tests are in
+`tests/lightning`.
 
-Lightning's own published tests run with a pipeline as well. Those that end otherwise are listed,
-with the reason and with what to write instead, in `tests/published/expected.txt`.
+Lightning's own published tests also run with a pipeline. The tests with a different result are
+listed in `tests/published/expected.txt`, with the reason and with what to write instead.
 """

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import (
 )
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.refusals import refuse_devices, refuse_precision
+from lightning_gpipe.strategy.refusals import refuse_devices, refuse_precision
 from tests.support.lightning_modules import fitted
 
 

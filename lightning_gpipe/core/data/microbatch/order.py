@@ -1,4 +1,4 @@
-"""The order in which rows of different lengths are split, and how many each micro-batch gets."""
+"""Orders rows by length, and chooses the number of rows of each micro-batch."""
 
 from __future__ import annotations
 
@@ -8,29 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data.microbatch.rows import even_sizes
-from lightning_gpipe.core.data.microbatch.values import permuted
+from lightning_gpipe.core.data.microbatch.row_values import permuted
 
 
 @dataclass(frozen=True)
-class Order:
-    """The rows of a batch in the order in which they are split.
+class RowOrder:
+    """The rows of a batch in the order in which they are split."""
 
-    Attributes:
-        lengths: The length of each row, in this order.
-        longest: The padded length.
-        permutation: The index in the batch of each row, or None for the batch's own order.
-        sizes: The number of rows of each micro-batch, by how many there are.
-    """
-
-    lengths: list[int]
-    longest: int
-    permutation: Tensor | None
-    sizes: dict[int, list[int]] = field(default_factory=dict)
+    lengths: list[int]  # of each row, in this order
+    longest: int  # the padded length
+    permutation: Tensor | None  # the index in the batch of each row; None for the batch's order
+    sizes: dict[int, list[int]] = field(default_factory=dict)  # for each number of chunks
 
     @classmethod
-    def of(cls, lengths: list[int], longest: int, *, sort: bool) -> Order:
-        """Rows sorted by length, the longest first, or in the order of the batch."""
+    def of(cls, lengths: list[int], longest: int, *, sort: bool) -> RowOrder:
+        """Sort rows by length, the longest first, or keep them in the order of the batch."""
         if not sort:
             return cls(lengths, longest, None)
         order = sorted(range(len(lengths)), key=lambda k: -lengths[k])
@@ -38,48 +30,39 @@ class Order:
         return cls([lengths[k] for k in order], longest, permutation)
 
     def longest_of(self, first: int, size: int) -> int:
-        """The greatest length of ``size`` rows from ``first`` on, at least 1 for the layers."""
+        """Return the greatest length of ``size`` rows from ``first`` on, at least 1."""
         return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
     def arrange(self, leaf: Any) -> Any:
-        """The rows of a tensor, or other entries, in this order."""
-        return leaf if self.permutation is None else _taken(leaf, self.permutation)
+        """Put the rows of a tensor, or other entries, in this order."""
+        return leaf if self.permutation is None else _permuted(leaf, self.permutation)
 
     def restore(self, leaf: Any) -> Any:
-        """Undo :meth:`arrange`: the rows in the order of the batch."""
+        """Undo :meth:`arrange`."""
         if self.permutation is None:
             return leaf
         if len(leaf) != len(self.lengths):
+            found = f"{len(leaf)} values"
+            if isinstance(leaf, Tensor):
+                found = f"shape {tuple(leaf.shape)}"
             raise ValueError(
                 f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
-                f"its order: got {_shape(leaf)}. Write sort=False if the layers change the number "
-                "of rows."
+                f"its order: got {found}. Write sort=False if the layers change the number of rows."
             )
-        return _taken(leaf, self.permutation.argsort())
+        return _permuted(leaf, self.permutation.argsort())
 
 
-def _taken(leaf: Any, permutation: Tensor) -> Any:
+def _permuted(leaf: Any, permutation: Tensor) -> Any:
     if isinstance(leaf, Tensor):
         return leaf[permutation.to(leaf.device)]
     return permuted(leaf, permutation.tolist())
 
 
-def _shape(leaf: Any) -> str:
-    return f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{len(leaf)} values"
-
-
-def even_rows(lengths: list[int], chunks: int) -> list[int]:
-    """Numbers of rows that differ by one at most."""
-    return even_sizes(len(lengths), chunks)
-
-
 def even_tokens(lengths: list[int], chunks: int) -> list[int]:
-    """Numbers of rows for which the largest micro-batch has the fewest tokens, padding included.
-
-    The lengths do not increase, so a run of rows has its size times its first length in tokens, and
-    for a given limit the fewest runs come from adding rows to a run while they fit. The least limit
-    that needs no more runs than ``chunks`` is found by bisection.
-    """
+    """Return numbers of rows that minimise the tokens, with padding, of the largest micro-batch."""
+    # The lengths do not increase, so the tokens of a run of rows are its size times its first
+    # length, and the fewest runs within a limit come from adding rows to a run while they fit.
+    # Bisection finds the least limit that needs at most ``chunks`` runs.
     low, high = max(lengths, default=1), max(lengths, default=1) * max(len(lengths), 1)
     while low < high:
         limit = (low + high) // 2

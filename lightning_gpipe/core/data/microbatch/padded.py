@@ -1,10 +1,10 @@
 """Padded sequences, with each micro-batch trimmed to its longest sequence.
 
-A batch is padded to its longest sequence, so most of a micro-batch may be padding, which every
-stage computes for nothing. Sorting the rows by length before they are split gives the sequences of
-a micro-batch similar lengths. With equal numbers of rows, the first micro-batch would then have
-most of the work, and the other stages would wait for it; so micro-batches get about equal numbers
-of tokens instead, padding included::
+A batch is padded to its longest sequence, so most of a micro-batch may be padding, which costs
+every stage time. If the rows are sorted by length before they are split, the sequences of a
+micro-batch have similar lengths. With equal numbers of rows, the first micro-batch would then have
+most of the work, and other stages would wait for it. So micro-batches get about equal numbers of
+tokens instead, including padding::
 
     the batch, padded    sorted         micro-batches, trimmed
 
@@ -30,16 +30,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.core.data.microbatch.division import Division
-from lightning_gpipe.core.data.microbatch.interface import MicroBatching
-from lightning_gpipe.core.data.microbatch.merging import Merging
-from lightning_gpipe.core.data.microbatch.order import Order, even_rows, even_tokens
+from lightning_gpipe.core.data.microbatch.merging import merged
+from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.order import RowOrder, even_tokens
+from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries
 from lightning_gpipe.core.data.microbatch.rows import (
     count_rows,
     division_of,
+    even_sizes,
     has_rows,
     split_rows,
 )
-from lightning_gpipe.core.data.microbatch.values import RowValues, has_entries
 from lightning_gpipe.core.data.pytree import FlatTree, entries, tree_flatten, tree_unflatten
 
 
@@ -48,8 +49,8 @@ class PaddedSequences(MicroBatching):
 
     Padding must not affect the layers' other results, because it may be trimmed; use masks or
     lengths in the layers. A layer that needs a mask computes it from the lengths and the shape of
-    its input. Outputs have the batch's order of rows and its padded length, so the caller sees
-    neither the sorting nor the trimming.
+    its input. The caller notices neither the sorting nor the trimming: outputs have the batch's
+    order of rows and its padded length.
 
     Example::
 
@@ -64,9 +65,9 @@ class PaddedSequences(MicroBatching):
             entry is a key of the outermost dict, an index in the outermost tuple or list, or a
             field of the outermost dataclass.
         trim: The entries with tensors of shape ``(rows, longest, ...)``, to trim in dim 1.
-        pad_outputs: Which entries of the output have that shape and are to be padded back in dim 1:
-            a list of them, True for all of the output, False for none.
-        padding_value: What to pad outputs with.
+        pad_outputs: The entries of the output with this shape, to pad back in dim 1: a list; True
+            for all, False for none.
+        padding_value: The value with which outputs are padded.
         sort: Whether to sort the rows by length, the longest first, and to split them into
             micro-batches with about equal numbers of tokens. False splits them into equal numbers
             of rows, in the order of the batch.
@@ -100,7 +101,7 @@ class PaddedSequences(MicroBatching):
         self._padding_value = padding_value
         self._sort = sort
         self._values = RowValues()
-        self._latest: tuple[weakref.ref[Tensor], int, Order] | None = None
+        self._latest: tuple[weakref.ref[Tensor], int, RowOrder] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -111,24 +112,25 @@ class PaddedSequences(MicroBatching):
 
     @override
     def split(self, batch: Any, chunks: int) -> list[Any]:
-        """Split ``batch`` along dim 0, and trim.
+        """Split ``batch`` along dim 0, and trim each micro-batch.
 
-        Reads the lengths, which synchronises with their device.
+        It reads the lengths, which synchronises with their device.
 
         Raises:
             ValueError: If an entry is missing, or the lengths do not fit the batch.
         """
         count_rows(batch)  # refuse tensors that disagree: reordering them would drop rows
         order = self._order(batch)
-        sizes = (even_tokens if self._sort else even_rows)(order.lengths, chunks)
+        rows = len(order.lengths)
+        sizes = even_tokens(order.lengths, chunks) if self._sort else even_sizes(rows, chunks)
         firsts = accumulate(sizes, initial=0)
         order.sizes[len(sizes)] = sizes
         if len(sizes) > 1 or order.permutation is not None:
-            batch = self._values.marked(batch, len(order.lengths))
+            batch = self._values.marked(batch, rows)
         microbatches = split_rows(_reordered(batch, order.arrange), sizes)
         return [
-            _changed(each, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
-            for each, first, size in zip(microbatches, firsts, sizes, strict=False)
+            _changed(piece, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
+            for piece, first, size in zip(microbatches, firsts, sizes, strict=False)
         ]
 
     @override
@@ -147,23 +149,23 @@ class PaddedSequences(MicroBatching):
                 _changed(output, pad, None if where is True else where) for output in outputs
             ]
         _check_widths(outputs)
-        merging = Merging(outputs, batch, partial(order.sizes.get, len(outputs)))
-        return merging.merged([0] * len(merging.columns), order.restore)
+        sizes = partial(order.sizes.get, len(outputs))
+        return merged(outputs, batch, sizes, restore=order.restore)
 
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:
         return division_of(microbatches)
 
-    def _order(self, batch: Any) -> Order:
-        """The order of the rows of ``batch``, cached so that merge does not read lengths again."""
+    def _order(self, batch: Any) -> RowOrder:
+        """The order of the rows; merge gets it from a cache and does not read lengths again."""
         lengths, longest = self._lengths_in(batch), self._padded_length_in(batch)
         version = 0 if lengths.is_inference() else lengths._version
         if self._latest is not None and not lengths.is_inference():
-            reference, known_version, order = self._latest
-            known = reference() is lengths and known_version == version
-            if known and order.longest == longest:
+            reference, latest_version, order = self._latest
+            same = reference() is lengths and latest_version == version
+            if same and order.longest == longest:
                 return order
-        order = Order.of(lengths.tolist(), longest, sort=self._sort)
+        order = RowOrder.of(lengths.tolist(), longest, sort=self._sort)
         if order.lengths and not 0 <= min(order.lengths) <= max(order.lengths) <= order.longest:
             raise ValueError(
                 "lengths must be between 0 and the padded length: got "
@@ -174,19 +176,19 @@ class PaddedSequences(MicroBatching):
         return order
 
     def _lengths_in(self, batch: Any) -> Tensor:
-        found = _at(batch, self._lengths)
-        if len(found) != 1 or found[0].dim() != 1 or not _is_integer(found[0]):
+        tensors = _at(batch, self._lengths)
+        if len(tensors) != 1 or tensors[0].dim() != 1 or not _is_integer(tensors[0]):
             raise ValueError(
                 f"the entry {self._lengths!r} of the batch must be one tensor of integers of shape "
-                f"(rows,), the lengths: got {_described(found)}. The entries are {_names(batch)}."
+                f"(rows,), the lengths: got {_described(tensors)}. The entries are {_names(batch)}."
             )
-        return found[0]
+        return tensors[0]
 
     def _padded_length_in(self, batch: Any) -> int:
-        found = {entry: _at(batch, entry) for entry in self._trim}
-        longest = {x.size(1) if x.dim() > 1 else -1 for tensors in found.values() for x in tensors}
-        if len(longest) != 1 or -1 in longest or not all(found.values()):
-            described = {entry: _described(tensors) for entry, tensors in found.items()}
+        tensors = {entry: _at(batch, entry) for entry in self._trim}
+        longest = {x.size(1) if x.dim() > 1 else -1 for values in tensors.values() for x in values}
+        if len(longest) != 1 or -1 in longest or not all(tensors.values()):
+            described = {entry: _described(values) for entry, values in tensors.items()}
             raise ValueError(
                 f"the entries {self._trim} of the batch must be tensors of one padded length, "
                 f"(rows, longest, ...): got {described}. The entries are {_names(batch)}."
@@ -218,11 +220,11 @@ def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
 def _changed(
     tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None = None
 ) -> Any:
-    """Apply ``function`` to the tensors of the tree that have rows, in these entries or all."""
-    leaves, spec = tree_flatten(tree)
+    """Apply ``function`` to the tensors with rows in these entries of the tree, or in all."""
     names = entries(tree)
     if missing := [entry for entry in where or [] if entry not in names]:
         raise ValueError(f"the entries {missing} must exist: got {_names(tree)}.")
+    leaves, spec = tree_flatten(tree)
     changed = [
         function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf
         for leaf, name in zip(leaves, names, strict=True)
@@ -231,14 +233,13 @@ def _changed(
 
 
 def _reordered(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to everything in the tree that has an entry per row."""
+    """Apply ``function`` to all leaves of the tree with an entry per row."""
     leaves, spec = tree_flatten(tree)
-    changed = [function(x) if has_entries(x) or has_rows(x) else x for x in leaves]
+    changed = [function(leaf) if has_entries(leaf) or has_rows(leaf) else leaf for leaf in leaves]
     return tree_unflatten(FlatTree(changed, spec))
 
 
 def _at(tree: Any, entry: str | int) -> list[Tensor]:
-    """The tensors in an entry."""
     leaves = zip(tree_flatten(tree).leaves, entries(tree), strict=True)
     return [leaf for leaf, name in leaves if name == entry and isinstance(leaf, Tensor)]
 
@@ -248,18 +249,17 @@ def _names(tree: Any) -> list[str | int | None]:
 
 
 def _described(tensors: list[Tensor]) -> str:
-    found = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in tensors]
-    return ", ".join(found) or "no tensor"
+    shapes = [f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(x.shape)}" for x in tensors]
+    return ", ".join(shapes) or "no tensor"
 
 
 def _is_integer(tensor: Tensor) -> bool:
-    """Whether the values are integers."""
     kind = tensor.dtype
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 
 def _check_widths(outputs: Sequence[Any]) -> None:
-    """Raise if the micro-batches of an output differ in more than their rows."""
+    """Raise if the micro-batches of an output differ in other dims than the rows."""
     for column in zip(*(tree_flatten(output).leaves for output in outputs), strict=False):
         widths = {x.shape[1:] for x in column if has_rows(x)}
         if len(widths) > 1:

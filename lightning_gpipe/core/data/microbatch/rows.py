@@ -1,8 +1,8 @@
 """Micro-batches of consecutive rows, the default.
 
 Other libraries split each tensor separately and pair up the pieces, so a tensor with fewer rows
-silently drops rows of the others. Here all tensors of a batch must have the same number of rows,
-and a mini-batch of 10 rows in 4 chunks becomes 3, 3, 2 and 2 rows.
+silently drops rows of the others. Here all tensors of a batch must have the same number of rows. A
+mini-batch of 10 rows in 4 chunks becomes 3, 3, 2 and 2 rows.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing_extensions import override
 from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
 from lightning_gpipe.core.data.microbatch.division import Division
-from lightning_gpipe.core.data.microbatch.interface import MicroBatching
-from lightning_gpipe.core.data.microbatch.merging import Merging, are_rows, concatenated
-from lightning_gpipe.core.data.microbatch.values import RowValues, has_entries, pieces_of
+from lightning_gpipe.core.data.microbatch.merging import are_rows, concatenated, merged
+from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries, pieces_of
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
 
 class Rows(MicroBatching):
-    """Splits along the dim of the rows as evenly as possible, and concatenates.
+    """Splits along the dim of the rows as evenly as possible, and concatenates outputs.
 
     Example::
 
@@ -72,7 +72,7 @@ class Rows(MicroBatching):
 
     @property
     def dims(self) -> bool:
-        """Whether rows may be in another dim than the first."""
+        """True if rows may be in another dim than dim 0."""
         return self._dim != 0 or self._output_dim not in (None, 0)
 
     @override
@@ -80,19 +80,15 @@ class Rows(MicroBatching):
         """Split ``batch`` into at most ``chunks`` micro-batches of the same structure.
 
         Tensors with rows are split along the dim of the rows, the larger pieces first; all must
-        have the same number of rows. So are lists without tensors, tuples of strings and NumPy
-        arrays, if they have as many values. Everything else goes to every micro-batch: 0-dim
+        have the same number of rows. Lists without tensors, tuples of strings and NumPy arrays are
+        split likewise if they have as many values. Everything else goes to every micro-batch: 0-dim
         tensors, values marked by :func:`~lightning_gpipe.core.data.marks.whole`, strings, None,
         numbers. A batch of fewer rows than chunks makes fewer micro-batches.
 
-        Args:
-            batch: Any pytree with at least one tensor that has a batch dimension.
-            chunks: The number of micro-batches asked for, at least 1.
-
         Raises:
             ValueError: If no tensor has a batch dimension, the tensors disagree on its size, one
-                cannot be split because it is sparse or nested, or it cannot be told whether a tuple
-                has a value per row.
+                cannot be split because it is sparse or nested, or a tuple may or may not have a
+                value per row.
         """
         rows = count_rows(batch, self._dim)
         sizes = even_sizes(rows, min(chunks, rows // self._at_least))
@@ -107,7 +103,8 @@ class Rows(MicroBatching):
         Tensors are concatenated in order along ``output_dim``, those without that dim along dim 0,
         and 0-dim tensors are stacked to shape ``(m,)``. Lists and arrays that were split are joined
         again if layers return them unchanged, and so are lists of strings that layers make, if they
-        have one per row. Other values must be equal for all micro-batches, and are returned once.
+        have a string per row. Other values must be equal for all micro-batches, and are returned
+        once.
 
         Raises:
             ValueError: If the outputs differ in structure, or in a value that must be equal, or do
@@ -117,68 +114,60 @@ class Rows(MicroBatching):
             return outputs[0]
         if not self.dims and are_rows(outputs):
             return concatenated(0, outputs, 0)  # most often
-        merging = Merging(outputs, batch, partial(self._sizes, batch, len(outputs)))
-        return merging.merged(self._output_dims(merging, batch))
+        sizes = partial(self._sizes, batch, len(outputs))
+        return merged(outputs, batch, sizes, partial(self._output_dims, batch, len(outputs)))
 
     @override
     def division(self, microbatches: Sequence[Any]) -> Division:
         return division_of(microbatches, self._dim)
 
     def _sizes(self, batch: Any, m: int) -> list[int] | None:
-        """The number of rows of each of m micro-batches; None without the batch."""
+        """The number of rows of each micro-batch; None without the batch."""
         return None if batch is None else even_sizes(count_rows(batch, self._dim), m)
 
-    def _output_dims(self, merging: Merging, batch: Any) -> list[int]:
-        """For each leaf of the outputs, the dim along which they are concatenated."""
+    def _output_dims(
+        self, batch: Any, m: int, output: Any, columns: Sequence[Sequence[Any]]
+    ) -> list[int]:
+        """The dim along which each leaf of the outputs is concatenated."""
         if self._output_dim is not None:
-            return dims_of(merging.example, self._output_dim)
+            return dims_of(output, self._output_dim)
         if self._dim == 0:
-            return [0] * len(merging.columns)
-        dims = dims_of(merging.example, self._dim, strict=False)
-        _check_rows(merging.columns, dims, even_sizes(count_rows(batch, self._dim), merging.m))
+            return [0] * len(columns)
+        dims = dims_of(output, self._dim, strict=False)
+        _check_rows(columns, dims, even_sizes(count_rows(batch, self._dim), m))
         return dims
 
 
 def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
-    """How many rows each micro-batch has, in this dim of its tensors."""
-    return Division.of(
-        [
-            [
-                (leaf, k)
-                for leaf, k in zip(tree_flatten(each).leaves, dims_of(each, dim), strict=True)
-                if has_rows(leaf)
-            ]
-            for each in microbatches
-        ]
-    )
+    """Return the sizes of micro-batches with the rows of their tensors in ``dim``."""
+    tensors = []
+    for microbatch in microbatches:
+        pairs = zip(tree_flatten(microbatch).leaves, dims_of(microbatch, dim), strict=True)
+        tensors.append([(leaf, rows) for leaf, rows in pairs if has_rows(leaf)])
+    sizes = tuple(x.size(rows) for (x, rows), *_ in tensors)
+    widths = {n for x, rows in tensors[0] for k, n in enumerate(x.shape) if k != rows}
+    return Division(sizes, frozenset(widths))
 
 
 def count_rows(batch: Any, dim: Dim = 0) -> int:
-    """The number of rows that all tensors of ``batch`` have.
-
-    Raises:
-        ValueError: If they disagree, or no tensor has rows.
-    """
+    """Return the number of rows of all tensors, or raise a ValueError if they disagree."""
     leaves = tree_flatten(batch).leaves
     dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
-    found = {leaf.size(k) for leaf, k in zip(leaves, dims, strict=True) if has_rows(leaf)}
-    if len(found) != 1:
+    sizes = {leaf.size(k) for leaf, k in zip(leaves, dims, strict=True) if has_rows(leaf)}
+    if len(sizes) != 1:
         raise ValueError(_no_common_rows(batch, dims))
-    return found.pop()
+    return sizes.pop()
 
 
 def even_sizes(rows: int, chunks: int) -> list[int]:
-    """The number of rows of each micro-batch, the larger ones first."""
+    """Return the number of rows of each micro-batch, the larger ones first."""
     m = max(1, min(chunks, rows))
     small, larger = divmod(rows, m)
     return [small + 1] * larger + [small] * (m - larger)
 
 
 def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
-    """Split ``batch`` into micro-batches of consecutive rows, as many as each size says.
-
-    Its lists and arrays with an entry per row are marked.
-    """
+    """Split ``batch``, whose lists with an entry per row are marked, into so many rows each."""
     leaves, spec = tree_flatten(batch)
     dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
     pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(leaves, dims, strict=True)]
@@ -186,11 +175,7 @@ def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether this is a tensor with a row per sample.
-
-    Raises:
-        ValueError: If it cannot be split because it is sparse or nested.
-    """
+    """Return whether a leaf is a tensor with a row per sample; sparse or nested, it is an error."""
     if not isinstance(leaf, Tensor) or is_whole(leaf):
         return False
     if leaf.is_nested:
@@ -209,27 +194,27 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _pieces(leaf: Any, sizes: list[int], dim: int) -> Sequence[Any]:
-    """What each micro-batch gets of the leaf."""
+    """The part of the leaf for each micro-batch."""
     if has_entries(leaf):
         return pieces_of(leaf, sizes)
     if not has_rows(leaf):
-        # A tensor is marked, so that it is recognised as output.
+        # The mark of a tensor is recognised in the output.
         marked = whole(leaf) if isinstance(leaf, Tensor) and not is_whole(leaf) else leaf
         return [marked] * len(sizes)
     pieces = leaf.split(sizes, dim)
-    # Layers may view what is contiguous in the plain module.
+    # Layers may call view() on tensors that are contiguous in the plain module.
     return [piece.contiguous() for piece in pieces] if dim and leaf.is_contiguous() else pieces
 
 
 def _check_rows(columns: Sequence[Sequence[Any]], dims: Sequence[int], sizes: list[int]) -> None:
-    """Raise if outputs do not have their rows where the input has them, or may have them elsewhere.
+    """Raise unless the rows of the outputs are in ``dims``, and in these only.
 
     Outputs of shape ``(time, rows)`` and ``(rows, classes)`` may have the same sizes.
     """
     for column, dim in zip(columns, dims, strict=True):
         tensors = [x for x in column if has_rows(x)]
         if len(tensors) < len(sizes):
-            continue  # marked, or no tensors
+            continue  # some are marked, or no tensors
         fitting = [
             k
             for k in range(min(x.dim() for x in tensors))

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from lightning_gpipe.core.faithful import not_compiled
 
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
 _RUNNING = ContextVar("_RUNNING", default=False)
+
+# Called instead of a block, with its index, args and kwargs.
+Receiver = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class running:
@@ -35,15 +38,8 @@ class running:
         _RUNNING.reset(self._token)
 
 
-class Receiver(Protocol):
-    """Receives the calls of blocks."""
-
-    def __call__(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Called instead of block k."""
-
-
 class Block:
-    """One block of the nn.ModuleList.
+    """One block of the nn.ModuleList; while it is installed, its module's calls come here.
 
     Args:
         module: The block.
@@ -53,10 +49,11 @@ class Block:
         device: The device of the stage; None if the stage has no parameters and buffers.
 
     Attributes:
-        module, k, name, stage, device: As given.
         run: Runs the block with its hooks.
         parameters: The names of the positional parameters of its forward.
     """
+
+    _receive: Receiver  # set when it is installed
 
     def __init__(
         self, module: nn.Module, k: int, name: str, stage: int, device: torch.device | None
@@ -69,95 +66,88 @@ class Block:
         self.run: Callable[..., Any] = MethodType(type(module)._call_impl, module)
         if self._compiled is not None:
             self.run = self._compiled
-        self._kind = _Kind(module)
+        self._kind = _BlockKind(module)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind."""
         if not self._kind.holds:  # every call asks, and most often nothing has changed
-            self._kind = _Kind(self.module)
+            self._kind = _BlockKind(self.module)
         return self._kind.value
 
     def install(self, receive: Receiver) -> None:
         """Have calls of the block received by ``receive``."""
-        self.module.__dict__["_call_impl"] = BlockCall(self, receive)
+        self._receive = receive
+        self.module.__dict__["_call_impl"] = self
 
     def remove(self) -> None:
         """Make calls of the block run it again."""
-        if isinstance(self.module.__dict__.get("_call_impl"), BlockCall):
+        if is_installed(self.module):
             del self.module.__dict__["_call_impl"]
         if self._compiled is not None:
             self.module.__dict__["_compiled_call_impl"] = self._compiled
-
-
-class BlockCall:
-    """Receives the calls of a block."""
-
-    def __init__(self, block: Block, receive: Receiver) -> None:
-        self._block = block
-        self._receive = receive
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Most often the caller is a forward that is not compiled already.
         if torch.compiler.is_compiling():
             return self._not_compiled(args, kwargs)
         if _RUNNING.get():
-            return self._block.run(*args, **kwargs)
-        return self._receive(self._block.k, args, kwargs)
+            return self.run(*args, **kwargs)
+        return self._receive(self.k, args, kwargs)
 
     @not_compiled
     def _not_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _RUNNING.get():
-            return self._block.run(*args, **kwargs)
-        return self._receive(self._block.k, args, kwargs)
+            return self.run(*args, **kwargs)
+        return self._receive(self.k, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A pickled or deep copy of the module runs as the plain module. When this getattr runs, the
         # copy has no instance attributes yet, so it returns the method of the class.
-        return getattr, (self._block.module, "_call_impl")
+        return getattr, (self.module, "_call_impl")
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Return whether a module is a block whose calls are recorded."""
+    return isinstance(module.__dict__.get("_call_impl"), Block)
 
 
 _FLAGS = frozenset({bool, str, type(None)})
 
 
-class _Kind:
-    """What a block is like, as far as that decides what it returns: its class and its flags.
+class _BlockKind:
+    """The class and the flags of a block, which decide what it returns.
 
-    An index or a size is no reason to return something else.
-
-    Args:
-        module: The block.
-
-    Attributes:
-        value: Equal for blocks that are alike.
+    An index or a size is no reason to return something else. ``value`` is equal for blocks that are
+    alike.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
-        held = module.__dict__
-        # Names and types, not values: what a block keeps must not live longer for it.
-        self._names, self._types = list(held), list(map(type, held.values()))
-        self._flags = [name for name, value in held.items() if type(value) in _FLAGS]
-        self._values = list(map(held.get, self._flags))
+        attributes = module.__dict__
+        # Names and types, not values: the block's attributes must not live longer for it.
+        self._names, self._types = list(attributes), list(map(type, attributes.values()))
+        self._flags = [name for name, value in attributes.items() if type(value) in _FLAGS]
+        self._values = list(map(attributes.get, self._flags))
         self.value = (self._class, *zip(self._flags, self._values, strict=True))
 
     @property
     def holds(self) -> bool:
-        """Whether the block is still like this."""
-        held = self._module.__dict__
+        """True if the block is still like this."""
+        attributes = self._module.__dict__
         return (
             type(self._module) is self._class
-            and list(held) == self._names
-            and list(map(type, held.values())) == self._types
-            and list(map(held.get, self._flags)) == self._values
+            and list(attributes) == self._names
+            and list(map(type, attributes.values())) == self._types
+            and list(map(attributes.get, self._flags)) == self._values
         )
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:
     """The names of the positional parameters of a block's forward."""
     try:
-        found = inspect.signature(module.forward).parameters.values()
+        parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a function written in C
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(each.name for each in found if each.kind in kinds)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)

@@ -1,4 +1,4 @@
-"""What an nn.ModuleList must be so that its blocks can be cut into stages."""
+"""Checks whether the blocks of an nn.ModuleList can be cut into stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_blocks(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that is not an nn.ModuleList of distinct, initialised blocks.
 
     Raises:
-        TypeError: If it is no nn.ModuleList, or holds what cannot be called.
+        TypeError: If it is no nn.ModuleList, or a module in it cannot be called.
         ValueError: If it is empty, or has a block twice, or lazy parameters.
     """
     if not isinstance(module, nn.ModuleList):
@@ -31,22 +31,24 @@ def check_blocks(module: nn.Module, name: str = "module") -> None:
     if not len(module):
         raise ValueError(f"{name} must have at least one block: got an empty nn.ModuleList.")
     blocks = list(module)
-    groups = [k for k, each in enumerate(blocks) if isinstance(each, nn.ModuleList | nn.ModuleDict)]
+    groups = [
+        k for k, block in enumerate(blocks) if isinstance(block, nn.ModuleList | nn.ModuleDict)
+    ]
     if groups:
         raise TypeError(
             f"{name} must hold modules that are called: got a {type(blocks[groups[0]]).__name__} "
             f"at index {groups[0]}. Choose one of those within it."
         )
     seen: dict[nn.Module, int] = {}
-    for k, each in enumerate(blocks):
-        if each in seen:
+    for k, block in enumerate(blocks):
+        if block in seen:
             raise ValueError(
                 f"{name} must have each block object only once, because a block is on one stage: "
-                f"got {type(each).__qualname__} at {seen[each]} and {k}. Make an object for each "
+                f"got {type(block).__qualname__} at {seen[block]} and {k}. Make an object for each "
                 "block; to share weights, assign the same nn.Parameter to both."
             )
-        seen[each] = k
-    lazy = [k for k, each in enumerate(blocks) if any(map(is_lazy, each.parameters()))]
+        seen[block] = k
+    lazy = [k for k, block in enumerate(blocks) if any(map(is_lazy, block.parameters()))]
     if lazy:
         raise ValueError(
             f"the parameters of {name} must be initialised: got lazy parameters in blocks {lazy}. "

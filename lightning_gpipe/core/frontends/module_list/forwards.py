@@ -1,7 +1,7 @@
-"""The forwards of a model with blocks in a pipeline: what they call is recorded, and then run.
+"""The forwards of a model with blocks in a pipeline: their calls are recorded, and then run.
 
-A forward begins and ends where a module does that holds the blocks. What it has called when it ends
-must have been all of them, in order, each once.
+A forward begins and ends with that of a module that holds the blocks. Until it ends it must have
+called all of them, in order, each once.
 """
 
 from __future__ import annotations
@@ -15,50 +15,49 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import is_traced
-from lightning_gpipe.core.frontends.interface import Processes, RunProgram
+from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line
-from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.blocks import Block
-from lightning_gpipe.core.frontends.module_list.caches import CacheRule
-from lightning_gpipe.core.frontends.module_list.calls import Call
-from lightning_gpipe.core.frontends.module_list.collecting import Collector
-from lightning_gpipe.core.frontends.module_list.outputs import run_recorded
-from lightning_gpipe.core.frontends.module_list.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.recording import Recording
-from lightning_gpipe.core.frontends.module_list.remembered import Remembered
-from lightning_gpipe.core.frontends.module_list.samples import only_here
-from lightning_gpipe.core.frontends.module_list.thread_state import ThreadState
+from lightning_gpipe.core.frontends.module_list.collected_outputs import Collector
+from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
+from lightning_gpipe.core.frontends.module_list.materialize import run_recorded
+from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
+from lightning_gpipe.core.frontends.module_list.rehearsal.caches import CacheRule
+from lightning_gpipe.core.frontends.module_list.rehearsal.samples import only_here
+from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
+from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
+from lightning_gpipe.core.frontends.module_list.tape.tape import History
 
 
 class _Session(threading.local):
-    """What one thread is doing.
-
-    Attributes:
-        forwards: The state of the thread at the beginning of each forward that it is in.
-        recording: The recording of the calls of the blocks so far.
-        depth: The number of forwards that it was in when that began.
-        expected: The index of the block to be called next.
-    """
+    """The forwards that one thread is in, and the recording of the calls of the blocks so far."""
 
     def __init__(self) -> None:
-        self.forwards: list[ThreadState] = []
-        self.recording: Recording | None = None
-        self.depth = 0
-        self.expected = 0
+        self.forwards: list[ForwardState] = []  # the state at the beginning of each
+        self.recording: LoopRecording | None = None
+        self.depth = 0  # the number of forwards when the recording began
+        self.next = 0  # the index of the block to be called next
+
+    def drop(self, reason: str) -> None:
+        """Forget a recording that will not run."""
+        if self.recording is not None:
+            self.recording.end(reason)
+            self.recording = None
 
 
-class Calls:
+class BlockCalls:
     """Receives the calls of the blocks of a pipeline.
 
     Args:
         blocks: The blocks, in order.
         owners: The modules from the model to the one that holds the blocks.
-        title: What errors call the blocks.
+        title: The name of the nn.ModuleList in errors.
         run: Runs programs.
-        processes: Those that own the stages, if this one does not own all of them.
+        processes: The processes that own the stages, if this one does not own all of them.
 
     Attributes:
-        runs: How often the blocks ran as a pipeline.
+        runs: The number of times that the blocks ran as a pipeline.
     """
 
     def __init__(
@@ -67,13 +66,13 @@ class Calls:
         owners: Sequence[nn.Module],
         title: str,
         run: RunProgram,
-        processes: Processes | None = None,
+        processes: OwnerProcesses | None = None,
     ) -> None:
         self._rehearse = only_here if processes is None else processes.everywhere
         self._tell = _nobody if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
-        self._remembered: dict[ThreadState, Remembered] = {}
+        self._histories: dict[ForwardState, History] = {}
         self._caches = CacheRule(spread=processes is not None)
         self._session = _Session()
         self._plain = False
@@ -81,7 +80,7 @@ class Calls:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """A ``with`` block in which blocks run when they are called."""
+        """Return a ``with`` block in which blocks run when they are called."""
         before, self._plain = self._plain, True
         try:
             yield
@@ -91,7 +90,7 @@ class Calls:
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         """Run the forward of a module that holds the nn.ModuleList."""
         session = self._session
-        session.forwards.append(ThreadState.now(self._device(None)))
+        session.forwards.append(ForwardState.now(self._device(None)))
         depth = len(session.forwards)
         try:
             result = forward()
@@ -106,73 +105,67 @@ class Calls:
         finally:
             session.forwards.pop()
             if session.depth == depth:
-                self._drop(session, "The forward that called these blocks has ended without all.")
+                session.drop("The forward that called these blocks has ended without all.")
 
     def block(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of block k, and run all if it is the last one."""
+        block, session = self._blocks[k], self._session
+        recording = session.recording
         try:
-            return self._called(k, args, kwargs)
+            if self._plain:
+                return block.run(*args, **kwargs)
+            if recording is None or k != session.next:
+                if recording is None and is_traced((args, kwargs), block.module.parameters()):
+                    return block.run(*args, **kwargs)
+                recording = self._begin(session, block, args, kwargs)
+            result = self._record(recording, block, calling_line(above=2), (args, kwargs))
+            session.next = k + 1
+            if session.next == len(self._blocks):
+                session.recording = None  # the thread may begin another forward meanwhile
+                run_recorded(recording, self._run, self._stages)
+                self.runs += 1
+            return result
         except BaseException as error:
+            session.drop("A call of these blocks has failed.")
+            if recording is not None:
+                recording.end("A call of these blocks has failed.")
             self._tell(error)
             raise
 
-    def _called(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        block, session = self._blocks[k], self._session
-        if self._plain:
-            return block.run(*args, **kwargs)
-        recording = session.recording
-        if recording is None or k != session.expected:
-            if recording is None and is_traced((args, kwargs), block.module.parameters()):
-                return block.run(*args, **kwargs)
-            recording = self._begun(session, block, args, kwargs)
-        try:
-            made = self._made(recording, block, calling_line(above=3), (args, kwargs))
-            session.expected = k = k + 1
-            if k < len(self._blocks):
-                return made
-            session.recording = None
-            run_recorded(recording, self._run, self._stages)
-            self.runs += 1
-            return made
-        except BaseException:
-            self._drop(session, "A call of these blocks has failed.")
-            recording.end("A call of these blocks has failed.")
-            raise
-
-    def _made(
-        self, recording: Recording, block: Block, line: str, given: tuple[Any, dict[str, Any]]
+    def _record(
+        self,
+        recording: LoopRecording,
+        block: Block,
+        line: str,
+        arguments: tuple[Any, dict[str, Any]],
     ) -> Any:
-        """What the call of a block will return; it is recorded if it is not on the tape."""
+        """Return what the call of a block will return; record it if it is not on the tape."""
         recording.check_state(line)
         collector = Collector.active()
         if collector is None:
-            entry = recording.follow(block.run, (block.kind, None), line, given)
+            entry = recording.follow(block.run, (block.kind, None), line, arguments)
             if entry is not None:
-                return recording.answer(entry, given)
+                return recording.answer(entry, arguments)
         call = _call_of(block, collector, line, recording.device)
-        made = recording.block(call, given)
+        result = recording.record(call, arguments)
         if collector is not None:
-            made, collected = made
+            result, collected = result
             collector.give(collected)
-        return made
+        return result
 
-    def _begun(
+    def _begin(
         self, session: _Session, block: Block, args: Any, kwargs: dict[str, Any]
-    ) -> Recording:
-        """The new recording that a call of this block begins, which must be the first one."""
-        recording = session.recording
+    ) -> LoopRecording:
+        """Begin a new recording with a call of this block, which must be the first one."""
         tensors = [leaf for _, leaf in leaves_in((args, kwargs)) if isinstance(leaf, Tensor)]
-        if recording is not None:
+        if session.recording is not None:
             again = len(session.forwards) == session.depth > 0
             if block.k or again or any(isinstance(x, Placeholder) for x in tensors):
                 self._refuse_order(session, block)
-            self._drop(session, "The forward that called these blocks did not call all of them.")
-        session.expected = 0
+            session.drop("The forward that called these blocks did not call all of them.")
+        session.next = 0
         if block.k:
             self._refuse_order(session, block)
-        return self._new_recording(session, block, tensors)
-
-    def _new_recording(self, session: _Session, block: Block, tensors: list[Tensor]) -> Recording:
         first = next((x for x in tensors if type(x) is not Placeholder and x.dim() > 0), None)
         if first is None:
             raise TypeError(
@@ -180,28 +173,22 @@ class Calls:
                 f"none in the call of {block.name} at {calling_line()}."
             )
         device = self._device(first)
-        state = session.forwards[-1] if session.forwards else ThreadState.now(device)
-        remembered = self._remembered.setdefault(state, Remembered())
-        recording = Recording(first, remembered, device, self._caches, state, self._rehearse)
+        state = session.forwards[-1] if session.forwards else ForwardState.now(device)
+        history = self._histories.setdefault(state, History())
+        recording = LoopRecording(first, history, device, self._caches, state, self._rehearse)
         session.recording, session.depth = recording, len(session.forwards)
         return recording
 
     def _device(self, first: Tensor | None) -> torch.device:
-        """Where the results of the pipeline are: with the last block."""
-        found = self._blocks[-1].device
-        if found is None:
+        """The device of the results of the pipeline: that of the last block."""
+        last = self._blocks[-1].device
+        if last is None:
             return torch.device("cpu") if first is None else first.device
-        return found
-
-    def _drop(self, session: _Session, reason: str) -> None:
-        """Forget a recording that will not run."""
-        if session.recording is not None:
-            session.recording.end(reason)
-            session.recording = None
+        return last
 
     def _refuse_order(self, session: _Session, block: Block) -> NoReturn:
-        expected = self._blocks[session.expected].name
-        self._drop(session, "The blocks were not called in order.")
+        expected = self._blocks[session.next].name
+        session.drop("The blocks were not called in order.")
         raise RuntimeError(
             "each block of a pipeline must be called once in every forward, in order: got a call "
             f"of {block.name} at {calling_line()} where {expected} is next. A forward that skips "
@@ -210,11 +197,11 @@ class Calls:
         )
 
     def _refuse_unfinished(self, session: _Session) -> NoReturn:
-        left = [block.name for block in self._blocks[session.expected :]]
-        found = left[0] if len(left) == 1 else f"{left[0]} to {left[-1]}"
+        left = [block.name for block in self._blocks[session.next :]]
+        names = left[0] if len(left) == 1 else f"{left[0]} to {left[-1]}"
         raise RuntimeError(
             "a forward that calls the first block of a pipeline must call all of them: it has "
-            f"ended without {found}. A forward that skips blocks by chance does so with layerdrop: "
+            f"ended without {names}. A forward that skips blocks by chance does so with layerdrop: "
             "set it to 0. One that never calls the last blocks needs a model without them, and one "
             "that calls a block again after the last cannot be cut here."
         )
@@ -228,8 +215,10 @@ class Calls:
         )
 
 
-def _call_of(block: Block, collector: Collector | None, line: str, device: torch.device) -> Call:
-    return Call(
+def _call_of(
+    block: Block, collector: Collector | None, line: str, device: torch.device
+) -> RecordedCall:
+    return RecordedCall(
         block.run if collector is None else collector.around(block.run),
         (block.kind, collector and collector.kind),
         block.name,
@@ -242,4 +231,4 @@ def _call_of(block: Block, collector: Collector | None, line: str, device: torch
 
 
 def _nobody(error: BaseException) -> None:
-    """Tells an error to no other process."""
+    """Tell an error to no other process."""

@@ -24,12 +24,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_gpipe.core.frontends.interface import Frontend, Processes, RunProgram
-from lightning_gpipe.core.frontends.module_list.blocks import Block, BlockCall
+from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
 from lightning_gpipe.core.frontends.module_list.checks import check_blocks, check_model
-from lightning_gpipe.core.frontends.module_list.forwards import Calls
+from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
 from lightning_gpipe.core.frontends.module_list.owners import OwnerForward
-from lightning_gpipe.core.plan import Partition, check_balance
+from lightning_gpipe.core.layout import Partition, check_balance
 
 
 class Loop(Frontend):
@@ -44,6 +44,7 @@ class Loop(Frontend):
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
+        super().__init__(model)
         check_model(model, path)
         self._title = f"module={path!r}"
         module = model.get_submodule(path)
@@ -52,26 +53,17 @@ class Loop(Frontend):
         self._modules = [child for child in module._modules.values() if child is not None]
         self._owners = _owners(model, path)
         self._partitions: list[Partition] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        """Begin as one that is not installed."""
         self._blocks: list[Block] = []
         self._forwards: list[OwnerForward] = []
-        self._calls: Calls | None = None
+        self._calls: BlockCalls | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is of the model and its partitions, in which nothing is installed.
-        kept = ("_title", "_modules", "_names", "_owners", "_partitions")
-        return {name: self.__dict__[name] for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
+        # Nothing is installed in a copy.
+        return {**self.__dict__, "_blocks": [], "_forwards": [], "_calls": None}
 
     @property
     def runs(self) -> int:
-        """How often the loop ran as a pipeline."""
+        """The number of times that the loop ran as a pipeline."""
         return 0 if self._calls is None else self._calls.runs
 
     @property
@@ -87,12 +79,12 @@ class Loop(Frontend):
     @override
     def costs(self) -> list[int]:
         counted: set[nn.Parameter] = set()
-        found = []
+        costs = []
         for module in self._modules:
             own = set(module.parameters()) - counted
             counted |= own
-            found.append(sum(parameter.numel() for parameter in own))
-        return found
+            costs.append(sum(parameter.numel() for parameter in own))
+        return costs
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
@@ -105,7 +97,7 @@ class Loop(Frontend):
         return self._partitions
 
     @override
-    def install(self, run: RunProgram, processes: Processes | None = None) -> None:
+    def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
         assert self._partitions, "partitions() comes before install()"
         self._check_free()
         devices = _devices(self._partitions, processes)
@@ -114,7 +106,7 @@ class Loop(Frontend):
             for partition in self._partitions
             for k, module in zip(partition.indices, partition.layers, strict=True)
         ]
-        self._calls = calls = Calls(self._blocks, self._owners, self._title, run, processes)
+        self._calls = calls = BlockCalls(self._blocks, self._owners, self._title, run, processes)
         for block in self._blocks:
             block.install(calls.block)
         self._forwards = [
@@ -138,42 +130,40 @@ class Loop(Frontend):
             yield
 
     def _check_free(self) -> None:
-        taken = [
-            name
-            for name, module in zip(self._names, self._modules, strict=True)
-            if isinstance(module.__dict__.get("_call_impl"), BlockCall)
-        ]
-        if taken:
+        blocks = zip(self._names, self._modules, strict=True)
+        in_use = [name for name, module in blocks if is_installed(module)]
+        if in_use:
             raise RuntimeError(
-                f"a module has one pipeline at a time: {taken[0]} is in another one, of another "
+                f"a module has one pipeline at a time: {in_use[0]} is in another one, of another "
                 "Trainer whose fit or evaluation has not ended, or of a module around or within "
                 "it. Evaluate in that Trainer's own loop, or give this one copy.deepcopy(model)."
             )
 
 
 def _devices(
-    partitions: Sequence[Partition], processes: Processes | None
+    partitions: Sequence[Partition], processes: OwnerProcesses | None
 ) -> list[torch.device | None]:
-    """The device of each stage: of what it has alone, since a parameter that it shares is there.
+    """The device of each stage: of a parameter or buffer that it does not share, if it has one.
 
-    The values of a stage of another process are on the device of what is around the stages here.
+    The values of a stage of another process are on the device of the modules around the stages
+    here.
     """
-    stages = Counter(parameter for each in partitions for parameter in each.parameters)
-    found: list[torch.device | None] = []
+    stages = Counter(parameter for part in partitions for parameter in part.parameters)
+    devices: list[torch.device | None] = []
     for partition in partitions:
         if processes is not None and not processes.owns(partition.index):
-            found.append(processes.outside)
+            devices.append(processes.outside)
             continue
-        alone = (x for x in partition.parameters if stages[x] == 1)
+        own = (x for x in partition.parameters if stages[x] == 1)
         buffers = (x for layer in partition.layers for x in layer.buffers())
-        held = chain(alone, buffers, partition.parameters)
-        found.append(next((x.device for x in held), None))
-    return found
+        tensors = chain(own, buffers, partition.parameters)
+        devices.append(next((x.device for x in tensors), None))
+    return devices
 
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules from the model to the one that holds the nn.ModuleList."""
-    found = [model]
+    owners = [model]
     for name in path.split(".")[:-1]:
-        found.append(found[-1].get_submodule(name))
-    return found
+        owners.append(owners[-1].get_submodule(name))
+    return owners

@@ -1,4 +1,4 @@
-"""What a user's forward does with placeholders between two blocks: operators, run in the stages."""
+"""Operators that a user's forward applies to placeholders between two blocks; run in the stages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.core.frontends.module_list.arguments import leaves_in
-from lightning_gpipe.core.frontends.module_list.calls import Learned
-from lightning_gpipe.core.frontends.module_list.rehearsal import Try
-from lightning_gpipe.core.frontends.module_list.results import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
+from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
+from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge
+from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
 
-NEEDS_VALUE = "needs a value"
+_NEEDS_VALUE = "needs a value"
 EDITS_OUTSIDE = "edits a tensor in place that was made outside of the blocks"
+EDITS_EARLIER = "edits a tensor in place that an earlier stage has"
 
 _IN_PLACE = frozenset(
     f"__i{name}__"
@@ -21,8 +22,12 @@ _IN_PLACE = frozenset(
 ) | {"__isub__", "__itruediv__", "__ixor__"}
 
 
+class NotRecordable(RuntimeError):
+    """Raised for an operation that cannot be recorded."""
+
+
 def title(func: Callable[..., Any]) -> str:
-    """What the user knows an operator as."""
+    """Return the name of an operator, as the user knows it."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":  # of an attribute
         return f"tensor.{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
@@ -30,7 +35,7 @@ def title(func: Callable[..., Any]) -> str:
 
 
 def in_place(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that an operator edits in place, if it does."""
+    """Return the tensor that an operator edits in place, if it does."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
     name = getattr(func, "__name__", "")
@@ -40,31 +45,47 @@ def in_place(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
 
 
 def returning(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator, which returns what it edits."""
+    """Return the operator, or one that returns the tensor that it edits."""
     return _set_item if getattr(func, "__name__", "") == "__setitem__" else func
 
 
-def objection(learned: Learned, found: Try, given: Any, rows: int, few: int | None) -> str:
-    """Why an operator cannot run in micro-batches; empty if it can.
+def objection(
+    knowledge: Knowledge, trial: Trial, arguments: Any, rows: int, few: int | None
+) -> str:
+    """Return why an operator cannot run in micro-batches; empty if it can.
 
-    Args:
-        learned: What was learned of it.
-        found: What it returned for a few rows.
-        given: Its ``(args, kwargs)``.
-        rows: The number of rows of the mini-batch.
-        few: How many were tried; None for all.
+    It was tried on ``few`` of the ``rows`` of the mini-batch; on all if that is None.
     """
-    if not all(isinstance(leaf, TensorLeaf) for leaf in learned.result.leaves):
-        return NEEDS_VALUE
-    if found.edited:
+    if not all(isinstance(leaf, TensorLeaf) for leaf in knowledge.result.leaves):
+        return _NEEDS_VALUE
+    if trial.edited_tensors:
         return EDITS_OUTSIDE
     if few is None:
         return ""
-    results = [x for _, x in leaves_in(found.result) if isinstance(x, Tensor) and x.dim()]
-    numbers = [x for _, x in leaves_in(given) if type(x) is int]
+    results = [x for _, x in leaves_in(trial.result) if isinstance(x, Tensor) and x.dim()]
+    numbers = [x for _, x in leaves_in(arguments) if type(x) is int]
     if rows in numbers and any(x.size(0) == rows for x in results):
         return f"has the number of rows, {rows}, for a number"
     return ""
+
+
+def needs_value(func: Callable[..., Any], line: str) -> NotRecordable:
+    """Return the error for an operator that needs the value of a placeholder."""
+    return NotRecordable(
+        "between two blocks of a pipeline, the values that they return are not known: got "
+        f"{title(func)} at {line}, which needs one. Do this in a block, where it runs for each "
+        "micro-batch, or after the last block."
+    )
+
+
+def refused(func: Callable[..., Any], line: str, why: str) -> NotRecordable:
+    """Return the error for an operator that cannot run in micro-batches."""
+    if why == _NEEDS_VALUE:
+        return needs_value(func, line)
+    return NotRecordable(
+        "what the forward does between two blocks must work for each micro-batch in its stage: "
+        f"{title(func)} at {line} {why}. Do this in a block, or after the last one."
+    )
 
 
 def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Notices when the forward of a module begins and ends in which blocks may be called."""
+"""Wraps the forward of a module that holds the blocks, to notice when it begins and ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ Around = Callable[[Callable[[], Any]], Any]
 
 
 class OwnerForward:
-    """The forward of a module that holds the blocks, run by ``around``.
+    """The forward of a module that holds the blocks.
 
-    Args:
-        module: The module.
-        around: Called with a function that runs the forward; returns what that does.
+    A call of it calls ``around`` with a function that runs the forward.
     """
 
     def __init__(self, module: nn.Module, around: Around) -> None:
@@ -39,7 +37,7 @@ class OwnerForward:
 
     @property
     def __code__(self) -> CodeType:
-        """That of the forward, which torch.export reads."""
+        """The code of the forward, which torch.export reads."""
         code: CodeType = getattr(self._own or type(self._module).forward, "__code__")  # noqa: B009
         return code
 
@@ -70,8 +68,8 @@ class OwnerForward:
         # copy has no instance attributes yet, so it returns the forward of the class.
         if self._own is None:
             return getattr, (self._module, "forward")
-        return _as_it_is, (self._own,)
+        return _identity, (self._own,)
 
 
-def _as_it_is(forward: Any) -> Any:
+def _identity(forward: Any) -> Any:
     return forward

@@ -1,21 +1,21 @@
 """Gives the tensors of a model the values in a folder.
 
 The usual way is to read all files into one state dict and to copy it: a host needs the memory of
-the model twice. Here a tensor is read alone, onto its device if it has one, and when it is placed
-if it is on the meta device. Everything is checked before, from the headers of the files.
+the model twice. Here each tensor is read alone, onto its device if it has one, and if it is on the
+meta device when it is placed. Everything is checked before, from the headers of the files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.placement import initialiser
+from lightning_gpipe.core.frontends.device_moves import initialiser
 from lightning_gpipe.core.frontends.pretrained.folder import tensors_in
-from lightning_gpipe.core.frontends.pretrained.names import fitted, matches, named_tensors
-from lightning_gpipe.core.frontends.stored import Initialised, Stored, await_value, shortened
+from lightning_gpipe.core.frontends.pretrained.names import matches, named_tensors, rename_to_fit
+from lightning_gpipe.core.frontends.stored import Source, Stored, await_value, first_few
 
 
 def load_pretrained(
@@ -33,9 +33,9 @@ def load_pretrained(
     keeps its own type, whatever that in the files is.
 
     Names are those of the model's state dict; the files may be those of a base model without its
-    head, or with a head that the model has not. A parameter that is tied in the model is read once,
-    under any of its names. What is added to the model later, such as adapters, and what wraps it,
-    changes nothing.
+    head, or with a head that the model does not have. A parameter that is tied in the model is read
+    once, under any of its names. Adapters that are added to the model later, and wrappers of it,
+    change nothing.
 
     Args:
         model: The model, or a pipeline. Other parts of the same LightningModule are left alone.
@@ -46,14 +46,17 @@ def load_pretrained(
 
     Raises:
         FileNotFoundError: If there are no such files.
-        ValueError: If names, shapes or kinds of types differ; names all that do.
+        ValueError: If names, shapes or kinds of types differ; lists all that do.
         TypeError: If a buffer on the meta device is not in the files and its module has no
             ``reset_parameters()``: :func:`parameters_on_meta` gives it its value.
         ImportError: If safetensors is not installed.
     """
-    stored = fitted(tensors_in(Path(path)), model)
     names = named_tensors(model)
-    values = _values(names, stored)
+    stored = rename_to_fit(tensors_in(Path(path)), model, names.keys())
+    values: dict[int, Stored] = {}  # by the id of the tensor, under the first of its names
+    for name, tensor in names.items():
+        if name in stored:
+            values.setdefault(id(tensor), stored[name])
     allowed, ignored = tuple(missing), tuple(unexpected)
     absent = [name for name, tensor in names.items() if id(tensor) not in values]
     _check(
@@ -68,23 +71,16 @@ def load_pretrained(
         ],
     )
     for module in model.modules():
-        _check_buffers(module, values)
+        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
+        if any(buffer.is_meta and id(buffer) not in values for buffer in buffers):
+            initialiser(module)  # raises if there is none
     for module in model.modules():
-        for tensor in [*module._parameters.values(), *module._buffers.values()]:
-            if tensor is not None and tensor.is_meta:
-                await_value(tensor, values.get(id(tensor), Initialised()))
+        for own in [*module._parameters.values(), *module._buffers.values()]:
+            if own is not None and own.is_meta:
+                await_value(own, values.get(id(own), Source.INITIALISED))
     for tensor in {id(tensor): tensor for tensor in names.values()}.values():
         if not tensor.is_meta and id(tensor) in values:
             values[id(tensor)].read_into(tensor)
-
-
-def _values(names: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> dict[int, Stored]:
-    """Where the value of each tensor is, by the id of the tensor: under the first of its names."""
-    found: dict[int, Stored] = {}
-    for name, tensor in names.items():
-        if name in stored:
-            found.setdefault(id(tensor), stored[name])
-    return found
 
 
 def _fits(tensor: Tensor, value: Stored) -> bool:
@@ -95,7 +91,7 @@ def _check(
     path: str | Path, missing: list[str], unexpected: list[str], different: list[str]
 ) -> None:
     faults = [
-        f"{what}: {shortened(names)}"
+        f"{what}: {first_few(names)}"
         for what, names in [
             ("missing in the files", missing),
             ("unexpected in the files", unexpected),
@@ -109,10 +105,3 @@ def _check(
             "may be so is named in missing=[...] and unexpected=[...], in which * is for any "
             "characters. Call load_pretrained() before adapters are added, which rename layers."
         )
-
-
-def _check_buffers(module: nn.Module, values: Mapping[int, Stored]) -> None:
-    """Raise if a buffer cannot be had: neither from the files nor by initialisation."""
-    buffers = [each for each in module._buffers.values() if each is not None]
-    if any(buffer.is_meta and id(buffer) not in values for buffer in buffers):
-        initialiser(module)

@@ -3,6 +3,6 @@
 The layers stay the user's own modules. A forward that cannot be traced is refused, with the line.
 """
 
-from lightning_gpipe.core.frontends.traced.frontend import Traced
+from lightning_gpipe.core.frontends.traced.traced_module import Traced
 
 __all__ = ["Traced"]

@@ -1,8 +1,8 @@
-"""What modules hold, before their forward is traced: to find what tracing changed, and to undo it.
+"""The attributes of modules before their forward is traced, to find and undo its changes.
 
-A traced forward runs once, on values that are none. What it assigns or appends meanwhile is not
-what a real run would leave, so all of it is undone; and since a pipeline would not do it again, the
-forward of that module cannot be traced.
+A traced forward runs once, on values that are not tensors, so the attributes that it assigns and
+the items that it appends are not those of a real run. They are undone; and since a pipeline would
+not do it again, the forward of that module cannot be traced.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.core.plan import CONTAINERS, contents, holders
+from lightning_gpipe.core.layout import CONTAINERS, contents, holders
 
 
-class Snapshot:
-    """The attributes of a module, of all within it, and of the objects that they hold.
-
-    Args:
-        root: The module.
-    """
+class ModuleSnapshot:
+    """The attributes of a module, of all modules in it, and of the objects that they hold."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._modules = list(root.modules())
         self._slots = [
             (holder.module, holder.prefix, holder.slots, dict(holder.slots))
-            for holder in holders(self._modules)
+            for holder in holders(root.modules())
         ]
         self._contents = [
             (module, f"{prefix}{name}", value, _elements(value))

@@ -1,4 +1,4 @@
-"""What a traced forward computes with: a value that records what is done with it.
+"""The values that a traced forward computes with, which record its operations.
 
 torch.fx has such a value; three things are different here. It never turns ``x += y`` into
 ``x = x + y``. An ``assert`` is recorded. And Python's ``isinstance`` gets the class of a value
@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.fx.proxy import Attribute, Proxy, TraceError
 
 from lightning_gpipe.core.frontends.lines import is_users
-from lightning_gpipe.core.frontends.traced.values import CLASS_OF, Kind, node_kind
+from lightning_gpipe.core.frontends.traced.traced_values import CLASS_OF, ValueKind, kind_of
 
-# What of parameters and buffers stays the same while a pipeline lives.
+# The attributes of parameters and buffers that stay the same while a pipeline lives.
 _OF_PARAMETERS = frozenset({"shape", "size", "ndim", "dim", "numel", "dtype", "requires_grad"})
 
 
@@ -35,8 +35,8 @@ class Symbolic(Proxy):
     def __class__(self) -> type:
         if not _asks_for_class(sys._getframe(1)):
             return Symbolic
-        kind = node_kind(self.node)
-        if kind is Kind.UNKNOWN:
+        kind = kind_of(self.node)
+        if kind is ValueKind.UNKNOWN:
             raise TraceError("it asks for the class of a value, which is not known")
         return CLASS_OF[kind]
 
@@ -45,10 +45,10 @@ class Symbolic(Proxy):
         raise TypeError("the class of a traced value cannot be changed")
 
     def __getattr__(self, name: str) -> Any:
-        held = self.tracer.held(self.node) if name in _OF_PARAMETERS else None
-        if held is not None:
-            return getattr(held, name)
-        certain = node_kind(self.node) is Kind.TENSOR and self.node.meta.get("certain", True)
+        tensor = self.tracer.tensor_of(self.node) if name in _OF_PARAMETERS else None
+        if tensor is not None:
+            return getattr(tensor, name)
+        certain = kind_of(self.node) is ValueKind.TENSOR and self.node.meta.get("certain", True)
         if certain and not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
         return SymbolicAttribute(self, name)
@@ -68,8 +68,7 @@ class Symbolic(Proxy):
     def __index__(self) -> int:
         raise TraceError("it needs an integer, from a value that is not known")
 
-    def __int__(self) -> int:
-        raise TraceError("it needs an integer, from a value that is not known")
+    __int__ = __index__
 
     def __float__(self) -> float:
         raise TraceError("it needs a number, from a value that is not known")
@@ -94,7 +93,7 @@ def hold(condition: Any) -> None:
 
 
 def set_item(target: Any, index: Any, value: Any) -> Any:
-    """``target[index] = value``; returns the target."""
+    """Run ``target[index] = value``; return the target."""
     target[index] = value
     return target
 
@@ -114,9 +113,9 @@ for _name in IN_PLACE.split():
 
 
 def _asks_for_class(frame: FrameType) -> bool:
-    """Whether the user's code asks for the class of a value, and not PyTorch, for its own ends.
+    """Return whether the user's code asks for the class of a value, and not PyTorch's own.
 
-    The functions of PyTorch that are written in C ask in the name of who calls them.
+    The functions of PyTorch that are written in C ask in the name of their caller.
     """
     code = frame.f_code
     if not is_users(code.co_filename):
@@ -128,11 +127,11 @@ def _asks_for_class(frame: FrameType) -> bool:
 
 
 def _is_asserted(frame: FrameType) -> bool:
-    """Whether what the frame runs now is the condition of an ``assert``."""
+    """Return whether the frame now evaluates the condition of an ``assert``."""
     code = list(dis.get_instructions(frame.f_code))
-    here = next(k for k, each in enumerate(code) if each.offset == frame.f_lasti)
+    here = next(k for k, step in enumerate(code) if step.offset == frame.f_lasti)
     jump = next((k for k in range(here, len(code)) if "JUMP" in code[k].opname), None)
     if jump is None or jump > here + 1 or "IF_TRUE" not in code[jump].opname:
         return False
-    following = next(each for each in code[jump + 1 :] if each.opname not in ("NOT_TAKEN", "CACHE"))
+    following = next(step for step in code[jump + 1 :] if step.opname not in ("NOT_TAKEN", "CACHE"))
     return following.opname == "LOAD_ASSERTION_ERROR" or following.argval == "AssertionError"

@@ -13,34 +13,29 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_gpipe.core.frontends.lines import checkpointed_line, current_line
-from lightning_gpipe.core.frontends.traced.calls import Given
-from lightning_gpipe.core.frontends.traced.modes import (
+from lightning_gpipe.core.frontends.traced.call_kinds import Argument
+from lightning_gpipe.core.frontends.traced.forward_modes import (
     Modes,
     check_settings,
     function_modes,
     settings,
 )
 from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
-from lightning_gpipe.core.frontends.traced.values import Kind, kind_of
+from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, infer_kind
 from lightning_gpipe.core.frontends.traced.watching import (
     AUTOWRAPPED,
-    Recording,
+    FunctionRecorder,
     any_arguments,
     functions_whole,
     same_randomness,
 )
+from lightning_gpipe.core.layout import hooks_of
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether tracing keeps a module as it is: it has no modules in it, is PyTorch's, or has hooks.
+    """Return whether tracing keeps a module whole: PyTorch's, with hooks, or with no modules in it.
 
     A hook must run whenever the module does, with the values of that run.
     """
@@ -48,79 +43,64 @@ def is_layer(module: nn.Module) -> bool:
         return True
     if not any(True for _ in module.children()):
         return True
-    kind = type(module).__module__
-    return kind.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
+    origin = type(module).__module__
+    return origin.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether hooks are registered on a module."""
+    """Return whether hooks are registered on a module."""
     return any(hooks_of(module))
-
-
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    """The hooks that run with a module; empty or not."""
-    return [vars(module)[name] for name in _HOOKS]
 
 
 class Tracer(fx.Tracer):
     """Traces one call of a module.
 
     Args:
-        root: The module.
-        layers: Further modules to keep as they are.
+        module: The module.
+        forward: Runs the module's forward; returns a list of its outputs.
+        inputs: The arguments of the call that are values.
+        whole: Modules to keep whole, besides those of :func:`is_layer`.
 
     Attributes:
         failed: The innermost module whose forward raised while it was traced through.
     """
 
-    def __init__(self, root: nn.Module, layers: Collection[nn.Module]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., list[Any]],
+        inputs: Sequence[Argument],
+        whole: Collection[nn.Module],
+    ) -> None:
         super().__init__(autowrap_functions=tuple(AUTOWRAPPED.values()))
         self.failed: nn.Module | None = None
-        self._layers = layers
-        self._paths = {module: path for path, module in root.named_modules()}
-        held = [*root.named_parameters(), *root.named_buffers()]
-        self._tensors = {id(tensor): (name, tensor) for name, tensor in held}
-        self._read: dict[str, Proxy] = {}
+        self._module, self._forward, self._inputs, self._whole = module, forward, inputs, whole
+        self._paths = {submodule: path for path, submodule in module.named_modules()}
+        self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._reads: dict[str, Proxy] = {}
         self._within: tuple[tuple[int, str], ...] = ()
         self._entered = 0
-        self._forward: Callable[..., list[Any]] = list
-        self._inputs: Sequence[Given] = ()
-        self._settings: dict[str, Any] = {}
+        self._settings = settings()
         self._function_modes = 0
 
-    def record(
-        self,
-        root: nn.Module,
-        forward: Callable[..., list[Any]],
-        inputs: Sequence[Given],
-    ) -> fx.Graph:
-        """The graph of ``forward``, called with a value for each input.
-
-        Args:
-            root: The module.
-            forward: Runs the module's forward; returns its outputs.
-            inputs: What is known of each input.
-        """
-        self._forward, self._inputs = forward, inputs
-        self._settings = settings()
-        with same_randomness(), Recording(self), any_arguments(self), functions_whole(self):
+    def record(self) -> fx.Graph:
+        with same_randomness(), FunctionRecorder(self), any_arguments(self), functions_whole(self):
             self._function_modes = function_modes()
-            return self.trace(root)
+            return self.trace(self._module)
 
-    def held(self, node: fx.Node) -> Tensor | None:
-        """The parameter or buffer that a node reads."""
-        if node.op != "get_attr":
-            return None
-        return next(tensor for name, tensor in self._tensors.values() if name == node.target)
+    def tensor_of(self, node: fx.Node) -> Tensor | None:
+        """Return the parameter or buffer that a node reads."""
+        return self._tensors[str(node.target)] if node.op == "get_attr" else None
 
     @override
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         values = []
-        for k, given in enumerate(self._inputs):
+        for k, argument in enumerate(self._inputs):
             value = self.create_proxy("placeholder", f"input_{k}", (), {})
-            value.node.meta.update(vars(given))
+            value.node.meta.update(vars(argument))
             values.append(value)
         forward = self._forward
 
@@ -141,13 +121,13 @@ class Tracer(fx.Tracer):
         check_settings(self._settings)
         node.meta["within"] = self._within
         node.meta["modes"] = Modes.now()
-        node.meta["kind"] = kind_of(node, self.root.get_submodule)
+        node.meta["kind"] = infer_kind(node, self.root.get_submodule)
         return node
 
     @override
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            return self._tensor(a)
+            return self._tensor_argument(a)
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -155,8 +135,8 @@ class Tracer(fx.Tracer):
 
     @override
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:
-        if isinstance(attr_val, Tensor) and id(attr_val) in self._tensors:
-            return self._reading(self._tensors[id(attr_val)][0])
+        if isinstance(attr_val, Tensor) and id(attr_val) in self._names:
+            return self._read(attr_val)
         return attr_val
 
     @override
@@ -172,21 +152,18 @@ class Tracer(fx.Tracer):
                 raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
             return forward(*args, **kwargs)  # such as layers[1:], of an nn.Sequential
         with self._inside(self._paths[m]):
-            if m in self._layers or is_layer(m):
-                self._check_function_modes()
+            if m in self._whole or is_layer(m):
+                if function_modes() > self._function_modes:
+                    raise TraceError(
+                        "it calls a layer in a TorchFunctionMode, which no stage would know of: "
+                        "enter the mode around the whole model, or within the layer"
+                    )
                 return self.create_proxy("call_module", self._paths[m], args, kwargs)
             try:
                 return forward(*args, **kwargs)
             except Exception:
                 self.failed = self.failed or m
                 raise
-
-    def _check_function_modes(self) -> None:
-        if function_modes() > self._function_modes:
-            raise TraceError(
-                "it calls a layer in a TorchFunctionMode, which no stage would know of: enter the "
-                "mode around the whole model, or within the layer"
-            )
 
     @contextmanager
     def _inside(self, path: str) -> Iterator[None]:
@@ -198,17 +175,17 @@ class Tracer(fx.Tracer):
         finally:
             self._within = outer
 
-    def _reading(self, name: str) -> Proxy:
-        """The value of a parameter or buffer."""
-        if name not in self._read:
-            self._read[name] = self.create_proxy("get_attr", name, (), {})
-            self._read[name].node.meta["kind"] = Kind.TENSOR
-        return self._read[name]
+    def _read(self, tensor: Tensor) -> Proxy:
+        name = self._names[id(tensor)]
+        if name not in self._reads:
+            self._reads[name] = self.create_proxy("get_attr", name, (), {})
+            self._reads[name].node.meta["kind"] = ValueKind.TENSOR
+        return self._reads[name]
 
-    def _tensor(self, tensor: Tensor) -> Any:
-        """A tensor among arguments: one that the model holds, or that its forward made of none."""
-        if id(tensor) in self._tensors:
-            return self._reading(self._tensors[id(tensor)][0]).node
+    def _tensor_argument(self, tensor: Tensor) -> Any:
+        """Record a tensor among arguments: one of the model, or a constant of the forward."""
+        if id(tensor) in self._names:
+            return self._read(tensor).node
         if tensor.requires_grad:
             raise TraceError(
                 "it computes with parameters that it does not read as attributes of modules"

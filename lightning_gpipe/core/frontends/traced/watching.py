@@ -1,18 +1,16 @@
-"""What is looked at while a forward is traced: calls of PyTorch's functions, and random numbers.
+"""Watches a traced forward for calls of PyTorch's functions, and for random numbers.
 
-torch.fx sees what is done with its values. It does not see ``torch.zeros(3)``, an autograd function
-or a random number, which would be constants of the graph.
+torch.fx records the operations on its values. It does not see ``torch.zeros(3)``, an autograd
+function or a random number, which would be constants of the graph.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 from torch.autograd import Function
@@ -21,12 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
+from lightning_gpipe.core.faithful import RandomState
 from lightning_gpipe.core.frontends.lines import is_users
 
-_FACTORIES = (
-    "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
-)
-_RANDOM = "rand randn randint randperm normal"
 _DRAWN = (
     "it draws random numbers, which would be the same in every step: draw them in a module of "
     "their own"
@@ -37,17 +32,19 @@ def _functions(names: str) -> dict[str, Callable[..., Any]]:
     return {name: getattr(torch, name) for name in names.split()}
 
 
-AUTOWRAPPED = _functions(f"{_FACTORIES} {_RANDOM}")  # of torch, by name
+_FACTORIES = _functions(
+    "arange zeros ones full empty eye linspace logspace tensor as_tensor tril_indices triu_indices"
+)
+_RANDOM = _functions("rand randn randint randperm normal")
+AUTOWRAPPED = _FACTORIES | _RANDOM  # of torch, by name
 
 
-class Recording(TorchFunctionMode):
-    """Looks at the calls of PyTorch's functions that a traced forward makes without any value."""
+class FunctionRecorder(TorchFunctionMode):
+    """Records the calls of PyTorch's functions that a traced forward makes without any value."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
         super().__init__()
         self._tracer = tracer
-        self._factories = set(_functions(_FACTORIES).values())
-        self._random = set(_functions(_RANDOM).values())
 
     @override
     def __torch_function__(
@@ -58,13 +55,13 @@ class Recording(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        symbolic = next((each for each in types if issubclass(each, Proxy)), None)
+        symbolic = next((kind for kind in types if issubclass(kind, Proxy)), None)
         if symbolic is not None:
             # Function modes of the caller are entered when the call runs, and not now as well.
             return symbolic.__torch_function__(func, types, args, kwargs)
-        if func in self._random:
+        if func in _RANDOM.values():
             raise TraceError(_DRAWN)
-        if func in self._factories and is_users(sys._getframe(1).f_code.co_filename):
+        if func in _FACTORIES.values() and is_users(sys._getframe(1).f_code.co_filename):
             return self._tracer.create_proxy("call_function", func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -75,7 +72,7 @@ def any_arguments(tracer: fx.Tracer) -> Iterator[None]:
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
+            if _has_values((args, kwargs)):
                 return tracer.create_proxy("call_function", function, args, kwargs)
             return function(*args, **kwargs)
 
@@ -98,16 +95,16 @@ def any_arguments(tracer: fx.Tracer) -> Iterator[None]:
 def functions_whole(tracer: fx.Tracer) -> Iterator[None]:
     """Record an autograd function as one call: within, it would run without gradients.
 
-    PyTorch's own for activation checkpointing is traced through.
+    The function of PyTorch's own activation checkpointing is traced through.
     """
-    original = Function.__dict__["apply"]
+    own = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, CheckpointFunction):
             function, _, *rest = args
             return function(*rest)
-        run = original.__get__(None, cls)
-        if any(issubclass(type(each), Proxy) for each in _flat((args, kwargs))):
+        run = own.__get__(None, cls)
+        if _has_values((args, kwargs)):
             return tracer.create_proxy("call_function", run, args, kwargs)
         return run(*args, **kwargs)
 
@@ -115,26 +112,24 @@ def functions_whole(tracer: fx.Tracer) -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        Function.apply = own  # type: ignore[method-assign]
 
 
-def _flat(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, tuple | list | dict):
-        for each in tree.values() if isinstance(tree, dict) else tree:
-            yield from _flat(each)
-    else:
-        yield tree
+def _has_values(tree: Any) -> bool:
+    """Return whether a value of the trace is in a tree; a proxy is not asked for its class."""
+    kind = type(tree)
+    if issubclass(kind, tuple | list | dict):
+        return any(map(_has_values, tree.values() if issubclass(kind, dict) else tree))
+    return issubclass(kind, Proxy)
 
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
     """Raise if random numbers are drawn, and undo that."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    state = RandomState.capture()
     try:
         yield
-        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
+        if {"cpu", "random"} & set(state.differences()):
             raise TraceError(_DRAWN)
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+        state.restore()

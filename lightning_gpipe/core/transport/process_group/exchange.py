@@ -8,30 +8,24 @@ from contextlib import contextmanager
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import CALLER, Action, Layout, Route, Schedule, sender
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.programs import Route, sender
+from lightning_gpipe.core.schedules import CALLER, Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.interface import Label, OutOfStep, RankFailed
 from lightning_gpipe.core.transport.local import LocalExchange
-from lightning_gpipe.core.transport.process_group.difference import difference
-from lightning_gpipe.core.transport.process_group.ledger import Verdict, named
-from lightning_gpipe.core.transport.process_group.link import Mail
-from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
-from lightning_gpipe.core.transport.process_group.sharing import Connection
+from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
+from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
+from lightning_gpipe.core.transport.process_group.mismatch import difference
+from lightning_gpipe.core.transport.process_group.wire.link import Mail
+from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode, RouteId
 
 
 class ProcessGroupExchange(LocalExchange):
     """One inbox for each worker of this process, and one for its caller.
 
-    The caller's code runs in each process, on the same values. So what it sends goes to the workers
-    of its own process only, and what it gets goes to all callers.
-
-    Args:
-        layout: What runs where.
-        phase: The phase.
-        label: Which it is.
-        awaited: For which results the caller waits; None for all.
-        copies: Copies between the devices of this process.
-        connection: To other processes.
+    The caller's code runs in each process, on the same values. So the caller sends to the workers
+    of its own process only, and results go to all callers.
     """
 
     def __init__(
@@ -49,15 +43,16 @@ class ProcessGroupExchange(LocalExchange):
         self._awaited = awaited
         self._connection = connection
         self._office = connection.office
-        self._failure: RankFailed | OutOfStep | None = None
+        self._links = connection.office.links
+        self._error: RankFailed | OutOfStep | None = None
         self._bits: Callable[[], int] = int
         self._holds = False
         self._label = label
-        self._ways = {route: number for number, route in enumerate(layout.routes)}
-        serial, failed = self._office.begin(self)
-        if failed is not None:
-            raise RankFailed(failed.text(connection.ranks, layout))
-        self._header = Header(Code.VALUES, serial, label)
+        self._numbers = {route: number for number, route in enumerate(layout.routes)}
+        serial, failure = self._office.begin(self)
+        if failure is not None:
+            raise failure.error(connection.ranks, layout)
+        self._header = Header(MessageCode.VALUES, serial, label)
 
     @override
     def signal(self, bits: Callable[[], int]) -> None:
@@ -71,30 +66,29 @@ class ProcessGroupExchange(LocalExchange):
             if owner == layout.rank:
                 super().send(to, value, skip)
             elif 0 <= sender(to, skip) < layout.n:
-                self._office.post(owner, self._header_now(), to, self._way(skip), value)
+                self._links.post(owner, self._header_now(), to, self._id_of(skip), value)
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            header, way = self._header_now(), self._way(skip)
-            self._office.broadcast(header, to, way, value, hold=self._holds)
+            header, route = self._header_now(), self._id_of(skip)
+            self._links.broadcast(header, to, route, value, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Let results go together when a ``with`` block ends: they are awaited no sooner."""
+        """Send results together when a ``with`` block ends: they are awaited no sooner."""
         self._holds = True
         yield
         self._holds = False
-        self._office.flush()
+        self._links.flush()
 
     @override
     def _fetch(self, inbox: int, at: Action) -> None:
         try:
             self.check()
         except RankFailed as error:
-            raise RankFailed(f"{error}, while {self._awaited_at(at)} was awaited") from None
+            raise RankFailed(f"{error}, while {self._value_for(at)} was awaited") from None
         self._take(inbox)
 
-    def _awaited_at(self, at: Action) -> str:
-        """What is awaited in the place of ``at``."""
+    def _value_for(self, at: Action) -> str:
         if at.j == CALLER:
             return f"the end of {at.kind.verb} of micro-batch {at.i} on stage 0"
         if at.j == self._layout.n:
@@ -103,51 +97,49 @@ class ProcessGroupExchange(LocalExchange):
 
     @override
     def check(self) -> None:
-        if self._failure is not None:
-            raise type(self._failure)(*self._failure.args)  # several threads may raise it
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)  # several threads may raise it
         super().check()
 
     @override
     def settle(self) -> None:
-        self._office.settle(self.check)
-        failed = self._office.end()
-        if failed is not None:
-            raise RankFailed(failed.text(self._connection.ranks, self._layout))
+        self._links.settle(self.check)
+        failure = self._office.end()
+        if failure is not None:
+            raise failure.error(self._connection.ranks, self._layout)
 
     # For the office, on the threads that receive.
 
     def arrive(self, rank: int, header: Header, mail: Mail) -> None:
-        """Take a value, and the bits that were signalled with it."""
         if header.label != self._label:
             pipelines, numbers = self._connection.pipelines, self._connection.ranks
-            them, us = (named([k], numbers, self._layout) for k in (rank, self._layout.rank))
+            them, us = (names_of([k], numbers, self._layout) for k in (rank, self._layout.rank))
             text = difference(header.label, self._label, them, us, pipelines)
-            self._fail_with(OutOfStep(text))
+            self._end_with(OutOfStep(text))
             return
-        self.heard |= header.bits  # before the value: who has that knows of these
-        route = self._layout.routes[mail.way] if isinstance(mail.way, int) else mail.way
-        self.put(mail.to, route, *self._placed(mail))
+        self.heard |= header.bits  # before the value: its receiver reads these
+        route = self._layout.routes[mail.route] if isinstance(mail.route, int) else mail.route
+        self.put(mail.to, route, *self._moved(mail))
 
-    def fail(self, verdict: Verdict) -> None:
-        """End, because another process has failed."""
-        self._fail_with(RankFailed(verdict.text(self._connection.ranks, self._layout)))
+    def fail(self, failure: Failure) -> None:
+        self._end_with(failure.error(self._connection.ranks, self._layout))
 
-    def _fail_with(self, error: RankFailed | OutOfStep) -> None:
-        self._failure = error
+    def _end_with(self, error: RankFailed | OutOfStep) -> None:
+        self._error = error
         self.cancel()
 
-    def _way(self, route: Route | None) -> Way:
-        return route if route is None else self._ways.get(route, route)
+    def _id_of(self, route: Route | None) -> RouteId:
+        return route if route is None else self._numbers.get(route, route)
 
-    def _placed(self, mail: Mail) -> Parcel:
-        """The value, with copies on the device of their stage of those tensors that go there."""
+    def _moved(self, mail: Mail) -> Parcel:
+        """Copy the tensors of a value that go to the device of its stage."""
         leaves = list(mail.value.leaves)
         places = [k for k, moves in enumerate(mail.on_device) if moves]
         if not places:
             return mail.value, None
         device = self._copies.device_at(mail.to.j)
-        moved, ready = self._copies.send([leaves[k] for k in places], None, device)
-        for k, leaf in zip(places, moved, strict=True):
+        copies, ready = self._copies.send([leaves[k] for k in places], None, device)
+        for k, leaf in zip(places, copies, strict=True):
             leaves[k] = leaf
         return FlatTree(leaves, mail.value.spec), ready
 

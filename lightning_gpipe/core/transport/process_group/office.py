@@ -1,9 +1,8 @@
-"""The post office of a process: what goes to other processes, and what comes from them.
+"""The post office of a process: it sends failures to other processes, and delivers what they send.
 
-There is one for all pipelines over the same processes, since one that fails in one of them comes to
-none of the others. It sends values and failures, and gives what comes to the exchange that runs.
-What comes for one that this process has not begun waits for it. Each header says what the sender
-does; an exchange of something else says so, in both.
+There is one for all pipelines over the same processes, since a process that fails in one of them
+comes to none of the others. A value goes to the exchange that runs, or waits for the one that this
+process has not begun. A failure ends the exchange that runs, or the next one.
 """
 
 from __future__ import annotations
@@ -14,59 +13,66 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.plan import Action
-from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
-from lightning_gpipe.core.transport.process_group.link import Broken, Link, Mail, Posted
-from lightning_gpipe.core.transport.process_group.links import Links
-from lightning_gpipe.core.transport.process_group.message import Code, Header, Way
-from lightning_gpipe.core.transport.process_group.outbox import Outbox
-from lightning_gpipe.core.transport.process_group.reception import Reception, Recipient
-from lightning_gpipe.core.transport.process_group.told import note, noted, text_of
-from lightning_gpipe.core.transport.process_group.waits import OtherWaits
-from lightning_gpipe.core.transport.process_group.watch import Watch
+from lightning_gpipe.core.transport.process_group.already_sent import mark_sent, text_of, was_sent
+from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
+from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
+from lightning_gpipe.core.transport.process_group.user_collectives import UserCollectives
+from lightning_gpipe.core.transport.process_group.wire.link import Mail, PendingSend
+from lightning_gpipe.core.transport.process_group.wire.links import Links
+from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
 
-_TOLD_WITHIN = 5.0  # seconds
-_LINGER = 1.0  # the same if one is lost, so that others may read who before this one ends
-START = 10  # times as long to be heard for the first time: one may still load a model
+TELL_TIMEOUT = 5.0  # seconds
+_LINGER = 1.0  # the same after a loss, so that others may read who is lost before this one ends
+START = 10  # times as long until the first heartbeat: a process may still load a model
+
+
+class Recipient(Protocol):
+    """An exchange, which gets the values that come for it."""
+
+    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
+        """Take a value from a process."""
+
+    def fail(self, failure: Failure) -> None:
+        """End, because another process has failed."""
 
 
 class Office:
     """Sends and receives for one process.
 
     Args:
-        group: The process group of the owners of the pipelines, for tensors of the host.
-        lost_after: After how long a process that is not heard is lost.
+        group: The process group of the owners of the pipelines, for host tensors.
+        lost_after: How long a process may be silent until it is lost.
+
+    Attributes:
+        links: The connections to the other processes.
     """
 
     def __init__(self, group: ProcessGroupGloo, lost_after: timedelta) -> None:
-        self._name = uuid4().hex  # in errors that were told
+        self._name = uuid4().hex  # in errors that were sent
         self._lost_after = lost_after
         self._rank = group.rank()
-        self._lock = threading.RLock()  # a garbage collection may close what is no longer used
+        self._lock = threading.RLock()  # a garbage collection may close a pipeline
         self._process = os.getpid()
         self._ledger = Ledger()
-        self._reception = Reception()
-        self._outbox = Outbox()
-        self._links = Links(
-            Link(group, rank, self._deliver, self._heard, self._disconnect)
-            for rank in range(group.size())
-            if rank != self._rank
+        self._recipient: Recipient | None = None  # the exchange that runs
+        self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
+        self.links = Links(group, self._deliver, self._on_message, self._disconnect)
+        self._heartbeat = Heartbeat(
+            self.links, lost_after, START * lost_after, self._miss, self._beat
         )
-        links = list(self._links)
-        self._watch = Watch(links, lost_after, START * lost_after, self._miss, self._beat)
-        self._other_waits = OtherWaits()
+        self._user_collectives = UserCollectives()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
         self._listens = False
 
     @property
     def begun(self) -> int:
-        """How many exchanges were begun since a run failed; the same in all processes."""
+        """The number of exchanges begun since a run failed; the same in all processes."""
         return self._ledger.begun
 
     @property
@@ -76,12 +82,12 @@ class Office:
 
     @property
     def state(self) -> tuple[int, int, int]:
-        """What is equal in processes that have done the same; see :class:`Ledger`."""
+        """The counts that are equal in processes that have done the same."""
         return self._ledger.state
 
     @property
-    def lost(self) -> Verdict | None:
-        """Who is lost, once anybody is."""
+    def lost(self) -> Failure | None:
+        """The first loss of a process, or None."""
         return self._ledger.lost
 
     def open(self) -> None:
@@ -90,14 +96,13 @@ class Office:
         self.listen()
 
     def listen(self) -> None:
-        """Receive, and watch whether the others live, until :meth:`close`."""
+        """Receive, and send and expect heartbeats, until :meth:`close`."""
         with self._lock:
             self._listens = True
-            self._outbox.start()
-            self._links.start()
-            self._watch.start()
+            self.links.start()
+            self._heartbeat.start()
 
-    def begin(self, recipient: Recipient) -> tuple[int, Verdict | None]:
+    def begin(self, recipient: Recipient) -> tuple[int, Failure | None]:
         """Begin the next exchange.
 
         Returns:
@@ -107,50 +112,19 @@ class Office:
         with self._lock:
             self._ledger.begun += 1
             serial = self._ledger.serial
-            early = self._reception.begin(serial, recipient)
-            failed = self._ledger.failure
-        if failed is None:
-            for each in early:
-                recipient.arrive(*each)
-        return serial, failed
+            self._recipient = recipient
+            arrivals = self._early.pop(serial, [])
+            failure = self._ledger.failure
+        if failure is None:
+            for arrival in arrivals:
+                recipient.arrive(*arrival)
+        return serial, failure
 
-    def end(self) -> Verdict | None:
-        """End an exchange; returns how another process has failed in it, if one has."""
+    def end(self) -> Failure | None:
+        """End an exchange; return how another process has failed in it, or None."""
         with self._lock:
-            self._reception.recipient = None
-            return self._ledger.failure_in_it
-
-    def post(self, rank: int, header: Header, to: Action, way: Way, value: FlatTree) -> None:
-        """Send a value to another process; if it is lost, the exchange fails at its next wait."""
-        self._send(rank, lambda link: link.post(header, to, way, value))
-
-    def broadcast(
-        self, header: Header, to: Action, way: Way, value: FlatTree, *, hold: bool = False
-    ) -> None:
-        """Send a value to all other processes; ``hold``: at :meth:`flush` at the latest."""
-        for link in self._links:
-            self._send(link.rank, lambda link: link.post(header, to, way, value, hold=hold))
-
-    def flush(self) -> None:
-        """Send what is held."""
-        for link in self._links:
-            self._send(link.rank, Link.flush)
-
-    def _send(self, rank: int, send: Callable[[Link], list[Posted]]) -> None:
-        try:
-            posted = send(self._links[rank])
-        except Broken as error:  # before the thread that receives has noticed
-            self._disconnect(rank, error)
-        else:
-            self._outbox.add(posted)
-
-    def settle(self, check: Callable[[], None]) -> None:
-        """Wait until all that was sent has gone.
-
-        Args:
-            check: Raises if there is no use in waiting any more.
-        """
-        self._outbox.settle(check)
+            self._recipient = None
+            return self._ledger.failure_at_end
 
     def tell(self, error: BaseException) -> None:
         """Tell all others that this process has failed, unless they know.
@@ -158,172 +132,170 @@ class Office:
         Their run ends with it, or their next one if none runs; the one after that works.
         """
         with self._lock:
-            if noted(error, self._name, self._ledger.serial):
+            if was_sent(error, self._name, self._ledger.serial):
                 return  # and nothing was begun since
-            failing, known = self._ledger.fail(running=self._reception.recipient is not None)
-            now = self._ledger.serial
-            note(error, self._name, now)
-            self._reception.fail(now)
+            failing, known = self._ledger.fail(running=self._recipient is not None)
+            serial = self._ledger.serial
+            mark_sent(error, self._name, serial)
+            self._recipient = None
+            self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            header = Header(Code.FAILURE, failing)
-            gone = self._outbox.gone(self._tell_all(header, f"failed: {text_of(error)}"))
-            gone.wait(_TOLD_WITHIN)
+            header = Header(MessageCode.FAILURE, failing)
+            sends = self._tell_all(header, f"failed: {text_of(error)}")
+            self.links.completed(sends).wait(TELL_TIMEOUT)
 
-    def failure(self, within: float) -> Verdict | None:
-        """How another process has failed since the last exchange, if one has.
-
-        Args:
-            within: How many seconds to wait until that is known.
-        """
+    def failure(self, within: float) -> Failure | None:
+        """Wait some seconds for a failure of another process since the last exchange."""
         with self._lock:
             self._changed.wait_for(lambda: self._ledger.failure_next, within)
             return self._ledger.failure_next
 
-    def absence(self) -> Verdict | None:
-        """Who cannot come any more, having ended, if anybody has."""
+    def absence(self) -> Failure | None:
+        """Return which processes have ended and cannot come any more, or None."""
         with self._lock:
             return self._ledger.ended
 
-    def when_in_vain(self, act: Callable[[], None]) -> None:
-        """Call ``act``, on another thread, when it is in vain to wait for another process."""
-        self._other_waits.add(act)
+    def on_lost_wait(self, act: Callable[[], None]) -> None:
+        """Call ``act``, on another thread, when waiting for another process is in vain."""
+        self._user_collectives.add(act)
 
     def pause(self) -> None:
         """Begin no exchange until others have closed too; others still hear this process."""
         if self._open:
-            self._outbox.over(self._tell_all(self._closing(Code.CLOSED)))
+            self.links.over(self._tell_all(self._closing(MessageCode.CLOSED)))
 
     def close(self) -> None:
         """End the threads; others end theirs when they close too, or go on."""
         if not self._listens or self._process != os.getpid():  # threads are not forked
             return
-        self._watch.stop()
+        self._heartbeat.stop()
         with self._lock:
-            header = self._closing(Code.END)
+            header = self._closing(MessageCode.END)
             self._listens = False
             self._ledger.end()
             lost = self._ledger.lost is not None
-        within = _LINGER if lost else _TOLD_WITHIN
-        self._outbox.over(self._tell_all(header)).wait(within)
-        self._links.join(within, self._ledger.lost_ranks)
+        timeout = _LINGER if lost else TELL_TIMEOUT
+        self.links.over(self._tell_all(header)).wait(timeout)
+        self.links.join(timeout, but=self._ledger.lost_ranks)
         if lost:
-            self._cut()
+            self._abort()
         else:
-            self._outbox.end()
+            self.links.end()
 
     def leave(self) -> None:
         """End for good, with the last pipeline or the process, so that nothing waits any more."""
         if self._process != os.getpid():
             return
-        error = getattr(sys, "last_value", None)  # that ends the process
+        error = getattr(sys, "last_value", None)  # it ends the process
         if error is not None:
             self.tell(error)
         self.close()
-        self._cut()
+        self._abort()
 
-    def _cut(self) -> None:
+    def _abort(self) -> None:
         """End all connections, and all threads that wait for them."""
-        self._ledger.lose([], Verdict((self._rank,), "has ended its pipeline"))
-        self._links.cut()
-        self._links.join(_TOLD_WITHIN)
-        self._outbox.end()
-        self._other_waits.join()  # see Note [Threads end before the interpreter]
+        self._ledger.lose([], Failure((self._rank,), "has ended its pipeline"))
+        self.links.abort()
+        self.links.join(TELL_TIMEOUT)
+        self.links.end()
+        self._user_collectives.join()  # see Note [Threads end before the interpreter]
 
-    def _closing(self, code: Code) -> Header:
-        """What tells others that this process closes, or has before if no exchange may run."""
+    def _closing(self, code: MessageCode) -> Header:
+        """Return the header that says that this process closes, or has before."""
         with self._lock:
             follows = self._ledger.close() if self._open else True
             self._open = False
             return Header(code, self._ledger.serial, closed=self._ledger.closed, bits=follows)
 
-    def _tell_all(self, header: Header, text: str = "") -> list[Posted]:
-        return self._links.tell(header, text, self._ledger.lost_ranks)
+    def _tell_all(self, header: Header, text: str = "") -> list[PendingSend]:
+        return self.links.tell(header, text, but=self._ledger.lost_ranks)
 
-    # For the links, on the threads that receive, and for the watch.
+    # For the links, on the threads that receive, and for the heartbeat.
 
-    def _heard(self, rank: int) -> None:
-        self._watch.heard(rank)
+    def _on_message(self, rank: int) -> None:
+        self._heartbeat.reset(rank)
 
     def _deliver(self, rank: int, header: Header, content: Mail | str) -> bool:
-        """Take what came from a process; returns whether more will come."""
+        """Deliver a message; return False if the process sends no more."""
         if isinstance(content, Mail):
-            with self._lock:
-                recipient = self._reception.take(self._ledger.serial, rank, header, content)
-            if recipient is not None:
-                recipient.arrive(rank, header, content)
-        elif header.code == Code.LOST:
+            self._deliver_mail(rank, header, content)
+        elif header.code == MessageCode.LOST:
             ranks, how = json.loads(content)
-            self._lose([], Verdict(tuple(ranks), how))
-        elif header.code == Code.FAILURE:
-            self._fail_with(header, Verdict((rank,), content))
-        elif header.code == Code.CLOSED:
-            self._closed_by(rank, header)
+            self._lose([], Failure(tuple(ranks), how))
+        elif header.code == MessageCode.FAILURE:
+            self._record_failure(header, Failure((rank,), content))
+        elif header.code == MessageCode.CLOSED:
+            self._record_close(rank, header)
         else:
-            return self._ended_by(rank, header)
+            return self._record_end(rank, header)
         return True
 
-    def _fail_with(self, header: Header, verdict: Verdict) -> None:
+    def _deliver_mail(self, rank: int, header: Header, mail: Mail) -> None:
         with self._lock:
-            self._ledger.hear(header.serial, verdict)
-            self._changed.notify_all()
-            found = self._ledger.failure_in_it
-            recipient = self._reception.recipient
-        if recipient is not None and found is not None:
-            recipient.fail(found)
+            serial = self._ledger.serial
+            if header.serial > serial:
+                self._early.setdefault(header.serial, []).append((rank, header, mail))
+            # Mail for an earlier exchange, which has failed, is dropped.
+            recipient = self._recipient if header.serial == serial else None
+        if recipient is not None:
+            recipient.arrive(rank, header, mail)
 
-    def _closed_by(self, rank: int, header: Header) -> None:
-        if header.bits:  # it was not the first, and who was is heard too
+    def _record_failure(self, header: Header, failure: Failure) -> None:
+        with self._lock:
+            self._ledger.record_failure(header.serial, failure)
+            self._changed.notify_all()
+            recipient, present = self._recipient, self._ledger.failure_at_end
+        if recipient is not None and present is not None:
+            recipient.fail(present)
+
+    def _record_close(self, rank: int, header: Header) -> None:
+        if header.bits:  # another process closed before, which is heard too
             return
         with self._lock:
-            self._ledger.hear_closed(rank, header.closed, header.serial)
-            recipient, failed = self._reception.recipient, self._ledger.failure
-        if recipient is not None and failed is not None:
-            recipient.fail(failed)
+            self._ledger.record_close(rank, header.closed, header.serial)
+            recipient, present = self._recipient, self._ledger.failure
+        if recipient is not None and present is not None:
+            recipient.fail(present)
 
-    def _ended_by(self, rank: int, header: Header) -> bool:
-        """Hear that a process ends, or has heard that this one does; whether more will come."""
+    def _record_end(self, rank: int, header: Header) -> bool:
+        """Record the end of a process, or its answer; return False if it sends no more."""
         with self._lock:
-            more = self._listens  # though this process had ended, it has begun again since
-            if header.code == Code.END:
-                self._watch.excuse(rank)
-                if not self._ledger.hear_end(rank) and more:
-                    self._outbox.over(self._links[rank].tell(Header(Code.ANSWER, 0)))
+            more = self._listens  # this process had ended, but has begun again since
+            if header.code == MessageCode.END:
+                self._heartbeat.excuse(rank)
+                if not self._ledger.record_end(rank) and more:
+                    self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
                     more = False
             if not more:
-                self._links[rank].rest()
-        if header.code == Code.END:
-            self._closed_by(rank, header)
+                self.links[rank].rest()
+        if header.code == MessageCode.END:
+            self._record_close(rank, header)
         return more
 
     def _disconnect(self, rank: int, error: BaseException) -> None:
-        self._lose([rank], Verdict((rank,), f"is lost: {error}"))
+        self._lose([rank], Failure((rank,), f"is lost: {error}"))
 
     def _miss(self, ranks: list[int]) -> None:
         seconds = self._lost_after.total_seconds()
         are = "is" if len(ranks) == 1 else "are"
-        self._lose(ranks, Verdict(tuple(ranks), f"{are} lost: nothing was heard for {seconds:g} s"))
+        self._lose(ranks, Failure(tuple(ranks), f"{are} lost: nothing was heard for {seconds:g} s"))
 
-    def _lose(self, ranks: Sequence[int], verdict: Verdict) -> None:
-        """Fail for good.
-
-        Args:
-            ranks: Those that cannot be reached any more; none if another process said so.
-            verdict: Who is lost.
-        """
+    def _lose(self, ranks: Sequence[int], failure: Failure) -> None:
+        """Fail for good; ``ranks`` is empty if another process noticed the loss."""
         with self._lock:
-            first = self._ledger.lose(ranks, verdict)
+            first = self._ledger.lose(ranks, failure)
             self._changed.notify_all()
-            recipient = self._reception.recipient
+            recipient = self._recipient
         if not first:
             return
-        if ranks:  # first of all, for the others see next that this one ends
-            how = f"{verdict.how}, as rank {self._rank} noticed"
-            self._tell_all(Header(Code.LOST, 0), json.dumps([verdict.ranks, how]))
+        if ranks:  # before anything else: the others see next that this process ends
+            how = f"{failure.how}, as rank {self._rank} noticed"
+            self._tell_all(Header(MessageCode.LOST, 0), json.dumps([failure.ranks, how]))
         if recipient is not None:
-            recipient.fail(verdict)
-        self._other_waits.end()
+            recipient.fail(failure)
+        self._user_collectives.abort()
 
     def _beat(self) -> None:
         with self._lock:
-            unheeded = self._reception.recipient is None and self._ledger.failure_next is not None
-        self._other_waits.beat(self._watch.limit, unheeded=unheeded)
+            unnoticed = self._recipient is None and self._ledger.failure_next is not None
+        self._user_collectives.beat(self._heartbeat.limit, unnoticed=unnoticed)

@@ -8,19 +8,13 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from lightning_gpipe.core.plan import Action, Layout, Schedule
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.inline import InlineTransport
-from lightning_gpipe.core.transport.interface import (
-    Exchange,
-    Label,
-    RankFailed,
-    Task,
-    Transport,
-)
+from lightning_gpipe.core.transport.interface import Exchange, Label, RankFailed, Task, Transport
 from lightning_gpipe.core.transport.local import LocalTransport
+from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
-from lightning_gpipe.core.transport.process_group.office import Office
-from lightning_gpipe.core.transport.process_group.sharing import Connection
 
 
 class ProcessGroupTransport(Transport):
@@ -30,7 +24,7 @@ class ProcessGroupTransport(Transport):
         layout: What runs where.
         runner: Runs the workers of this process.
         connection: To the owners of the workers.
-        pipeline: Which of the pipelines that were connected together it is.
+        pipeline: The number of the pipeline among those that were connected together.
     """
 
     def __init__(
@@ -43,14 +37,12 @@ class ProcessGroupTransport(Transport):
         self._layout = layout
         self._runner = runner
         self._connection = connection
-        self._pipeline = connection.number(pipeline)
-
-    @property
-    def _office(self) -> Office:
-        return self._connection.office
+        self._office = connection.office
+        self._pipeline = pipeline
+        self._number = connection.number(pipeline)
 
     def start(self) -> None:
-        """Watch the other processes from now on."""
+        """Receive, and expect heartbeats of the other processes, from now on."""
         self._office.open()
 
     @override
@@ -66,7 +58,7 @@ class ProcessGroupTransport(Transport):
     ) -> ProcessGroupExchange:
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"
-        label = label._replace(pipeline=self._pipeline)
+        label = label._replace(pipeline=self._number)
         return ProcessGroupExchange(self._layout, phase, label, awaited, copies, self._connection)
 
     @override
@@ -92,14 +84,12 @@ class ProcessGroupTransport(Transport):
 
     @override
     def failure(self, within: float) -> RankFailed | None:
-        found = self._office.failure(within)
-        if found is None:
-            return None
-        return RankFailed(found.text(self._connection.ranks, self._layout))
+        failure = self._office.failure(within)
+        return None if failure is None else failure.error(self._connection.ranks, self._layout)
 
     @override
-    def when_in_vain(self, act: Callable[[], None]) -> None:
-        self._office.when_in_vain(act)
+    def on_lost_wait(self, act: Callable[[], None]) -> None:
+        self._office.on_lost_wait(act)
 
     @override
     def inline(self) -> ProcessGroupTransport:
@@ -109,14 +99,8 @@ class ProcessGroupTransport(Transport):
     def _inline(self) -> ProcessGroupTransport:
         if isinstance(self._runner, InlineTransport):
             return self
-        twin = object.__new__(ProcessGroupTransport)
-        twin._layout, twin._connection, twin._pipeline = (
-            self._layout,
-            self._connection,
-            self._pipeline,
-        )
-        twin._runner = self._runner.inline()
-        return twin
+        runner = self._runner.inline()
+        return ProcessGroupTransport(self._layout, runner, self._connection, self._pipeline)
 
     @override
     def close(self) -> None:
@@ -125,6 +109,6 @@ class ProcessGroupTransport(Transport):
 
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
-            "a pipeline over processes cannot be copied or pickled: got one. Copy the model before "
-            "it becomes a pipeline, or the one that it was made of."
+            "a pipeline over processes cannot be copied or pickled. Copy the model before it "
+            "becomes a pipeline, or the model that the pipeline was made of."
         )

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.plan import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.loops import GPT, tokens
 from tests.support.models import assert_same_step
 from tests.support.pipes import even, every_mode, with_and_without_threads

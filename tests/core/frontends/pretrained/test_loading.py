@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
+from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
+from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 from lightning_gpipe.core.frontends.stored import Stored
-from lightning_gpipe.pretrained import load_pretrained, parameters_on_meta
 
 CPU = ["cpu", "cpu"]
 WIDTH = 8

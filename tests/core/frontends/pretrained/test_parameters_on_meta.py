@@ -3,7 +3,7 @@ from threading import Thread
 import torch
 from torch import nn
 
-from lightning_gpipe.pretrained import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 
 
 class Rotary(nn.Module):

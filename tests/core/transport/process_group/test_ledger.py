@@ -1,8 +1,8 @@
 """Failures by their exchange: who is behind ends those before, and all count alike."""
 
-from lightning_gpipe.core.transport.process_group.ledger import Ledger, Verdict
+from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
 
-BURNT = Verdict((1,), "failed: burnt")
+BURNT = Failure((1,), "failed: burnt")
 
 
 def begun(times: int) -> Ledger:
@@ -14,7 +14,7 @@ def begun(times: int) -> Ledger:
 def test_failure_in_the_present_exchange() -> None:
     one, two = begun(3), begun(3)
     serial, known = one.fail(running=True)
-    two.hear(serial, BURNT)
+    two.record_failure(serial, BURNT)
 
     assert not known
     assert two.failure == BURNT
@@ -26,7 +26,7 @@ def test_failure_in_the_present_exchange() -> None:
 def test_one_that_is_behind_ends_what_came_before() -> None:
     ahead, behind = begun(4), begun(2)
     serial, _ = ahead.fail(running=True)
-    behind.hear(serial, BURNT)
+    behind.record_failure(serial, BURNT)
 
     assert behind.failure is None
     behind.begun = 4
@@ -36,7 +36,7 @@ def test_one_that_is_behind_ends_what_came_before() -> None:
 def test_failure_between_two_exchanges_is_of_the_next() -> None:
     one, two = begun(2), begun(2)
     serial, _ = one.fail(running=False)
-    two.hear(serial, BURNT)
+    two.record_failure(serial, BURNT)
 
     assert two.failure is None
     two.begun += 1
@@ -47,45 +47,45 @@ def test_second_failure_of_the_same_run_is_no_other() -> None:
     one, two = begun(3), begun(3)
     first, _ = one.fail(running=True)
     second, _ = two.fail(running=True)
-    one.hear(second, BURNT)
-    two.hear(first, BURNT)
+    one.record_failure(second, BURNT)
+    two.record_failure(first, BURNT)
     one.begun = two.begun = 1
 
     assert one.failure is two.failure is None
 
 
 def test_first_of_several_failures_counts() -> None:
-    ledger, later = begun(2), Verdict((2,), "failed: later")
-    ledger.hear(begun(3).fail(running=True)[0], later)
-    ledger.hear(begun(2).fail(running=True)[0], BURNT)
+    ledger, later = begun(2), Failure((2,), "failed: later")
+    ledger.record_failure(begun(3).fail(running=True)[0], later)
+    ledger.record_failure(begun(2).fail(running=True)[0], BURNT)
 
     assert ledger.failure == BURNT
 
 
 def test_closed_by_another_until_it_closes_too() -> None:
     ledger = begun(2)
-    ledger.hear_closed(1, 1, begun(1).serial)
+    ledger.record_close(1, 1, begun(1).serial)
 
-    assert ledger.failure == Verdict((1,), "closed the pipeline")
-    assert ledger.failure_in_it is None
+    assert ledger.failure == Failure((1,), "closed the pipeline")
+    assert ledger.failure_at_end is None
     assert ledger.close()
     assert ledger.failure is None
 
 
 def test_closed_after_its_part_in_an_exchange_that_another_begins_later() -> None:
     ledger = Ledger()
-    ledger.hear_closed(1, 1, begun(1).serial)
+    ledger.record_close(1, 1, begun(1).serial)
 
     ledger.begun += 1
     assert ledger.failure is None
     ledger.begun += 1
-    assert ledger.failure == Verdict((1,), "closed the pipeline")
+    assert ledger.failure == Failure((1,), "closed the pipeline")
 
 
 def test_one_that_fails_and_closes_has_failed() -> None:
     ledger = Ledger()
-    ledger.hear((0 << 32) + 1, BURNT)
-    ledger.hear_closed(1, 1, ledger.serial)
+    ledger.record_failure((0 << 32) + 1, BURNT)
+    ledger.record_close(1, 1, ledger.serial)
 
     ledger.begun += 1
 
@@ -95,9 +95,9 @@ def test_one_that_fails_and_closes_has_failed() -> None:
 def test_who_is_lost_first_stays() -> None:
     ledger = begun(1)
 
-    assert ledger.lose([1], Verdict((1,), "is lost"))
-    assert not ledger.lose([2], Verdict((2,), "is lost"))
-    assert ledger.failure == Verdict((1,), "is lost")
+    assert ledger.lose([1], Failure((1,), "is lost"))
+    assert not ledger.lose([2], Failure((2,), "is lost"))
+    assert ledger.failure == Failure((1,), "is lost")
     assert ledger.lost_ranks == {1, 2}
 
 
@@ -105,16 +105,16 @@ def test_end_that_follows_that_of_this_process() -> None:
     ledger = Ledger()
     ledger.end()
 
-    assert ledger.hear_end(1)
+    assert ledger.record_end(1)
     assert ledger.ended is None
 
 
 def test_end_of_a_process_while_this_one_goes_on() -> None:
     ledger = Ledger()
 
-    assert not ledger.hear_end(1)
-    assert ledger.ended == Verdict((1,), "has ended")
-    assert not ledger.hear_end(2)
-    assert ledger.ended == Verdict((1, 2), "have ended")
+    assert not ledger.record_end(1)
+    assert ledger.ended == Failure((1,), "has ended")
+    assert not ledger.record_end(2)
+    assert ledger.ended == Failure((1, 2), "have ended")
     ledger.end()
     assert ledger.ended is None

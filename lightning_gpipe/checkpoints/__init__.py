@@ -1,0 +1,58 @@
+"""Checkpoints that load in a plain Trainer, under any balance, in any number of processes.
+
+Files are written atomically. All that a pipeline adds is one entry, which a plain Trainer ignores.
+"""
+
+from lightning_gpipe.checkpoints.atomic_file import AtomicFiles
+from lightning_gpipe.checkpoints.balance import FROM_CHECKPOINT, MeasuredBalances
+from lightning_gpipe.checkpoints.optimizer_state import (
+    drop_foreign_states,
+    follow_parameters,
+    state_follows,
+)
+from lightning_gpipe.checkpoints.portable import load_state, load_values, on_cpu, to_cpu
+from lightning_gpipe.checkpoints.random_state import (
+    CheckpointGenerators,
+    States,
+    states_of,
+    with_states,
+)
+from lightning_gpipe.checkpoints.sharded import (
+    REST,
+    folder_of,
+    load_model,
+    load_optimizer,
+    load_rest,
+    make_room,
+    optimizer_part,
+    save_parts,
+    set_aside,
+)
+from lightning_gpipe.checkpoints.unreadable import check_contents
+
+__all__ = [
+    "FROM_CHECKPOINT",
+    "REST",
+    "AtomicFiles",
+    "CheckpointGenerators",
+    "MeasuredBalances",
+    "States",
+    "check_contents",
+    "drop_foreign_states",
+    "folder_of",
+    "follow_parameters",
+    "load_model",
+    "load_optimizer",
+    "load_rest",
+    "load_state",
+    "load_values",
+    "make_room",
+    "on_cpu",
+    "optimizer_part",
+    "save_parts",
+    "set_aside",
+    "state_follows",
+    "states_of",
+    "to_cpu",
+    "with_states",
+]

@@ -1,0 +1,78 @@
+"""Checkpoints that do not depend on the pipeline that saved them.
+
+A checkpoint is saved from a module that is spread over devices, and loaded before the pipeline is
+set up, into a plain module on the CPU or the meta device. In the file all tensors are on the CPU,
+so that a machine with fewer devices can load it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import identity, map_tensors
+from lightning_gpipe.core.frontends import on_meta
+
+
+def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint with all tensors on the CPU; tied tensors stay tied."""
+    copies: dict[Hashable, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        key = identity(tensor)  # tied weights appear under each of their names
+        if key not in copies:
+            copies[key] = tensor.cpu()
+        return copies[key]
+
+    moved: dict[str, Any] = map_tensors(copy, checkpoint)
+    metadata = getattr(checkpoint.get("state_dict"), "_metadata", None)
+    if metadata is not None:
+        moved["state_dict"]._metadata = metadata
+    return moved
+
+
+def to_cpu(module: nn.Module) -> None:
+    """Move all but meta tensors to the CPU."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a state dict into ``module``, which may be on the meta device.
+
+    Meta tensors cannot be copied into: the loaded tensors replace them, cast to their dtype. Tied
+    parameters stay tied.
+    """
+    if not on_meta(module):
+        module.load_state_dict(state, strict=strict)
+        return
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    cast = {name: value.to(dtypes.get(name, value.dtype)) for name, value in state.items()}
+    tied = [slots for slots in _slots(module).values() if len(slots) > 1]
+    module.load_state_dict(cast, strict=strict, assign=True)
+    for slots in tied:
+        values = [parameters[name] for parameters, name in slots]
+        loaded = next((value for value in values if not value.is_meta), values[0])
+        for parameters, name in slots:
+            parameters[name] = loaded
+
+
+def load_values(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Load a state dict into a module some of whose parameters are in other processes, on meta."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*which is a no-op")  # for meta parameters
+        module.load_state_dict(state, strict=strict)
+
+
+def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], str]]]:
+    """The places of each parameter: a module's dict of parameters, and the name in it."""
+    slots: dict[nn.Parameter, list[tuple[dict[str, Any], str]]] = {}
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                slots.setdefault(parameter, []).append((submodule._parameters, name))
+    return slots

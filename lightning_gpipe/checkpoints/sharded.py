@@ -1,0 +1,223 @@
+"""Sharded checkpoints: folders to which each process writes its own part.
+
+torch.distributed.checkpoint lists which file has which tensor. So all processes write their tensors
+at the same time, and later read those they need, under any balance and number of processes.
+
+The format is that of Lightning's FSDPStrategy: ``model`` and ``optimizer_0`` in shards, and the
+rest in ``meta.pt``; ``python -m lightning.pytorch.utilities.consolidate_checkpoint`` converts it to
+a single file. A folder cannot be replaced atomically: the new one is written beside the old one,
+which is removed last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+REST = "meta.pt"
+_MODEL = "model"
+_OPTIMIZER = "optimizer_"
+
+
+def folder_of(path: Path) -> Path | None:
+    """Return the folder of the checkpoint at ``path``, or None if it is no sharded checkpoint.
+
+    After an interrupted save it is the folder of the previous checkpoint.
+    """
+    for folder in (path, _beside(path, "old")):
+        if (folder / REST).is_file():
+            return folder
+        if path.exists():
+            return None
+    return None
+
+
+def make_room(path: Path) -> None:
+    """Remove the remains of an interrupted save; one process calls this before all save."""
+    _remove(_beside(path, "part"))
+    _beside(path, "part").mkdir(parents=True)
+
+
+@contextmanager
+def set_aside(path: Path) -> Iterator[None]:
+    """Let a ``with`` block write a file in the place of a sharded checkpoint, if there is one.
+
+    The folder is removed at the end of the block, or restored on an error.
+    """
+    _remove(_beside(path, "part"))
+    old = _beside(path, "old")
+    if (path / REST).is_file():
+        _remove(old)
+        os.rename(path, old)
+    try:
+        yield
+    except BaseException:
+        if (old / REST).is_file() and not path.exists():
+            os.rename(old, path)
+        raise
+    if (old / REST).is_file():
+        _remove(old)
+
+
+def save_parts(
+    path: Path, checkpoint: Mapping[str, Any], group: ProcessGroup | None, *, first: bool
+) -> None:
+    """Write a sharded checkpoint; all processes with a part of it call this.
+
+    The ``first`` process writes ``meta.pt`` and moves the folder to ``path``. If a process could
+    not write, a RuntimeError is raised, and the previous checkpoint is whole.
+    """
+    rest = dict(checkpoint)
+    parts = {_MODEL: {name: _closed(x) for name, x in rest.pop("state_dict").items()}}
+    for k, state in enumerate(rest.pop("optimizer_states", [])):
+        parts[f"{_OPTIMIZER}{k}"] = state
+    unfinished = _beside(path, "part")
+    try:
+        with _without_warning():
+            save(parts, checkpoint_id=unfinished, process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        raise RuntimeError(f"a part of the checkpoint {path} was not written: {error}") from error
+    if first:
+        torch.save(rest, unfinished / REST)
+        old = _beside(path, "old")
+        _remove(old)
+        if path.exists():
+            os.rename(path, old)
+        os.rename(unfinished, path)
+        _remove(old)
+
+
+def optimizer_part(state: Mapping[str, Any], own: Iterable[Any], *, first: bool, some: bool) -> Any:
+    """Return the part of an optimizer's state dict that this process saves.
+
+    That is the state of its ``own`` parameters and, in the ``first`` process, the parameter groups.
+    ``some`` says whether any process has a state.
+    """
+    # Shards need strings as the keys of nested dicts. So parameters are numbered by strings, which
+    # an optimizer accepts if its parameter groups have them, too.
+    states = {str(k): {name: _closed(x) for name, x in state["state"][k].items()} for k in own}
+    part: dict[str, Any] = {"state": states if some else _Closed({})}
+    if first:
+        groups = [{**one, "params": list(map(str, one["params"]))} for one in state["param_groups"]]
+        part["param_groups"] = _Closed(groups)
+    return part
+
+
+def load_rest(folder: Path) -> dict[str, Any]:
+    """Return empty states of the model and the optimizers, for Lightning's checkpoint."""
+    names = {path[0] for path in _paths(_metadata(folder)).values()}
+    optimizers = [name for name in names if str(name).startswith(_OPTIMIZER)]
+    model: dict[str, Any] = {"state_dict": {}}
+    return {**model, "optimizer_states": [{} for _ in optimizers]} if optimizers else model
+
+
+def load_model(folder: Path, module: nn.Module, *, strict: bool) -> None:
+    """Load the tensors of the model that this process has: all that are not on meta.
+
+    With ``strict``, the names of all tensors must be those of the checkpoint.
+    """
+    metadata, state = _metadata(folder), module.state_dict()
+    paths = {key: path for key, path in _paths(metadata).items() if path[0] == _MODEL}
+    stored = {str(path[1]) for path in paths.values()}
+    if strict:
+        missing = [name for name in state if name not in stored]
+        unexpected = sorted(stored - set(state))
+        if missing or unexpected:
+            raise RuntimeError(
+                f"a checkpoint must have the names of {type(module).__name__}: {folder} lacks "
+                f"{missing or 'none'}, and has {unexpected or 'none'} beside. Load it into the "
+                "model that was saved, or set strict_loading=False in it."
+            )
+    needed = {x for x, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
+    values = _read(folder, metadata, [key for key, path in paths.items() if path[1] in needed])
+    module.load_state_dict(values.get(_MODEL, {}), strict=False)
+
+
+def load_optimizer(folder: Path, k: int, optimizer: Optimizer) -> None:
+    """Load the state of optimizer number ``k`` for the parameters that this process has."""
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    elsewhere = {str(index) for index, x in enumerate(parameters) if x.is_meta}
+    metadata, name = _metadata(folder), f"{_OPTIMIZER}{k}"
+    keys = [
+        key
+        for key, path in _paths(metadata).items()
+        if path[0] == name and not (path[1] == "state" and {*path[2:3]} & elsewhere)
+    ]
+    state = _read(folder, metadata, keys)[name]
+    optimizer.load_state_dict({"state": state.get("state", {}), **state})
+
+
+class _Closed:
+    """Pickles as the dict, list or tuple in it, which shards then store as one value."""
+
+    def __init__(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self._value), (self._value,)
+
+
+def _closed(value: Any) -> Any:
+    return _Closed(value) if type(value) in (dict, list, tuple) else value
+
+
+def _read(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
+    """Read the values of these keys, nested as they were saved."""
+    flat: dict[str, Any] = {}
+    for key in keys:
+        stored = metadata.state_dict_metadata[key]
+        if isinstance(stored, TensorStorageMetadata):
+            flat[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        else:
+            flat[key] = None
+    # With either option, values that are not tensors would be loaded into a copy of ``flat``.
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    with _without_warning():
+        load(flat, checkpoint_id=folder, planner=planner, no_dist=True)
+    return unflatten_state_dict(flat, _paths(metadata))
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Suppress the warning that a process reads or writes without the others."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        yield
+
+
+def _metadata(folder: Path) -> Metadata:
+    return FileSystemReader(folder).read_metadata()
+
+
+def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """The path of each key in the nested dicts that were saved."""
+    paths: dict[str, tuple[str | int, ...]] = metadata.planner_data
+    return paths
+
+
+def _beside(path: Path, word: str) -> Path:
+    return path.with_name(f"{path.name}.{word}")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,199 @@
+"""Plans a pipeline for devices that need not be present: ``python -m lightning_gpipe plan``.
+
+    python -m lightning_gpipe plan --config config.yaml --devices 8 --device-memory 24GiB
+
+The configuration is that of LightningCLI's ``fit``. Model and data are made as for a fit, which
+ends where the strategy would be set up. There the layers are measured, one by one, on the CPU or on
+one GPU. The operations of a model on the meta device, made in ``configure_model``, are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from typing_extensions import override
+
+from lightning_gpipe.commands.device_options import places_of
+from lightning_gpipe.commands.fit import fit_one_step
+from lightning_gpipe.core.balance import Place
+from lightning_gpipe.core.pipeline import Measuring, profiles_of, rows_of
+from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
+from lightning_gpipe.core.schedules import KINDS
+from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
+from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
+
+
+def plan_command(arguments: Sequence[str]) -> int:
+    """Print a plan for a configuration; returns the exit status, 1 if there is none."""
+    options, others = _parser().parse_known_args(list(arguments))
+    try:
+        places, operations = places_of(
+            options.devices, _listed(options.device_memory), _listed(options.device_speed)
+        )
+        if options.plot is not None:
+            check_can_draw()
+        with redirect_stdout(sys.stderr):  # for what the user's code prints
+            plan = _plan(others, places, operations, options)
+    except NoPlan as error:
+        print(f"{error}", file=sys.stderr)
+        if options.json:
+            print(json.dumps(error.as_dict()))
+        else:
+            show_plan(Plan(error.nearest))
+        return 1
+    except Exception as error:  # of the user's model too
+        notes = getattr(error, "__notes__", [])
+        print("\n".join([f"{type(error).__name__}: {error}", *notes]), file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(plan.as_dict()))
+    else:
+        show_plan(plan)
+    if options.plot is not None:
+        plan_picture(plan.prediction).savefig(options.plot)
+    return 0
+
+
+class _Planned(BaseException):
+    """Ends a fit once there is a plan."""
+
+
+class _Planning(CPUAccelerator):
+    """An accelerator whose setup, which precedes the strategy's, plans the pipeline."""
+
+    def __init__(self, places: list[Place], operations: float | None, options: Namespace) -> None:
+        self.plan: Plan | None = None
+        self._places, self._operations, self._options = places, operations, options
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        strategy, module = trainer.strategy, trainer.lightning_module
+        assert isinstance(strategy, GPipeStrategy), "the Planner sees to it"
+        assert isinstance(module, LightningModule), "it is fitted"
+        taken = strategy.taken(module)
+        if len(taken) > 1:
+            raise ValueError(
+                f"a plan is for one pipeline: got {len(taken)}, "
+                f"{', '.join(each.name for each in taken)}. Give module= one path."
+            )
+        measuring = Measuring(
+            taken,
+            partial(entries_in, module, trainer, taken),
+            [torch.device(self._options.measure_on)] * len(self._places),
+            microbatching=strategy.microbatching,
+            optimizer=optimizers_of(module, trainer),
+            split=True,
+        )
+        self.plan = self._plan(measuring, strategy)
+        raise _Planned
+
+    def _plan(self, measuring: Measuring, strategy: GPipeStrategy) -> Plan:
+        options = self._options
+        profiles = profiles_of(measuring, options.chunks, len(self._places))
+        rows = rows_of(profiles)
+        if self._operations is not None:
+            if not measuring.counts:
+                raise ValueError(
+                    "--device-speed in operations per second is for layers that are counted: they "
+                    "were measured in seconds. Add --measure-on meta, or write a factor, how many "
+                    "times as fast each device is as this one."
+                )
+            profiles = [profile.in_seconds(self._operations) for profile in profiles]
+        return plan_for(
+            profiles,
+            self._places,
+            rows=rows,
+            stages=options.stages,
+            chunks=options.chunks,
+            most=measuring.most(16 * len(self._places)),
+            schedule=options.schedule or strategy.schedule,
+            split_backward=True if strategy.split_backward is True else None,
+            around=strategy.around,
+        )
+
+
+def _plan(
+    others: Sequence[str], places: list[Place], operations: float | None, options: Namespace
+) -> Plan:
+    """Run a fit until there is a plan."""
+    planning = _Planning(places, operations, options)
+
+    class Planner(LightningCLI):
+        @override
+        def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+            strategy = _pipelined(self._get(self.config_init, "trainer")["strategy"])
+            return super().instantiate_trainer(
+                **kwargs, accelerator=planning, devices=1, strategy=strategy
+            )
+
+    with suppress(_Planned), _explained():
+        fit_one_step(others, Planner)
+    assert planning.plan is not None, "the strategy was set up"
+    return planning.plan
+
+
+def _pipelined(configured: Strategy | str) -> Strategy | str:
+    """Return the configured strategy if it is a GPipeStrategy, or else the default one.
+
+    Lightning's strategies move the model to the CPU in teardown, which is impossible on the meta
+    device, and some do not start without the devices that they are for.
+    """
+    kind: object = type(configured)
+    if isinstance(configured, str) and configured in StrategyRegistry:
+        kind = StrategyRegistry[configured]["strategy"]
+    is_pipeline = isinstance(kind, type) and issubclass(kind, GPipeStrategy)
+    return configured if is_pipeline else GPipeStrategy()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn an exit of LightningCLI in a ``with`` block into a ValueError."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ValueError(
+            "a plan needs a model, and data or an example_input_array: the configuration has what "
+            "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
+        ) from error
+
+
+def _listed(values: Sequence[str]) -> list[str]:
+    return [item for value in values for item in value.split(",")]
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="python -m lightning_gpipe plan",
+        description="Chooses stages, balance, micro-batches and recomputation for devices that "
+        "need not be there. Give --config, and any option of LightningCLI's fit.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--devices", type=int, help="the number of devices")
+    add("--device-memory", nargs="+", default=[], metavar="24GiB", help="of all, or of each")
+    add(
+        "--device-speed",
+        nargs="+",
+        default=[],
+        metavar="2",
+        help="how many times as fast as this machine; or, of layers that are counted, 312TFLOPS",
+    )
+    add("--stages", type=int, help="their number; by default what is fastest")
+    add("--chunks", type=int, help="the number of micro-batches; by default what is fastest")
+    names = [*dict.fromkeys(kind.schedule for kind in KINDS), "auto"]
+    add("--schedule", choices=names, help="what runs when; auto: what is fastest of all")
+    add("--measure-on", default="cpu", metavar="DEVICE", help="cpu, cuda, or meta to count")
+    add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")
+    add("--json", action="store_true", help="print the plan as JSON")
+    return parser

@@ -1,0 +1,220 @@
+"""Deferred batch norm: running statistics per mini-batch, not per micro-batch.
+
+A batch norm that runs on micro-batches updates its running statistics once for each of them, from
+fewer samples, and again in a recomputation: the trained model differs from the plain one, without
+an error. torchgpipe sums x and x² over a fixed number of micro-batches, which loses digits to
+cancellation, gives the biased variance, keeps the sums in the state dict, and is wrong from the
+first mini-batch with fewer micro-batches.
+
+Here a batch norm still normalises by micro-batch, but records the mean and the unbiased variance of
+its input. After all micro-batches these are merged, and the running statistics are updated once,
+exactly as for a whole mini-batch. Recomputation records nothing. The running statistics of an
+instance norm, averages over the rows, are deferred as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import Manager
+
+Norm = _BatchNorm | _InstanceNorm
+
+
+class Moments(NamedTuple):
+    """The moments of the input of one norm in one call, for each of C channels."""
+
+    number: float  # of values in each channel; of an instance norm, of rows
+    mean: Tensor  # (C,)
+    variance: Tensor  # (C,), unbiased
+
+
+def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str] = ()) -> None:
+    """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
+
+    Args:
+        layers: The layers.
+        titles: Their titles in errors; by default ``layer 0`` and so on.
+
+    Raises:
+        ValueError: Names every such batch norm.
+    """
+    numbered = [f"layer {k}" for k in range(len(layers))]
+    custom = [
+        f"{type(module).__name__} in {title}"
+        for layer, title in zip(layers, titles or numbered, strict=True)
+        for module in layer.modules()
+        if isinstance(module, _BatchNorm) and not _is_plain(module)
+    ]
+    if custom:
+        raise ValueError(
+            "deferred_batch_norm=True needs batch norms with PyTorch's own forward: got "
+            f"{', '.join(custom)}. Replace them by nn.BatchNorm1d, 2d or 3d, or write "
+            "deferred_batch_norm=False to have them updated once per micro-batch."
+        )
+
+
+def rows_needed(module: nn.Module) -> int:
+    """Return the rows that a micro-batch must have to train the batch norms in ``module``.
+
+    Two are always enough; one is enough only if there are further dimensions to average over.
+    """
+    return 2 if any(isinstance(each, _BatchNorm) for each in module.modules()) else 1
+
+
+class DeferredStatistics:
+    """The statistics that the norms of one stage collect during one mini-batch."""
+
+    def __init__(self, norms: Iterable[Norm]) -> None:
+        self._calls: dict[Norm, list[_RecordingForward]] = {norm: [] for norm in norms}
+        self._outer = {norm: _deferred_by(norm) for norm in self._calls}
+
+    @classmethod
+    def of(cls, norms: Iterable[Norm]) -> DeferredStatistics | None:
+        """Collect for the norms that would update statistics; return None without any."""
+        updating = [
+            norm
+            for norm in norms
+            if norm.training
+            and norm.running_mean is not None
+            and (_is_plain(norm) or _deferred_by(norm) is not None)
+        ]
+        return cls(updating) if updating else None
+
+    def collecting(self, journal: Journal, *, record: bool) -> Manager:
+        """Defer the updates of the norms in a ``with`` block that runs one micro-batch.
+
+        The moments of their inputs are recorded if ``record`` is True: not on recomputation.
+        """
+        writes: list[Write] = []
+        for norm, calls in self._calls.items():
+            forward = _RecordingForward(norm)
+            if record:
+                calls.append(forward)
+            writes.append((vars(norm), _method_of(norm), forward))
+        return journal.changed(writes)
+
+    def commit(self) -> None:
+        """Update the running statistics, once for each call that the layers made.
+
+        All norms of the stage are updated in one operation, so that Ctrl-C comes before it or
+        after it. In a layer of another pipeline, which defers them too, the merged moments are left
+        to that pipeline.
+        """
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        for norm, forwards in self._calls.items():
+            merged = list(_merged_calls(norm, [forward.moments for forward in forwards]))
+            outer = self._outer[norm]
+            if outer is not None:
+                outer.moments += merged
+            elif merged:
+                buffers, values = zip(*_updates(norm, merged), strict=True)
+                old += buffers
+                new += values
+        if old:
+            torch._foreach_copy_(old, new)
+
+
+def merge_moments(moments: Iterable[Moments]) -> Moments:
+    """Combine the moments of several samples.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances" (1979), for any number of samples at once.
+    """
+    parts = list(moments)
+    total = sum(part.number for part in parts)
+    mean = torch.zeros_like(parts[0].mean)
+    for number, own, _ in parts:
+        mean += own * (number / total)
+    spread = torch.zeros_like(mean)
+    for number, own, variance in parts:
+        spread += variance * (number - 1) + (own - mean) ** 2 * number
+    return Moments(total, mean, spread / (total - 1))
+
+
+def average_moments(moments: Iterable[Moments]) -> Moments:
+    """Average the moments of several samples over their rows, as for an instance norm."""
+    parts = list(moments)
+    total = sum(part.number for part in parts)
+    mean, variance = torch.zeros_like(parts[0].mean), torch.zeros_like(parts[0].variance)
+    for number, own, spread in parts:
+        mean += own * (number / total)
+        variance += spread * (number / total)
+    return Moments(total, mean, variance)
+
+
+class _RecordingForward:
+    """The forward of a norm while its statistics are deferred."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+        self.moments: list[Moments] = []  # of its inputs so far, for each call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run the norm in training, and record its input's moments, not in its buffers."""
+        norm = self._norm
+        norm._check_input_dim(x)
+        assert norm.running_mean is not None and norm.running_var is not None
+        mean, variance = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+        by_batch = isinstance(norm, _BatchNorm)
+        function = F.batch_norm if by_batch else F.instance_norm
+        y = function(x, mean, variance, norm.weight, norm.bias, True, 1.0, norm.eps)
+        number = x.numel() / x.size(1) if by_batch else x.size(0)
+        self.moments.append(Moments(number, mean, variance))
+        return y
+
+
+def _merged_calls(norm: Norm, microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
+    """Yield the moments of the whole mini-batch, for each call that the layers made."""
+    merge = merge_moments if isinstance(norm, _BatchNorm) else average_moments
+    for call in range(max(map(len, microbatches), default=0)):
+        yield merge([calls[call] for calls in microbatches if call < len(calls)])
+
+
+def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the buffers of a norm, each with its value after these calls."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, variance = norm.running_mean, norm.running_var
+    counted = norm.num_batches_tracked if isinstance(norm, _BatchNorm) else None
+    number = counted
+    for moments in calls:
+        factor = norm.momentum
+        if number is not None:
+            number = number + 1
+            if factor is None:  # a cumulative average
+                factor = 1.0 / float(number)
+        mean = mean.lerp(moments.mean, factor or 0.0)
+        variance = variance.lerp(moments.variance, factor or 0.0)
+    yield norm.running_mean, mean
+    yield norm.running_var, variance
+    if counted is not None and number is not None:
+        yield counted, number
+
+
+def _method_of(norm: Norm) -> str:
+    """Return the method that gets a batch; an instance norm adds the dim of one row before it."""
+    return "forward" if isinstance(norm, _BatchNorm) else "_apply_instance_norm"
+
+
+def _deferred_by(norm: Norm) -> _RecordingForward | None:
+    """Return the method that an outer pipeline, of which this one is a layer, gave the norm."""
+    forward = vars(norm).get(_method_of(norm))
+    return forward if isinstance(forward, _RecordingForward) else None
+
+
+def _is_plain(norm: Norm) -> bool:
+    kind: Any = _BatchNorm if isinstance(norm, _BatchNorm) else _InstanceNorm
+    names = ("forward", _method_of(norm))
+    return all(
+        getattr(type(norm), name) is getattr(kind, name) and name not in vars(norm)
+        for name in names
+    )

@@ -1,0 +1,137 @@
+"""Detects layers that draw from Python's ``random`` or ``numpy.random``.
+
+To compare their states takes longer than a small layer, so they are compared in mini-batches 1, 2,
+4, 8 and so on of each training mode. :mod:`~lightning_gpipe.core.faithful.random.random_state` says
+when such draws are reproducible.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
+from lightning_gpipe.core.faithful.state.behavior import TrainingFlags, record
+
+_BITS = {"random": 8, "numpy.random": 16}  # others than those of SharedGenerators
+_INSTEAD = "Use torch.rand, or a generator that the layer holds, such as numpy.random.default_rng()"
+
+
+@dataclass
+class LibraryWatch:
+    """Watches Python's and NumPy's generators during one forward.
+
+    As a context manager it ignores what is drawn in a ``with`` block, by the caller's code.
+    """
+
+    saved: bool  # whether the states must be saved for recomputation
+    before: RandomState | None  # the states before forward, if they will be compared
+    settle: Callable[[list[str]], None]  # called with the names of the generators drawn from
+    heard: int = 0  # the bits that other processes have signalled
+    _earlier: frozenset[str] = frozenset()  # drawn from before the caller's code last ran
+
+    @property
+    def bits(self) -> int:
+        """The generators that layers have drawn from, as a signal to other processes."""
+        moved = self._moved()
+        return sum(bit for name, bit in _BITS.items() if name in moved)
+
+    def end(self) -> None:
+        """Compare the states after forward, and raise or warn of draws that cannot be repeated."""
+        if self.before is None:
+            return
+        moved = self._moved()
+        if names := [name for name, bit in _BITS.items() if name in moved or self.heard & bit]:
+            self.settle(names)
+
+    def callers(self) -> list[Manager]:
+        """Return the context managers for the caller's code, which may draw meanwhile."""
+        return [] if self.before is None else [self]
+
+    def __enter__(self) -> None:
+        self._earlier = frozenset(self._moved())
+
+    def __exit__(self, *error: object) -> None:
+        self.before = RandomState.of(LIBRARIES)
+
+    def _moved(self) -> list[str]:
+        if self.before is None:
+            return []
+        now = self.before.differences()
+        return [name for name in _BITS if name in self._earlier or name in now]
+
+
+class LibraryDraws:
+    """Records whether the layers of a pipeline draw from Python's and NumPy's generators."""
+
+    def __init__(self) -> None:
+        self._count: dict[TrainingFlags, int] = {}
+        self._drawing: set[TrainingFlags] = set()
+        self._warned = False
+
+    def saved(self, flags: TrainingFlags) -> bool:
+        """Return whether the states must be saved before each forward of the present mini-batch."""
+        return self._count.get(flags, 0) <= 1 or flags in self._drawing
+
+    def begin(
+        self, flags: TrainingFlags, *, alone: bool, recomputed: bool, spread: bool = False
+    ) -> LibraryWatch:
+        """Begin the forward of a mini-batch.
+
+        ``alone``: all stages run on the calling thread; ``spread``: other processes have stages.
+        """
+        count = self._count.get(flags, 0) + 1
+        record(self._count, flags, count)
+        compared = count & (count - 1) == 0  # a power of two
+        before = RandomState.of(LIBRARIES) if compared else None
+        settle = partial(self._settle, flags, alone=alone, recomputed=recomputed)
+        return LibraryWatch(
+            saved=alone and recomputed and self.saved(flags),
+            before=before,
+            settle=partial(_refuse, before) if spread and before is not None else settle,
+        )
+
+    def _settle(
+        self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
+    ) -> None:
+        """Raise or warn if a recomputation cannot draw the same from these generators."""
+        reproducible = alone and (self.saved(flags) or not recomputed)
+        self._drawing.add(flags)
+        if reproducible:
+            return
+        draws = f"{' and '.join(moved)} drew random numbers"
+        if not recomputed:
+            self._warn(
+                f"layers must draw from PyTorch's generators to be reproducible: {draws} while the "
+                f"stages ran on several threads, in any order. {_INSTEAD}, or threads=False."
+            )
+        elif alone:
+            raise RuntimeError(
+                "layers that are recomputed must draw random numbers in their first mini-batch or "
+                f"in none: {draws} for the first time after mini-batches in which they did not, "
+                f"and a recomputation would draw others. {_INSTEAD}."
+            )
+        else:
+            raise RuntimeError(
+                "layers that are recomputed must draw from PyTorch's generators: "
+                f"{draws} while the stages ran on several threads, and a recomputation would draw "
+                f"others. {_INSTEAD}, or threads=False, or activation_checkpointing='never'."
+            )
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, stacklevel=2)
+
+
+def _refuse(before: RandomState, moved: list[str]) -> None:
+    """Restore the generators and raise, because other processes have not drawn from them."""
+    before.restore()
+    raise RuntimeError(
+        "layers in a pipeline over processes must draw from PyTorch's generators: "
+        f"{' and '.join(moved)} drew random numbers in one process and not in the others, where "
+        f"your own code would draw other numbers afterwards. {_INSTEAD}."
+    )

@@ -1,0 +1,207 @@
+"""Makes operators draw from other generators than the default ones.
+
+Note [Drawing from private generators] in
+:mod:`~lightning_gpipe.core.faithful.random.generators` says why.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from hashlib import blake2b
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpipe.core.faithful.managers import Manager
+
+
+def default_generator(device: torch.device) -> Generator:
+    """Return the generator from which operators on ``device`` draw by default."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+class PrivateGenerators:
+    """A generator for each micro-batch of one stage, which no other thread draws from.
+
+    Args:
+        seed: A seed for the mini-batch.
+        j: The index of the stage.
+        devices: The devices whose default generators they replace.
+        grad: Whether the stage runs forward with gradients.
+
+    Attributes:
+        drew: Whether anything was drawn so far.
+        untagged: The names of custom operators that drew from the default generators themselves.
+    """
+
+    def __init__(
+        self, seed: bytes, j: int, devices: Iterable[torch.device], *, grad: bool = False
+    ) -> None:
+        self.devices = frozenset(devices)
+        self.grad = grad
+        self.drew = False
+        self.untagged: set[str] = set()
+        self._seed = seed
+        self._j = j
+
+    def drawing(self, i: int) -> Manager:
+        """Redirect draws to the generator of micro-batch ``i``, newly seeded."""
+        digest = blake2b(self._seed + f"{i},{self._j}".encode(), digest_size=8).digest()
+        return _RedirectedDraws(int.from_bytes(digest), self)
+
+
+class _RedirectedDraws(TorchDispatchMode):
+    """Makes operators draw from private generators."""
+
+    # Held while the default generator of a device has a private state, for one draw.
+    _lock = threading.Lock()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let ``torch.compile`` ignore the mode while it compiles, not when its code runs."""
+        return True
+
+    def __init__(self, seed: int, private: PrivateGenerators) -> None:
+        self.supports_higher_order_operators = True
+        super().__init__()
+        self._seed = seed
+        self._private = private
+        self._generators: dict[torch.device, Generator] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*map(self._redirected, args), **kwargs)
+        tagged = _may_draw(func)
+        if tagged is None:
+            return self._watched(func, args, kwargs)
+        if not tagged or not _draws_now(func, args, kwargs):
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs)
+        default = default_generator(device)
+        if device not in self._private.devices or not _same(kwargs.get("generator"), default):
+            return func(*args, **kwargs)
+
+        if self._private.grad:
+            _refuse_checkpointing()
+        private = self._generator(device)
+        if _takes_generator(func):
+            self._private.drew = True
+            return func(*args, **{**kwargs, "generator": private})
+        with self._lock:
+            before, own = default.get_state(), private.get_state()
+            default.set_state(own)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                private.set_state(default.get_state())
+                default.set_state(before)
+                self._private.drew |= not torch.equal(own, private.get_state())
+
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a custom operator, and record whether it draws without being tagged for it."""
+        generators = [default_generator(device) for device in self._private.devices]
+        before = [generator.get_state() for generator in generators]
+        result = func(*args, **kwargs)
+        if not all(map(torch.equal, before, (generator.get_state() for generator in generators))):
+            self._private.untagged.add(func.name())
+        return result
+
+    def _redirected(self, argument: Any) -> Any:
+        """Wrap a function among the arguments of an operator, such as a branch, in this mode."""
+        if not callable(argument) or isinstance(argument, Tensor):
+            return argument
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return run
+
+    def _generator(self, device: torch.device) -> Generator:
+        if device not in self._generators:
+            self._generators[device] = Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+_WELL_TAGGED = ("aten", "prims")  # the namespaces whose operators are tagged if they draw
+
+
+def _refuse_checkpointing() -> None:
+    """Raise if a layer draws within a ``torch.utils.checkpoint`` of its own.
+
+    Its backward would restore the state of the shared generator and draw another mask from it.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    reentrant = not torch.is_grad_enabled() and _called_by("torch.utils.checkpoint")
+    if reentrant or (hooks is not None and _module_of(hooks[0]) == "torch.utils.checkpoint"):
+        raise RuntimeError(
+            "a layer must not draw random numbers under torch.utils.checkpoint in a pipeline whose "
+            "workers share a generator, as all do on the CPU: its backward would draw others. Use "
+            "the pipeline's activation_checkpointing instead, or checkpoint only what does not "
+            "draw."
+        )
+
+
+def _module_of(function: Any) -> str | None:
+    return getattr(function, "__module__", None)
+
+
+def _called_by(module: str) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _same(generator: Generator | None, default: Generator) -> bool:
+    # The dispatcher makes a new Python object for the same C++ generator.
+    return generator is None or generator._cdata == default._cdata  # type: ignore[attr-defined]
+
+
+@cache
+def _may_draw(func: Any) -> bool | None:
+    """Return whether the operator is tagged as drawing; None if it is an untagged custom one."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return True
+    return False if func.namespace in _WELL_TAGGED else None
+
+
+@cache
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _draws_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return False for attention kernels, which are tagged as drawing, without dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            p = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+            return bool(p > 0)
+    return True
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the operator's device argument, or its first tensor's device."""
+    device = kwargs.get("device")
+    if device is None:
+        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+    return torch.device(device)

@@ -1,0 +1,114 @@
+"""The states of random generators as one value, to restore and to compare.
+
+The generators are PyTorch's default ones, one for each device; those of Python's ``random`` and
+``numpy.random``, one each in a process; and those that modules hold.
+
+Nothing can stand in for Python's and NumPy's, as private generators do for PyTorch's. If all stages
+run on the caller's thread, their states are saved and restored for a recomputation, like those of
+any generator that only one worker uses. On threads the stages draw by turns, in an order that the
+operating system decides: the numbers are not reproducible, and a recomputation would draw others.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from lightning_gpipe.core.faithful.journal import ValueSlot, Write
+from lightning_gpipe.core.faithful.managers import Manager, Setting
+from lightning_gpipe.core.faithful.random.private_generators import default_generator
+
+
+class ForeignGenerator(NamedTuple):
+    """A generator of Python or NumPy, with the methods of PyTorch's."""
+
+    name: str
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], None]
+
+    @classmethod
+    def of(cls, generator: Any) -> ForeignGenerator | Generator:
+        """Give a generator that a module holds these methods, unless it has them."""
+        if isinstance(generator, random.Random):
+            return cls("random.Random", generator.getstate, generator.setstate)
+        if not hasattr(generator, "bit_generator"):
+            return generator  # a torch.Generator or a numpy.random.RandomState
+        bits = generator.bit_generator
+        read, write = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        return cls("numpy.random.Generator", read, write)
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else numpy.get_state()  # not imported just for this
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy.random"].set_state(state)
+
+
+LIBRARIES = (
+    ForeignGenerator("random", random.getstate, random.setstate),
+    ForeignGenerator("numpy.random", _numpy_state, _set_numpy_state),
+)
+
+
+class RandomState(NamedTuple):
+    """The states of some generators at one time."""
+
+    generators: Sequence[Generator | ForeignGenerator]
+    states: Sequence[Any]
+
+    @classmethod
+    def of(cls, generators: Sequence[Generator | ForeignGenerator]) -> RandomState:
+        """Capture the states of these generators."""
+        return cls(generators, [generator.get_state() for generator in generators])
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device] = ()) -> RandomState:
+        """Capture the states of the CPU's generator, those of ``devices``, Python's and NumPy's."""
+        default = map(default_generator, (torch.device("cpu"), *devices))
+        return cls.of([*dict.fromkeys(default), *LIBRARIES])
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
+
+    def differences(self) -> list[str]:
+        """Return the names of the generators that were drawn from, or set, since."""
+        present = RandomState.of(self.generators).states
+        return [
+            generator.name if isinstance(generator, ForeignGenerator) else str(generator.device)
+            for generator, old, new in zip(self.generators, self.states, present, strict=True)
+            if not _same(old, new)
+        ]
+
+    def replaying(self) -> Manager:
+        """Draw from these states in a ``with`` block, and restore the present ones after it."""
+        return Setting(partial(RandomState.of, self.generators), RandomState.restore, self)
+
+    def writes(self) -> list[Write]:
+        """Return the writes that restore these states from a journal."""
+        return [
+            (ValueSlot(generator.get_state, generator.set_state), "state", state)
+            for generator, state in zip(self.generators, self.states, strict=True)
+        ]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Compare two states of a default generator."""
+    if isinstance(old, Tensor):
+        return torch.equal(old, new)
+    if old is None or new is None:
+        return True  # NumPy was imported since, and perhaps not drawn from
+    if isinstance(old[1], tuple):
+        return bool(old == new)
+    return bool(old[2:] == new[2:] and (old[1] == new[1]).all())

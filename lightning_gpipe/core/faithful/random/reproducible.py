@@ -1,0 +1,251 @@
+"""Runs mini-batches so that the numbers they draw do not depend on the timing of threads.
+
+See Note [Drawing from private generators]. Whether a model draws is recorded for each training mode
+of its modules, in the first mini-batch, which always runs with private generators.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.faithful.random.generators import SharedGenerators
+from lightning_gpipe.core.faithful.random.random_state import RandomState
+from lightning_gpipe.core.faithful.state.behavior import TrainingFlags, record
+from lightning_gpipe.core.faithful.state.stage_state import ModuleState
+
+T = TypeVar("T")
+Outputs = list[FlatTree]
+Forward = Callable[[SharedGenerators | None], Outputs]
+Snapshots = Callable[[bool], Iterable[ModuleState | RandomState]]
+
+_FORWARD = "forward"
+
+
+class _Frequency(Enum):
+    """How often layers drew random numbers in earlier mini-batches."""
+
+    NEVER = "in none"
+    ONCE = "in the first, which an initialisation may do"
+    ALWAYS = "in several"
+
+
+# Before about torch 2.9, a function given to torch.compile is never compiled once it has run in a
+# dispatch mode. There a forward is assumed to draw nothing until it does.
+_ASSUMED = None if hasattr(TorchDispatchMode, "ignore_compile_internals") else _Frequency.NEVER
+
+_STRAYED = (
+    "layers must draw random numbers by PyTorch's operators, or by custom ones tagged with "
+    "torch.Tag.nondeterministic_seeded, and must not seed a generator: the generator that the "
+    "workers share was used or set while a mini-batch ran with others in its place. What was drawn "
+    "from it depends on the timing of threads."
+)
+_RECOMPUTED = (
+    " If a layer drew it, its recomputation draws other numbers and its gradient is wrong: then "
+    "write activation_checkpointing='never'."
+)
+_FIRST = (
+    "{} must draw random numbers in {} if they do in later ones: they did for the first time after "
+    "a {} in which they did not, and the numbers of this one depend on the timing of threads. "
+    "Those of later ones do not."
+)
+_LATE = {
+    "backward": _FIRST.format("layers", "their first backward", "backward"),
+    "step": _FIRST.format("layers and training_step", "the first batch", "batch"),
+}
+
+
+class Draws:
+    """Records whether a pipeline draws random numbers, and redirects its draws.
+
+    Args:
+        devices: The device of each worker.
+        spread: Whether other processes have workers too. All generators are shared then: outside
+            of the stages, all processes must draw the same.
+
+    Attributes:
+        shared: The devices whose generator several workers may draw from.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], *, spread: bool = False) -> None:
+        users = Counter(devices)
+        shared = {device for device, workers in users.items() if workers > 1 or spread}
+        several = len(devices) > 1 or spread
+        self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
+        self._history: dict[tuple[str, TrainingFlags], _Frequency] = {}
+        self._warnings: set[str] = set()  # each is given once
+
+    def run(
+        self,
+        flags: TrainingFlags,
+        forward: Forward,
+        *,
+        generators: SharedGenerators,
+        snapshots: Snapshots | None,
+        modes: bool,
+        recomputed: bool = False,
+    ) -> Outputs:
+        """Run ``forward``, and run it again if it draws although it did not before.
+
+        Args:
+            flags: The training flags of all modules.
+            forward: Runs the stages, with private generators if it gets the shared ones.
+            generators: The shared generators, as they are now.
+            snapshots: Captures the state that forward may change, to run it again: all of it if its
+                argument is True; None if nothing is recomputed. The stages guard the inputs.
+            modes: Whether the caller has active function or dispatch modes: one more costs little
+                then, and a counter must not see the forward twice.
+            recomputed: Whether any micro-batch is recomputed.
+
+        Raises:
+            RuntimeError: If a recomputation would draw other numbers.
+        """
+        if not self.shared:
+            return forward(None)
+        frequency = self._history.get((_FORWARD, flags)) or _ASSUMED
+        try:
+            if frequency is _Frequency.NEVER and not modes:
+                return self._run_bare(flags, forward, generators, snapshots, recomputed)
+            outputs = forward(generators)
+            record(self._history, (_FORWARD, flags), _after(frequency, generators.drew))
+            self._settle(generators, generators.drew, recomputed)
+        except BaseException:
+            generators.rewind()  # how far it came depends on timing, and differs between processes
+            raise
+        return outputs
+
+    def run_backward(
+        self,
+        flags: TrainingFlags,
+        backward: Callable[[SharedGenerators | None], T],
+        *,
+        generators: SharedGenerators,
+        modes: bool,
+    ) -> T:
+        """Run ``backward``, which cannot run again; the arguments are those of :meth:`run`.
+
+        The states of ``generators`` may change without a draw: layers with activation checkpointing
+        of their own set the state of before forward, and at last that of another stage.
+        """
+        return self._run_once("backward", flags, backward, generators, modes)
+
+    def run_step(
+        self,
+        flags: TrainingFlags,
+        step: Callable[[SharedGenerators | None], T],
+        *,
+        generators: SharedGenerators,
+        modes: bool,
+    ) -> T:
+        """Run a whole step with the caller's code, which cannot run again; as :meth:`run_backward`.
+
+        ``modes`` asks for private generators in any case: there are active modes, or forwards will
+        be recomputed.
+        """
+        return self._run_once("step", flags, step, generators, modes)
+
+    def _run_once(
+        self,
+        kind: str,
+        flags: TrainingFlags,
+        run: Callable[[SharedGenerators | None], T],
+        generators: SharedGenerators,
+        modes: bool,
+    ) -> T:
+        """Run once, and warn if that draws but did not before."""
+        if not self.shared:
+            return run(None)
+        frequency = self._history.get((kind, flags))
+        bare = frequency is _Frequency.NEVER and not modes
+        try:
+            result = run(None if bare else generators)
+            strayed = generators.moved()
+        finally:
+            generators.rewind()
+        late = bare and strayed
+        record(
+            self._history,
+            (kind, flags),
+            _Frequency.ALWAYS if late else _after(frequency, generators.drew),
+        )
+        if strayed or generators.drew:
+            generators.advance()
+        if strayed:
+            self._warn(_LATE[kind] if bare else _STRAYED)
+        return result
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Discard at the end of a ``with`` block what was recorded in it."""
+        history = self._history.copy()
+        try:
+            yield
+        finally:
+            self._history = history
+
+    def _run_bare(
+        self,
+        flags: TrainingFlags,
+        forward: Forward,
+        generators: SharedGenerators,
+        snapshots: Snapshots | None,
+        recomputed: bool,
+    ) -> Outputs:
+        """Run without private generators, and again with them if that drew from the shared ones."""
+        key = _FORWARD, flags
+        before = None if snapshots is None else list(snapshots(key not in self._history))
+        outputs = forward(None)
+        if not generators.moved():
+            record(self._history, key, _Frequency.NEVER)
+            return outputs
+        generators.rewind()
+        if before is None:  # the numbers drawn are valid, but not reproducible
+            self._history.pop(key, None)
+        else:
+            record(self._history, key, _Frequency.ALWAYS)
+            for snapshot in before:
+                snapshot.restore()
+            outputs = forward(generators)
+        self._settle(generators, True, recomputed)
+        return outputs
+
+    def _settle(self, generators: SharedGenerators, drew: bool, recomputed: bool) -> None:
+        """Advance the shared generators once if anything was drawn from them or private ones."""
+        strayed = generators.moved()  # although private ones stood in for them
+        if strayed and recomputed and generators.untagged:
+            raise RuntimeError(
+                "operators that draw random numbers must be tagged as such in layers that are "
+                f"recomputed: got {', '.join(generators.untagged)}, untagged, which would draw "
+                "others on recomputation. Give its definition "
+                "tags=(torch.Tag.nondeterministic_seeded,), or write "
+                "activation_checkpointing='never'."
+            )
+        if strayed:
+            generators.rewind()
+        if strayed or drew:
+            generators.advance()
+        if strayed:
+            self._warn(_STRAYED + (_RECOMPUTED if recomputed else ""))
+
+    def _warn(self, message: str) -> None:
+        """Warn, once for each message."""
+        if message not in self._warnings:
+            self._warnings.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _after(frequency: _Frequency | None, drew: bool) -> _Frequency:
+    """Return the record after one more mini-batch with private generators."""
+    if frequency is None:
+        return _Frequency.ONCE if drew else _Frequency.NEVER
+    if frequency is _Frequency.ONCE and not drew:
+        return _Frequency.NEVER
+    return _Frequency.ALWAYS if drew else frequency

@@ -1,0 +1,1 @@
+"""The state that layers change in forward: saved, restored, and told apart."""

@@ -1,0 +1,194 @@
+"""Python attributes that layers change in forward.
+
+``self.steps += 1``, ``self.cache = y``: a layer that reads such an attribute computes something
+else when it runs again, and changes it a second time. So the recomputation of a micro-batch gets
+the attributes from before its first forward, and the modules get those back that the first forwards
+left. These are attributes of modules, of objects that modules hold, and of parameters: quantised
+weights have their scales there, and some give them to the module in the first forward.
+
+Attributes are compared by identity before and after each first forward that is recomputed, at well
+under a microsecond per module. The contents of lists, dicts and tensors are compared as far as they
+were copied, see :mod:`~lightning_gpipe.core.faithful.state.contents`.
+
+A tensor that the first forward left may be there for its gradient, which flows through the graph of
+the recomputation. So the tensor that the recomputation leaves there replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful.journal import ABSENT, Journal, Write, value_in
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.state.contents import Contents, Left, has_contents, left_in
+from lightning_gpipe.core.layout import Holder, Slot, holders, parameter_holders
+
+Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
+
+
+class _AttributeContents(NamedTuple):
+    """One attribute with contents."""
+
+    slot: Slot
+    contents: Contents
+    expected: bool  # to be changed by every run
+
+
+class Owners:
+    """The attributes of some modules, their objects and parameters, as they are at one time."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        modules = tuple(modules)
+        of_modules = list(holders(modules))
+        self.holders = [*of_modules, *parameter_holders(modules)]
+        self.names: list[tuple[str, ...]] = []
+        self.containing: list[tuple[Holder, str]] = []  # attributes with contents
+        self._getters: list[tuple[Any, dict[str, Any]]] = []
+        self._slots = [holder.slots for holder in self.holders]
+        self._size = sum(map(len, self._slots))
+        for holder in self.holders:
+            held = holder.held
+            if held:
+                names = [*held, *held] if len(held) == 1 else held  # for two it returns a tuple
+                self._getters.append((itemgetter(*names), holder.slots))
+            self.names.append(tuple(held))
+        # Not of parameters: a copy of what quantised weights are made of would be a second model.
+        for holder in of_modules:
+            held = holder.held
+            self.containing += [(holder, name) for name in held if has_contents(held[name])]
+
+    def values(self) -> Values | None:
+        """Return the present values of all attributes; None if some were added or removed."""
+        if sum(map(len, self._slots)) != self._size:  # one added and one removed: KeyError
+            return None
+        try:
+            return [get(slots) for get, slots in self._getters]
+        except KeyError:
+            return None
+
+    def moved(self, before: Values) -> bool:
+        """Return whether any attribute is another object than before."""
+        present = self.values()
+        return present is None or not all(map(is_, _flat(before), _flat(present)))
+
+    def attributes(self, values: Values) -> Iterator[tuple[Holder, dict[str, Any]]]:
+        """Yield each holder with its attributes of that time."""
+        remaining = iter(values)
+        for holder, names in zip(self.holders, self.names, strict=True):
+            yield holder, dict(zip(names, next(remaining), strict=False)) if names else {}
+
+
+_NO_OWNERS, _NO_SLOTS = Owners(()), frozenset[Slot]()
+_flat = chain.from_iterable
+
+
+class AttributeState:
+    """The attributes of some modules before a run; once compared, what the run changed.
+
+    ``changed`` are the attributes whose contents the first run changed; None if this is the first.
+    """
+
+    def __init__(self, owners: Owners, values: Values, changed: frozenset[Slot] | None) -> None:
+        self._owners = owners
+        self._values = values
+        self._first = first = changed is None
+        self._writes: list[Write] = []
+        self._left: list[Left] = []
+        self._contents: list[_AttributeContents] = []
+        for holder, name in owners.containing:
+            slot = holder.module, holder.prefix + name
+            expected = changed is not None and slot in changed
+            contents = Contents(holder.slots[name], copied=first or expected)
+            self._contents.append(_AttributeContents(slot, contents, expected))
+
+    def compare(self, *, linked: bool) -> frozenset[Slot]:
+        """Return the attributes whose contents the run changed; may be called once.
+
+        ``linked``: layers use tensors that earlier runs left there, and their gradients.
+
+        Raises:
+            RuntimeError: If contents changed that were not saved.
+        """
+        owners, values, all_contents = self._owners, self._values, self._contents
+        self._owners, self._values, self._contents = _NO_OWNERS, (), []  # they may hold much memory
+        if not (all_contents or owners.moved(values)):
+            return _NO_SLOTS
+        changed = [
+            (slot, contents)
+            for slot, contents, expected in all_contents
+            if expected or contents.moved(compared=self._first)
+        ]
+        copies: dict[int, Tensor] = {}
+        for slot, contents in changed:
+            if contents.lost:
+                raise RuntimeError(_lost(slot))
+            copies.update(contents.values(_titled(slot), linked=linked))
+        for _, contents in changed:
+            self._writes += contents.writes(copies)
+            self._left += contents.left()
+        if copies or owners.moved(values):
+            for holder, old in owners.attributes(values):
+                for write in _restoring(holder, old, copies):
+                    self._writes.append(write)
+                    self._left += left_in(holder.slots, write[1])
+        return frozenset(slot for slot, _ in changed)
+
+    def restore(self) -> None:
+        """Restore the attributes and their contents; raises as :meth:`compare`."""
+        self.compare(linked=True)
+        Journal().write(self._writes)
+
+    def swapped_in(self, journal: Journal) -> list[Manager]:
+        """Restore them for the duration of a ``with`` block that runs the forward again."""
+        return [_AttributesOfBefore(self._writes, self._left, journal)] if self._writes else []
+
+
+class _AttributesOfBefore:
+    """Undoes changes for the duration of a ``with`` block, which runs the forward again."""
+
+    # A class: see Note [Context managers are classes].
+
+    def __init__(self, writes: Iterable[Write], left: Sequence[Left], journal: Journal) -> None:
+        self._left = left
+        self._changed = journal.changed(writes)
+
+    def __enter__(self) -> None:
+        self._changed.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        again = [value_in(slots, name) for slots, name, _ in self._left]
+        self._changed.__exit__(*error)
+        for (slots, name, first), tensor in zip(self._left, again, strict=True):
+            if isinstance(tensor, Tensor) and value_in(slots, name) is first():
+                slots[name] = tensor
+
+
+def _restoring(
+    holder: Holder, old: Mapping[str, Any], values: Mapping[int, Tensor]
+) -> Iterator[Write]:
+    """Yield writes of the old attributes, with ``values`` instead of tensors that were edited."""
+    for name, value in old.items():
+        if holder.slots.get(name, ABSENT) is not value or id(value) in values:
+            yield holder.slots, name, values.get(id(value), value)
+    yield from ((holder.slots, name, ABSENT) for name in holder.held if name not in old)
+
+
+def _titled(slot: Slot) -> str:
+    module, name = slot
+    return f"the attribute {name!r} of {type(module).__name__}"
+
+
+def _lost(slot: Slot) -> str:
+    module, name = slot
+    return (
+        f"{type(module).__name__} must change what its attribute {name!r} contains in every "
+        "forward or in none: it did for the first time after an earlier run that did not, and the "
+        "contents before are needed for recomputation. Assign a new object to the attribute "
+        "instead of changing it, or write activation_checkpointing='never'. If it is a layer of "
+        "another stage that changes the object, at the same time, give each layer its own."
+    )

@@ -1,0 +1,140 @@
+"""Buffers that layers update in forward, such as moving averages and counters.
+
+A layer that updates a buffer in every forward computes something else when it runs again. A
+recomputation must start from the buffers of its first forward, and must not update them again.
+
+Buffers are saved by reference, which is enough for a layer that assigns a new tensor, and by value
+if a layer may edit them in place. Large buffers, such as masks, are seldom edited: their values are
+copied in the first run, and in later runs only if the first run edited them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from lightning_gpipe.core.data import bytes_of, copy_values, equal
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.state.behavior import Behavior
+from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.layout import Slot
+
+_LARGE = 2**20  # bytes
+
+
+class BufferState:
+    """The buffers of some modules before a run.
+
+    Args:
+        modules: The modules.
+        edited: The slots of the buffers that the layers are known to edit; None before their first
+            run: then all values are copied.
+        deferred: Whether batch norms in training do not update their running statistics in forward.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        *,
+        edited: Collection[Slot] | None = None,
+        deferred: bool = False,
+    ) -> None:
+        self._modules = modules
+        self._buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+        self._values: dict[Tensor, Tensor] = {}
+        self._versions: dict[Slot, tuple[Tensor, int]] = {}
+        for module in modules:
+            if not module._buffers:
+                continue
+            self._buffers[module] = buffers = dict(module._buffers)
+            for name, buffer in buffers.items():
+                expected = edited is None or (module, name) in edited
+                if buffer is None or (deferred and not expected and _defers(module)):
+                    continue
+                self._versions[module, name] = buffer, version_of(buffer)
+                # Running statistics are edited without an increment of the version counter.
+                copied = expected or isinstance(module, _NormBase)
+                if copied or bytes_of(buffer) <= _LARGE or buffer.is_inference():
+                    self._values[buffer] = buffer.clone()
+
+    @property
+    def lost(self) -> Slot | None:
+        """The slot of an edited buffer whose value was not saved, if there is one."""
+        for slot, (buffer, version) in self._versions.items():
+            if buffer not in self._values and version_of(buffer) != version:
+                return slot
+        return None
+
+    def compare(self, behavior: Behavior) -> None:
+        """Record the buffers that the first run edited; raise for one that was not saved."""
+        if self._versions and self.lost is not None:
+            module, name = self.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
+                "none: it did for the first time after an earlier run that did not, and the value "
+                "before is needed for recomputation. Assign a new tensor to the buffer instead of "
+                "editing it, or write activation_checkpointing='never'."
+            )
+        if behavior.edited_buffers is None:
+            behavior.edited_buffers = {
+                slot
+                for slot, (buffer, version) in self._versions.items()
+                if version_of(buffer) != version
+                or (buffer in self._values and not same_value(buffer, self._values[buffer]))
+            }
+
+    def restore(self) -> None:
+        """Restore the buffers and their values; raise if one was edited that was not saved."""
+        if self.lost is not None:
+            module, name = self.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must not edit its large buffer {name!r} in a forward in "
+                "which layers draw random numbers for the first time after one in which they did "
+                "not: the forward is run again, and the value before was not saved. Assign a new "
+                "tensor to the buffer instead of editing it, or draw in the first mini-batch too."
+            )
+        for module in self._modules:
+            _set_buffers(module, self._buffers.get(module, {}))
+        for buffer, value in self._values.items():
+            if not equal(buffer, value):  # a graph may have saved an equal one
+                copy_values(buffer, value)
+
+    def swapped_in(self, journal: Journal) -> list[Manager]:
+        """Give the modules the saved buffers for the duration of a ``with`` block.
+
+        Layers update the saved values, not the buffers themselves, which a graph may have saved.
+        """
+        writes = list(self._swaps())
+        return [journal.changed(writes)] if writes else []
+
+    def _swaps(self) -> Iterator[Write]:
+        for module in self._modules:
+            buffers = self._buffers.get(module, {})
+            if not (buffers or module._buffers):
+                continue
+            swap = {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
+            if isinstance(module._buffers, dict):
+                # The whole dict: a layer that registers a buffer adds it to this one.
+                yield vars(module), "_buffers", swap
+            else:  # a scripted module has a fixed set of buffers, kept in C++
+                yield from ((module._buffers, name, buffer) for name, buffer in swap.items())
+
+
+def _defers(module: nn.Module) -> bool:
+    """Return whether the module's own forward leaves its running statistics to a later update."""
+    # Code around the batch norm may edit them, by a call of F.batch_norm, as the first run shows.
+    return isinstance(module, (_BatchNorm, _InstanceNorm)) and module.training
+
+
+def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
+    """Give the module these buffers, and no others."""
+    slots = module._buffers
+    if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
+        for name in [name for name in slots if name not in buffers]:
+            del slots[name]
+    for name, buffer in buffers.items():
+        slots[name] = buffer

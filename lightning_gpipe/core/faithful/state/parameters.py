@@ -1,0 +1,159 @@
+"""Parameters that layers edit in forward, which a recomputation would edit again.
+
+The key encoder of MoCo and BYOL is frozen, and forward moves it towards the one that is trained:
+it is a buffer in all but name. A recomputation gets a copy of its value from before the first
+forward, and edits that. The first run copies all frozen parameters, up to a limit; later runs copy
+those that it edited.
+
+A trained parameter cannot be replaced by a copy, which would get the gradient. It may be edited if
+a second edit changes nothing, as in clamping and ``nn.Embedding(max_norm=...)``. The first
+recomputation checks that by sums over the elements: copies of all parameters would take too much
+memory, and edits through ``.data`` leave no other trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import bytes_of, copy_values
+from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.shadow import leaf_like
+from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.layout import Slot
+
+_MOST = 2**30  # bytes of frozen parameters to copy in the first run
+
+
+class _WatchedParameter:
+    """A parameter as it was, by a copy or by sums over its elements."""
+
+    def __init__(self, slot: Slot, parameter: nn.Parameter, *, copied: bool) -> None:
+        self.slot = slot
+        self.parameter = parameter
+        self.copy = leaf_like(parameter, False, parameter.device) if copied else None
+        self._version = version_of(parameter)
+        self._pointer = parameter.data_ptr()
+        self._sums = None if copied else _sums(parameter)
+
+    @property
+    def moved(self) -> bool:
+        """True if it has another value."""
+        if self._sums is not None:
+            return not torch.equal(_sums(self.parameter), self._sums)
+        return self.copy is not None and not same_value(self.parameter, self.copy)
+
+    @property
+    def edited(self) -> bool:
+        """True if anything wrote to it, or replaced its data."""
+        if version_of(self.parameter) != self._version:
+            return True
+        return self.parameter.data_ptr() != self._pointer or self.moved
+
+
+class ParameterState:
+    """The parameters of some modules before a run; once compared, those that it edited.
+
+    ``edited`` are the frozen parameters that the first run edited; None if this is the first.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], edited: frozenset[Slot] | None) -> None:
+        self._first = edited is None
+        self._watched = _all(modules) if edited is None else _watched(edited, copied=True)
+        self._writes: list[Write] = []
+        self._trained: list[Slot] = []
+
+    def compare(self) -> frozenset[Slot]:
+        """Return the slots of the frozen parameters that the run edited; raise if one is lost."""
+        edited = [watched for watched in self._watched if not self._first or watched.edited]
+        frozen = [watched for watched in edited if not watched.parameter.requires_grad]
+        for watched in frozen:
+            if watched.copy is None:
+                raise RuntimeError(_too_large(watched.slot))
+        self._writes = [
+            (module._parameters, name, w.copy) for w in frozen for module, name in [w.slot]
+        ]
+        self._trained = [w.slot for w in edited if w.parameter.requires_grad]
+        self._watched = []  # the copies of the others
+        return frozenset(watched.slot for watched in frozen)
+
+    def restore(self) -> None:
+        """Restore the values of frozen parameters, as far as they were copied."""
+        for watched in self._watched:
+            if watched.copy is not None and watched.edited:
+                copy_values(watched.parameter, watched.copy)
+
+    def swapped_in(self, journal: Journal) -> Iterator[Manager]:
+        """Give a recomputation copies of the frozen ones, and check that it leaves the others."""
+        if self._writes:
+            yield journal.changed(self._writes)
+        if self._trained:
+            yield _SecondEditCheck(self._trained)
+
+
+class _SecondEditCheck:
+    """Raises at the end of a ``with`` block if it changed parameters that are trained."""
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._slots = slots
+
+    def __enter__(self) -> None:
+        self._watched = _watched(self._slots, copied=False)
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        again = next((watched.slot for watched in self._watched if watched.moved), None)
+        if kind is None and again is not None:
+            module, name = again
+            raise RuntimeError(
+                f"{type(module).__name__} must not edit its parameter {name!r} in a forward that "
+                "is recomputed, unless to edit it again changes nothing: the recomputation changed "
+                "what the first forward had left. Edit it after the optimizer step, make it a "
+                "buffer if it is not trained, or write activation_checkpointing='never'."
+            )
+
+
+def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
+    """Watch all parameters, frozen ones by copies as far as the limit goes."""
+    budget, watched = _MOST, []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or not _is_plain(parameter):
+                continue
+            copied = not parameter.requires_grad and bytes_of(parameter) <= budget
+            budget -= bytes_of(parameter) if copied else 0
+            watched.append(_WatchedParameter((module, name), parameter, copied=copied))
+    return watched
+
+
+def _watched(slots: Iterable[Slot], *, copied: bool) -> list[_WatchedParameter]:
+    parameters = ((slot, slot[0]._parameters.get(slot[1])) for slot in slots)
+    return [_WatchedParameter(slot, p, copied=copied) for slot, p in parameters if p is not None]
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Return whether its elements can be read as those of any dense tensor."""
+    own = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
+    return own and parameter.layout is torch.strided and not parameter.is_meta
+
+
+@torch.no_grad()
+def _sums(parameter: Tensor) -> Tensor:
+    """Sums over the elements and their squares: equal as long as nothing is edited."""
+    value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+    sums = [value.sum(dtype=torch.float64)]
+    if value.is_floating_point():
+        sums.append(torch.linalg.vector_norm(value, dtype=torch.float64))
+    return torch.stack(sums).nan_to_num()
+
+
+def _too_large(slot: Slot) -> str:
+    module, name = slot
+    return (
+        f"{type(module).__name__} must not edit its frozen parameter {name!r} in forward: the "
+        f"frozen parameters of its stage have more than {_MOST >> 30} GiB, too much to copy for "
+        "the recomputation of the first micro-batch. Make those that forward edits buffers, or "
+        "write activation_checkpointing='never'."
+    )

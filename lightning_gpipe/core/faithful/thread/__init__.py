@@ -1,0 +1,1 @@
+"""The state of the caller's thread, entered again in workers and on recomputation."""

@@ -1,0 +1,210 @@
+"""The caller's thread-local state, captured once and entered in workers.
+
+PyTorch keeps autocast, grad mode, inference mode, hooks on saved tensors and the default device for
+each thread. A new thread has none of them, so a layer that runs there computes something else
+without an error: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
+
+So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
+it around each row of actions. A recomputation enters the state of the forward that it repeats, the
+process-wide default type included. Only what differs from the state of the thread is entered:
+running on the caller's own thread costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting
+from lightning_gpipe.core.faithful.thread.modes import TorchModes
+from lightning_gpipe.core.faithful.thread.switches import Switches
+from lightning_gpipe.core.faithful.thread.variables import for_recomputation
+
+# Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
+# branch); these are PyTorch's own.
+_set_grad_enabled = torch.autograd.grad_mode.set_grad_enabled
+_inference_mode = torch.autograd.grad_mode.inference_mode
+
+_NAMES = (
+    ("grad", "grad mode"),
+    ("inference", "inference mode"),
+    ("autocast", "autocast"),
+    ("default_device", "default device"),
+    ("saved_tensors_hooks", "hooks on saved tensors"),
+)
+
+_CPU = torch.device("cpu")
+_NO_VARIABLES = contextvars.Context()
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Autocast(NamedTuple):
+    """The state of autocast for one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @classmethod
+    def of(cls, device_type: str) -> Autocast:
+        """Capture the state of the calling thread."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def entered(self) -> torch.autocast:
+        """Return a context manager that gives the calling thread this state."""
+        return torch.autocast(
+            self.device_type,
+            dtype=self.dtype,
+            enabled=self.enabled,
+            cache_enabled=self.cache_enabled,
+        )
+
+
+class Context(NamedTuple):
+    """The thread-local state of a caller."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[Autocast, ...]  # one for each device type
+    modes: TorchModes  # another thread cannot enter them
+    default_device: torch.device  # of tensors from factory functions such as torch.zeros
+    default_dtype: torch.dtype  # of all threads
+    saved_tensors_hooks: Hooks | None  # the innermost
+    switches: Switches
+    variables: contextvars.Context
+
+    @classmethod
+    def capture(cls, devices: Iterable[torch.device]) -> Context:
+        """Capture the state of the calling thread, with autocast for ``devices``."""
+        device_types = sorted({"cpu", *[device.type for device in devices]})
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple([Autocast.of(device_type) for device_type in device_types]),
+            TorchModes.capture(),
+            _default_device(),
+            torch.get_default_dtype(),
+            _saved_tensors_hooks(),
+            Switches.read(),
+            contextvars.copy_context(),
+        )
+
+    def missing(self) -> list[Callable[[], Manager]]:
+        """Return functions that make the context managers to give the calling thread this state."""
+        # Functions, since some managers act when they are made.
+        missing: list[Callable[[], Manager]] = []
+        if torch.is_inference_mode_enabled() != self.inference:
+            missing.append(partial(_inference_mode, self.inference))
+        for autocast in self.autocast:
+            if Autocast.of(autocast.device_type) != autocast:
+                missing.append(autocast.entered)
+        if _default_device() != self.default_device:
+            missing.append(lambda: self.default_device)
+        missing += self.switches.missing()
+        if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
+            missing.append(partial(_set_grad_enabled, self.grad))
+        return missing
+
+    def entered(self) -> Manager:
+        """Give the calling thread this state for the duration of a ``with`` block."""
+        return LazyManagers(lambda: (make() for make in self.missing()))
+
+    def differences(self) -> list[str]:
+        """Return the names of the settings that are others on the calling thread."""
+        here = Context.capture(torch.device(autocast.device_type) for autocast in self.autocast)
+        return [name for field, name in _NAMES if getattr(self, field) != getattr(here, field)]
+
+    def without_autocast(self) -> Context:
+        """Return this state without autocast, as for a backward."""
+        if not any(autocast.enabled for autocast in self.autocast):
+            return self
+        off = tuple(autocast._replace(enabled=False) for autocast in self.autocast)
+        return self._replace(autocast=off)
+
+    def for_backward(self, *, recomputes: bool) -> Context:
+        """Return this state without context variables that would live until backward.
+
+        A recomputation gets them without the caller's own containers, see :mod:`.variables`.
+        """
+        variables = for_recomputation(self.variables) if recomputes else _NO_VARIABLES
+        return self._replace(variables=variables)
+
+    def default_dtype_set(self) -> Manager:
+        """Set the default type, of all threads, for the duration of a ``with`` block."""
+        return Setting(torch.get_default_dtype, torch.set_default_dtype, self.default_dtype)
+
+    def clear_autocast_cache(self) -> None:
+        """Empty autocast's cache of weights in low precision, whose keys are shadows of one run."""
+        # PyTorch empties it only at the end of the caller's `with torch.autocast`.
+        for autocast in self.autocast:
+            if autocast.enabled and autocast.cache_enabled:
+                torch.clear_autocast_cache()
+                return
+
+    @property
+    def saves_as_here(self) -> bool:
+        """True if the calling thread has the same hooks on the tensors that autograd saves."""
+        return _top_hooks() == self.saved_tensors_hooks
+
+    def saving(self) -> Manager:
+        """Apply the caller's hooks to the tensors that autograd saves in a ``with`` block."""
+        return _hooked(self.saved_tensors_hooks)
+
+    @staticmethod
+    def dropping() -> Manager:
+        """Apply no hooks in a ``with`` block whose saved tensors will be dropped."""
+        return _hooked(None)
+
+
+def _default_device() -> torch.device:
+    no_mode = torch._C._len_torch_function_stack() == 0
+    if no_mode and not hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        return _CPU  # what get_default_device() returns then, after five calls
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # torch 2.8, after torch.set_default_device(None)
+        return torch.device("cpu")
+
+
+def _saved_tensors_hooks() -> Hooks | None:
+    hooks = _top_hooks()
+    # Those of a checkpoint would run the pipeline again, within its own backward.
+    if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
+        return None
+    return hooks
+
+
+def _top_hooks() -> Hooks | None:
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def _hooked(hooks: Hooks | None) -> Manager:
+    """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks:
+        return NOTHING
+    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
+    return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
+
+
+def _as_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def on_engine_thread() -> bool:
+    """Return whether autograd started the thread: Note [The blocking node must be a CPU node]."""
+    # Python has only a dummy object for a thread that it did not start.
+    foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    return foreign and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,136 @@
+"""PyTorch's function and dispatch modes, which see or change every operation of their thread.
+
+A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
+thread, so while one is active the pipeline runs on the caller's thread.
+
+During backward the modes of forward may no longer be active: the user's ``with`` block has ended,
+or PyTorch has exited function modes to call backward. A recomputation needs those that change
+results. PyTorch's own dispatch modes are not entered again: they only observe, and a counter that
+was read after forward must not continue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gpipe.core.faithful.managers import LazyManagers, Manager
+
+_OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
+
+
+class TorchModes(NamedTuple):
+    """The function and dispatch modes of a thread, the outermost first."""
+
+    function: tuple[TorchFunctionMode, ...] = ()
+    dispatch: tuple[TorchDispatchMode, ...] = ()
+
+    @classmethod
+    def capture(cls) -> TorchModes:
+        """Capture the calling thread's modes but for the default device, which others can enter."""
+        depth = torch._C._len_torch_function_stack()
+        if depth == 0 and torch._C._len_torch_dispatch_stack() == 0:
+            return _NONE
+        functions = (torch._C._get_function_stack_at(k) for k in range(depth))
+        return cls(
+            tuple(mode for mode in functions if not isinstance(mode, DeviceContext)),
+            tuple(dispatch._get_current_dispatch_mode_stack()),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.function or self.dispatch)
+
+    def entered(self) -> Manager:
+        """Activate the modes that the calling thread lacks, if they may change results."""
+        return LazyManagers(self._missing)
+
+    def _missing(self) -> Iterator[Manager]:
+        now = TorchModes.capture()
+        for mode in self.function:
+            if mode not in now.function:
+                yield _PushedMode(mode, overrides._push_mode, overrides._pop_mode)
+        for dispatch_mode in self.dispatch:
+            module = type(dispatch_mode).__module__
+            if dispatch_mode not in now.dispatch and not module.startswith(_OBSERVERS):
+                yield _PushedMode(dispatch_mode, dispatch._push_mode, dispatch._pop_mode)
+
+
+_NONE = TorchModes()
+
+
+class _PushedMode:
+    """Pushes a mode for the duration of a ``with`` block, without calling its ``__enter__``.
+
+    The user calls that; it may reset the mode's counters.
+    """
+
+    def __init__(self, mode: Any, push: Callable[[Any], object], pop: Callable[[], object]) -> None:
+        self._mode, self._push, self._pop = mode, push, pop
+
+    def __enter__(self) -> None:
+        self._push(self._mode)
+
+    def __exit__(self, *error: object) -> None:
+        self._pop()
+
+
+class ThreadState(NamedTuple):
+    """The state of a thread that a run on it changes, to restore after an interrupt."""
+
+    function: int  # the number of function modes
+    dispatch: int  # the number of dispatch modes
+    grad: bool
+    intra_op: int  # the number of threads that operators use
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        """Capture the state of the calling thread."""
+        return cls(
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+        )
+
+    def restore(self) -> None:
+        """Exit the modes that an interrupt just before the end of a ``with`` block has left."""
+        while torch._C._len_torch_dispatch_stack() > self.dispatch:
+            mode = dispatch._get_current_dispatch_mode_stack()[-1]
+            if type(mode).__module__.startswith(__package__):
+                mode.__exit__(None, None, None)
+            else:
+                dispatch._pop_mode()
+        while torch._C._len_torch_function_stack() > self.function:
+            overrides._pop_mode()
+        if torch.is_grad_enabled() != self.grad:
+            torch._C._set_grad_enabled(self.grad)
+        if torch.get_num_threads() != self.intra_op:
+            torch.set_num_threads(self.intra_op)
+
+
+def refuse_unsupported_modes() -> None:
+    """Raise inside of ``torch.func`` transforms, forward-mode differentiation and ``cached()``.
+
+    The state of the first two is thread-local, so workers would compute without it. The weights
+    that ``torch.nn.utils.parametrize.cached()`` keeps belong to the graph of one micro-batch.
+    """
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "a pipeline must not run inside of torch.func (grad, vmap, jvp) or forward-mode "
+            "differentiation, which do not reach its workers. Use the plain nn.Sequential there."
+        )
+    if parametrize._cache_enabled:
+        raise RuntimeError(
+            "a pipeline must not run inside of torch.nn.utils.parametrize.cached(), which keeps "
+            "the weights that one micro-batch has computed for all others. Leave it out."
+        )

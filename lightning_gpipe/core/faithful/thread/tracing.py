@@ -1,0 +1,46 @@
+"""Detects calls by torch.jit.trace, torch.export or torch.fx, which record the model.
+
+A tracer follows one call on one thread and records its operators. It must see the model, as
+``Trainer(logger=TensorBoardLogger(log_graph=True))`` draws it and ``torch.export`` saves it: the
+layers in order, on any number of rows, without micro-batches and without the autograd functions
+that connect the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Proxy
+
+_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+
+
+def is_traced(input: Any, parameters: Iterable[Tensor]) -> bool:
+    """Return whether a call with this input is recorded, or made with fake tensors.
+
+    Layers whose ``parameters`` are fake too, as when their memory is counted, run as a pipeline.
+    """
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(_PROXY) is not None
+        or torch.compiler.is_exporting()
+        or (torch._C._get_dispatch_mode(_FAKE) is not None and not all(map(_fake, parameters)))
+        or _has_proxy(input)
+    )
+
+
+def _fake(parameter: Tensor) -> bool:
+    return isinstance(parameter, FakeTensor)
+
+
+def _has_proxy(input: Any) -> bool:
+    # To flatten the input would be slow, and every step asks.
+    if isinstance(input, dict):
+        input = tuple(input.values())
+    if isinstance(input, (tuple, list)):
+        return any(map(_has_proxy, input))
+    return isinstance(input, Proxy)

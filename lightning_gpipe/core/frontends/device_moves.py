@@ -1,0 +1,167 @@
+"""Puts modules on devices without ever having all of a large model on one of them.
+
+Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
+tied. A module that was built on the ``meta`` device gets its memory here, directly on its own
+device, and its values from a checkpoint, from a file, or from its ``reset_parameters()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_gpipe.core.frontends.stored import (
+    Source,
+    await_value,
+    is_in_another_process,
+    stored_value,
+)
+
+
+def place(module: nn.Module, device: torch.device, created_on: torch.device | None = None) -> None:
+    """Move ``module`` to ``device``; create and initialise its meta tensors.
+
+    Tensors that :func:`forget` has moved to the meta device stay there. Meta tensors are created on
+    ``created_on``, whose generator of random numbers initialises them; None is ``device``.
+
+    Raises:
+        TypeError: If a module with meta tensors has no ``reset_parameters()``.
+    """
+    for submodule in module.modules():
+        _materialise(submodule, created_on or device)
+    if any(map(is_in_another_process, chain(module.parameters(), module.buffers()))):
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    else:
+        module.to(device)
+
+
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move one parameter, which stays the same object, and its gradient to ``device``."""
+    gradient = parameter.grad
+    if is_traceable_wrapper_subclass(parameter):  # made of tensors, which .data does not replace
+        moved = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+        moved.__dict__ = {**parameter.__dict__, **moved.__dict__}
+        torch.utils.swap_tensors(parameter, moved)
+        parameter.grad = None if gradient is None else gradient.to(device)
+        return
+    parameter.data = parameter.data.to(device)
+    if gradient is not None:
+        gradient.data = gradient.data.to(device)
+
+
+@contextmanager
+def replaceable(*modules: nn.Module) -> Iterator[None]:
+    """Let the parameters of recurrent layers be swapped, in a ``with`` block.
+
+    PyTorch does not swap parameters with weak references, as these layers have.
+    """
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._init_flat_weights()
+
+
+def forget(module: nn.Module, except_ids: Collection[int]) -> None:
+    """Move ``module`` to the meta device, for another process has its values.
+
+    Parameters stay the same objects; those with ids in ``except_ids`` keep their values. Tensors
+    without values are created and initialised first, one module at a time, so that the same random
+    numbers are drawn as in the other process.
+    """
+    for submodule in module.modules():
+        _materialise(submodule, torch.device("cpu"))
+        with replaceable(submodule):
+            for parameter in submodule._parameters.values():
+                if parameter is not None and id(parameter) not in except_ids:
+                    forget_values(parameter)
+        for name, buffer in submodule._buffers.items():
+            if buffer is not None:
+                submodule._buffers[name] = empty = torch.empty_like(buffer, device="meta")
+                await_value(empty, Source.ELSEWHERE)
+
+
+def forget_values(parameter: nn.Parameter) -> None:
+    """Move one parameter, which stays the same object, to the meta device."""
+    if not parameter.is_meta:
+        empty = torch.empty_like(parameter, device="meta")
+        kind: Any = type(parameter)
+        replacement = Tensor._make_subclass(kind, empty, parameter.requires_grad)
+        replacement.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, replacement)
+        await_value(parameter, Source.ELSEWHERE)
+
+
+def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.device) -> None:
+    """Move all of ``root`` except the modules in ``inner`` to ``device``."""
+    if root in inner:
+        return
+    if not any(module in inner for module in root.modules()):
+        place(root, device)
+        return
+    for child in root.children():
+        place_around(child, inner, device)
+    place_own(root, device)
+
+
+def place_own(module: nn.Module, device: torch.device) -> None:
+    """Move the parameters and buffers of ``module`` itself, not those of the modules in it."""
+    _materialise(module, device)
+    module._apply(lambda tensor: tensor.to(device), recurse=False)
+
+
+def on_meta(module: nn.Module) -> bool:
+    """Return whether any parameter or buffer of ``module`` is on the meta device."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Create the meta tensors of ``module`` itself on ``device``, and give them values."""
+    tensors = chain(module._parameters.values(), module._buffers.values())
+    own = [tensor for tensor in tensors if tensor is not None and not is_in_another_process(tensor)]
+    if not any(tensor.is_meta for tensor in own):
+        return
+    in_files = [(t, stored) for t in own if t.is_meta and (stored := stored_value(t)) is not None]
+    missing = len(in_files) < sum(tensor.is_meta for tensor in own)
+    initialise = initialiser(module) if missing else lambda: None
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device), recurse=False)
+    values = [(t, t.detach().clone()) for t in own if missing and not t.is_meta]
+    with replaceable(module):
+        for tensor in own:
+            if tensor.is_meta:
+                torch.utils.swap_tensors(tensor, _created(tensor, device))
+    initialise()
+    with torch.no_grad():
+        for tensor, value in values:
+            tensor.copy_(value)
+    for tensor, stored in in_files:
+        stored.read_into(tensor)
+
+
+def initialiser(module: nn.Module) -> Callable[[], None]:
+    """Return the method that initialises the tensors of a module, or raise TypeError."""
+    for name in ("reset_parameters", "_reset_parameters"):  # PyTorch has both spellings
+        initialise = getattr(module, name, None)
+        if callable(initialise):
+            return initialise
+    raise TypeError(
+        "a module with parameters or buffers on the meta device must have reset_parameters() to "
+        f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU; "
+        "under lightning_gpipe.pretrained.parameters_on_meta() buffers have their values."
+    )
+
+
+def _created(tensor: Tensor, device: torch.device) -> Tensor:
+    created = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(created, tensor.requires_grad)
+    return created

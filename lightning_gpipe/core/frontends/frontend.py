@@ -1,0 +1,159 @@
+"""The interface between the facade and the front-ends, which make programs of forwards.
+
+A front-end knows the user's module, and neither the facade nor the engine. It lists the units that
+can be cut, makes the partitions, and installs itself: from then on a call of the user's model makes
+a program of the call and has the facade run it.
+
+The facade uses a front-end in this order::
+
+    frontend = Loop(model, "model.layers")              # checks what can be checked without input
+    partitions = frontend.partitions([8, 8])            # the facade moves them to their devices
+    frontend.install(run)                               # calls of model run as a pipeline
+    ...
+    with frontend.plain(): model(batch)                 # as without a pipeline
+    ...
+    frontend.remove()                                   # the model is as it was
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.programs import Program
+
+
+class RunProgram(Protocol):
+    """Runs a program in micro-batches; the facade's."""
+
+    def __call__(
+        self,
+        program: Program,
+        values: Sequence[Any],
+        *,
+        chunks: int | None = None,
+        stacked: bool = False,
+    ) -> list[Any]:
+        """Run a program; return its outputs, in order, merged over the micro-batches.
+
+        Args:
+            program: The program, with as many stages as there are partitions.
+            values: Its inputs, in order: pytrees, whose tensors are cut by rows unless they are
+                marked by :func:`~lightning_gpipe.whole`.
+            chunks: The number of micro-batches; None is that of the facade.
+            stacked: Whether outputs without rows are stacked over the micro-batches. By default
+                they must be the same in all of them, and are returned once.
+        """
+
+
+class OwnerProcesses(Protocol):
+    """The processes that own the stages; the facade's.
+
+    All of them run the user's forward, on the same values, and so make the same program of it.
+    Results that only the owner of a stage can compute are shared by :meth:`everywhere`.
+    """
+
+    @property
+    def outside(self) -> torch.device:
+        """The device of the modules around the stages in this process."""
+
+    def owns(self, j: int) -> bool:
+        """Return whether stage ``j`` is in this process."""
+
+    def tell(self, error: BaseException) -> None:
+        """Send an error to the others, so that none waits; the user's code may catch it here."""
+
+    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+        """Compute a pytree in the process of stage ``j``, and return it in all processes.
+
+        All of them must call this, in the same order. If ``compute`` fails, its process raises the
+        error, and the others raise that it has failed.
+        """
+
+
+class Frontend(ABC):
+    """Makes programs of the calls in a module's forward.
+
+    Args:
+        model: The user's model.
+
+    Attributes:
+        takes_batch: Whether the layers get the batch as the user made it, and no values of a
+            forward: any way to split batches serves them.
+    """
+
+    takes_batch = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @property
+    def own(self) -> Sequence[nn.Parameter]:
+        """The parameters of the module that no layer has."""
+        return []
+
+    def call(self, run: RunProgram, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's model, in which this was installed.
+
+        Args:
+            run: Runs programs, for a front-end that is not installed in the model but is called by
+                the facade alone: what it is called with it must not hold, or a facade that is
+                dropped would be kept by a cycle.
+            args, kwargs: The arguments of the model.
+        """
+        return self._model.forward(*args, **kwargs)
+
+    @property
+    @abstractmethod
+    def owner(self) -> nn.Module:
+        """The module whose forward it makes programs of."""
+
+    @property
+    @abstractmethod
+    def units(self) -> Sequence[str]:
+        """The names of the units that a balance counts, in order; a name may appear several times.
+
+        They are paths in the whole model, such as ``layers.3``.
+        """
+
+    @abstractmethod
+    def costs(self) -> list[int]:
+        """Count the parameters of each unit; a shared one counts for the first unit with it."""
+
+    def in_units(self, balance: Sequence[int]) -> Sequence[int]:
+        """Return a user's balance as one that counts :attr:`units`."""
+        return balance
+
+    @abstractmethod
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        """Cut the module into stages with these numbers of units, for all later programs.
+
+        Raises:
+            TypeError, ValueError: If it cannot be cut there.
+        """
+
+    @abstractmethod
+    def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
+        """Make calls of the model run as a pipeline.
+
+        Args:
+            run: Runs the program of a call.
+            processes: The processes of the stages, if this one does not own all of them.
+
+        Raises:
+            RuntimeError: If the model runs as a pipeline already.
+        """
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Restore the model from before :meth:`install`; does nothing a second time."""
+
+    @abstractmethod
+    def plain(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which calls of the model run without the pipeline."""

@@ -1,0 +1,98 @@
+"""The state of the caller's thread that must not change while its forward loops over blocks.
+
+All blocks run in one call of the pipeline, under one grad mode and one autocast. A forward that
+computes some blocks without gradients, or in another precision, would silently get others.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ForwardState(NamedTuple):
+    """The thread-local settings that decide how blocks compute.
+
+    Attributes:
+        grad: Whether gradients are recorded.
+        inference: Whether inference mode is on.
+        autocast: The type of autocast, False without it; for the CPU, and the device if it is
+            another one.
+        hooks: The innermost hooks on saved tensors, except those of ``torch.utils.checkpoint``: a
+            stage recomputes by itself.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: Any
+    hooks: Any
+
+    @classmethod
+    def now(cls, device: torch.device) -> ForwardState:
+        """Return the state of the calling thread."""
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(grad, inference, _autocast(device), _hooks())
+
+    def holds(self, device: torch.device) -> bool:
+        """Return whether the calling thread is in this state."""
+        # Field by field: every call of a block asks.
+        grad, inference, autocast, hooks = self
+        return (
+            grad is torch.is_grad_enabled()
+            and inference is torch.is_inference_mode_enabled()
+            and autocast == _autocast(device)
+            and hooks == _hooks()
+        )
+
+    def check(self, device: torch.device, line: str) -> None:
+        """Refuse a thread that is in another state at a line of the user's code.
+
+        Raises:
+            RuntimeError: Names what has changed, such as ``grad mode from True to False``.
+        """
+        if self.holds(device):
+            return
+        names = ("grad mode", "inference mode", "autocast", "the hooks on saved tensors")
+        changed = ", ".join(
+            f"{name} from {before} to {after}"
+            for name, before, after in zip(names, self, ForwardState.now(device), strict=True)
+            if before != after
+        )
+        raise RuntimeError(
+            "all blocks of a pipeline run in the same state of the thread: at "
+            f"{line} it changes {changed}. Set it around the whole model, or within a block. A "
+            "torch.utils.checkpoint around blocks is not needed, since the pipeline has "
+            "activation_checkpointing: leave it out, or write use_reentrant=False."
+        )
+
+
+def _autocast(device: torch.device) -> Any:
+    cpu = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    kind = device.type
+    if kind == "cpu" or kind == "meta":
+        return cpu
+    return cpu, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+def _hooks() -> Any:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None or _is_checkpoint(hooks) else hooks
+
+
+def unchecked() -> AbstractContextManager[Any]:
+    """Return a ``with`` block in which ``torch.utils.checkpoint`` does not pack saved tensors.
+
+    A checkpoint around the last block would run that block again in backward, outside of its
+    pipeline.
+    """
+    if not _is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+        return nullcontext()
+    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
+
+
+def _is_checkpoint(hooks: Any) -> bool:
+    return getattr(hooks and hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -1,0 +1,96 @@
+"""Runs the program of a recording, and turns the placeholders still in use into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.data import whole
+from lightning_gpipe.core.frontends.frontend import RunProgram
+from lightning_gpipe.core.frontends.module_list.blocks import running
+from lightning_gpipe.core.frontends.module_list.forward_state import unchecked
+from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
+from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder, become
+from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
+from lightning_gpipe.core.programs import Program, Step, Value
+
+
+def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
+    """Run the program of a recording in n stages, and make its placeholders tensors.
+
+    Placeholders that nothing refers to any more are not computed for the caller.
+
+    Raises:
+        RuntimeError: If a value in use has no rows.
+    """
+    wanted = {placeholder.number: placeholder for placeholder in recording.alive}
+    program = _program(recording, wanted, n)
+    inputs = (recording.inputs[number] for number in program.inputs)
+    arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
+    with unchecked(), running():
+        values = run(program, arguments, chunks=1 if recording.single else None)
+    names = {number: recording.tape.steps[number].name for number in wanted}
+    rows, single = recording.rows, recording.single
+    recording.remember()
+    recording.end("The pipeline of these blocks has run, without this value.")
+    for (number, placeholder), value in zip(wanted.items(), values, strict=True):
+        merged = value if single else _restore(value, placeholder.leaf, rows, names[number])
+        become(placeholder, merged.view_as(merged))  # autograd may have saved the tensor itself
+
+
+def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int) -> Program:
+    """Return the program of a recording that returns these values."""
+    tape, single = recording.tape, recording.single
+    key = single, tuple(wanted)
+    if key not in tape.programs:
+        steps = list(tape.steps.values())
+        outputs: list[int] = []
+        for number, placeholder in wanted.items():
+            merging = None if single else _merging(placeholder.leaf)
+            if merging is not None:
+                run, *more = merging
+                output, step = tape.count + len(outputs), tape.steps[number]
+                args = (Value(number), *more)
+                steps.append(Step(run, args, output, step.stage, {}, step.name, step.line))
+                number = output
+            outputs.append(number)
+        inputs = list(recording.inputs)
+        tape.keep(key, Program(steps, inputs=inputs, outputs=outputs, n=n))
+    return tape.programs[key]
+
+
+def _merging(leaf: TensorLeaf) -> tuple[Any, ...] | None:
+    """Return a function that makes a value mergeable, and its further arguments; None if it is.
+
+    A value with several entries per row gets one entry per row; one without rows is marked.
+    """
+    if leaf.reading in (None, 1):
+        return None
+    if leaf.dims == 0:
+        return torch.unsqueeze, 0
+    return (whole,) if leaf.reading == WHOLE else (torch.unflatten, 0, (-1, leaf.reading))
+
+
+def _restore(value: Tensor, leaf: TensorLeaf, rows: int, name: str) -> Tensor:
+    """Return the tensor that a placeholder stands for, made of the merged value."""
+    if leaf.dims == 0:
+        if value.numel() != 1:
+            raise RuntimeError(
+                "what a block returns must have a row for each row of its input, if it is used "
+                f"after the last block: got a 0-dim tensor of {name}, another one for each "
+                "micro-batch. Return a tensor with rows, or hand it out with "
+                "lightning_gpipe.loss_term."
+            )
+        return value.squeeze(0)
+    if leaf.reading == WHOLE:
+        return value
+    if value.size(0) != rows:
+        raise RuntimeError(
+            "what a block returns must have the rows of its input in dim 0, if it is used after "
+            f"the last block: got {value.size(0)} rows of {name} for {rows}."
+        )
+    return value if leaf.reading == 1 else value.flatten(0, 1)

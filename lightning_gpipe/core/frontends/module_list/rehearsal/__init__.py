@@ -1,0 +1,1 @@
+"""Runs calls on a few rows, to learn what they return and which arguments have rows."""

@@ -1,0 +1,238 @@
+"""Runs calls on a few rows, to learn what they return and how their arguments are cut.
+
+Most arguments are cut as their shapes say. Where a shape allows two readings, both are tried: an
+attention mask of shape (rows, 1, length, length), passed whole to two rows, does not run; nor does
+a table of positions that happens to have as many entries as there are rows, when it is cut. If both
+run and return the same, the argument has no influence. If they return different results, nothing
+can tell which is meant, and the user must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, count
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
+    WithoutEffects,
+    deep_copy,
+    fingerprint,
+)
+from lightning_gpipe.core.frontends.module_list.rehearsal.samples import few_of
+from lightning_gpipe.core.frontends.module_list.tape.arguments import (
+    WHOLE,
+    Arguments,
+    Path,
+    Reading,
+    first_reading,
+)
+from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
+from lightning_gpipe.core.frontends.module_list.tape.results import (
+    Result,
+    equal,
+    with_returned_arguments,
+)
+from lightning_gpipe.core.layout import is_user_object
+
+_MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
+
+Readings = Mapping[Path, Reading]
+
+
+class Doubt(ValueError):
+    """Raised for an argument that may be cut or not."""
+
+
+class Trial(NamedTuple):
+    """The result of a call on a few rows, and the arguments that it changed."""
+
+    result: Any
+    filled_objects: frozenset[Path]
+    edited_tensors: frozenset[Path]  # from outside
+
+
+class Rehearsal:
+    """One call of a new kind, run on ``few`` of the mini-batch's ``rows``; on all if that is None.
+
+    ``sample`` returns the value of a placeholder for these few rows.
+    """
+
+    def __init__(
+        self,
+        call: RecordedCall,
+        arguments: Arguments,
+        rows: int,
+        few: int | None,
+        sample: Callable[[Placeholder], Tensor],
+    ) -> None:
+        self._call = call
+        self._arguments = arguments
+        self._rows, self._few = rows, few
+        self._sample = sample
+        self._leaves = dict(arguments.leaves)
+
+    def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:
+        """Run the call, and return what is known of its kind then.
+
+        Args:
+            readings: How the tensors from outside are cut, as far as it is known.
+            unknown: The tensors of which it is not known.
+
+        Raises:
+            ValueError: If arguments have several readings that make a difference.
+            BaseException: What the call raises with all of them, with a note.
+        """
+        sizes = self._sizes_beside_rows() if unknown else frozenset()
+        first = {path: first_reading(self._leaves[path], self._rows, sizes) for path in unknown}
+        readings = {**readings, **first}
+        try:
+            trial = self._run(readings)
+        except Exception as error:
+            trial, readings = self._with_others(readings, unknown, error)
+        else:
+            for path in unknown:
+                if self._needs_other(readings, path):
+                    readings = self._flipped(readings, [path])
+                    trial = self._run(readings)
+        result = Result.of(trial.result, self._few)
+        learned_readings = {path: readings[path] for path in unknown}
+        return Knowledge(result, learned_readings, trial.filled_objects), trial
+
+    def _sizes_beside_rows(self) -> frozenset[int]:
+        """The sizes of the dims of all arguments but the first ones."""
+        leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
+        tensors = (self._sample(x) if isinstance(x, Placeholder) else x for x in leaves)
+        return frozenset(size for x in tensors for size in x.shape[1:])
+
+    def _flipped(self, readings: Readings, paths: Iterable[Path]) -> dict[Path, Reading]:
+        """The readings with the other one for some arguments."""
+        others = {
+            path: WHOLE if readings[path] else self._leaves[path].size(0) // self._rows
+            for path in paths
+        }
+        return {**readings, **others}
+
+    def _with_others(
+        self, readings: Readings, unknown: Sequence[Path], error: Exception
+    ) -> tuple[Trial, Readings]:
+        """The result with the only other readings that run, and these."""
+        for choices in _flips(unknown):
+            ways = [self._flipped(readings, paths) for paths in choices]
+            trials = [(trial, way) for way in ways if (trial := self._attempt(way)) is not None]
+            if trials and all(equal(trial.result, trials[0][0].result) for trial, _ in trials):
+                return trials[0]
+            if trials:
+                raise self._doubt([p for p in unknown if len({way[p] for _, way in trials}) > 1])
+        raise self._failure(error, readings) from error.__cause__
+
+    def _needs_other(self, readings: Readings, path: Path) -> bool:
+        """Return True if only the other reading of an argument is right, though these run.
+
+        Raises:
+            Doubt: If both run and make a difference.
+        """
+        # A block may count the rows of all its input together, as in `x.view(rows, -1, width)`. So
+        # neither reading runs by chance, the number of rows is one that divides no such count.
+        few = next(k for k in count(2) if max(self._leaves[path].numel(), 1) % k)
+        other = self._attempt(self._flipped(readings, [path]), few)
+        if other is None:
+            return False
+        first = self._attempt(readings, few)
+        if first is not None and not equal(first.result, other.result):
+            raise self._doubt([path])
+        return first is None
+
+    def _attempt(self, readings: Readings, few: int | None = None) -> Trial | None:
+        """Run the call; return None if it raises an error."""
+        try:
+            return self._run(readings, few)
+        except Exception:
+            return None
+
+    def _run(self, readings: Readings, few: int | None = None) -> Trial:
+        """Run the call on a few rows of everything; on another number of them than usual."""
+        few = few or self._few
+        device = self._call.device
+        copies: dict[Path, tuple[Any, Any]] = {}
+
+        def copy_of(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, Placeholder):
+                rows = self._few or self._rows
+                sample = few_of(self._sample(leaf), leaf.leaf.reading or WHOLE, rows, few)
+                return sample.to(device, copy=True)
+            if isinstance(leaf, Tensor):
+                copy = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
+            elif is_user_object(leaf):
+                copy = deep_copy(leaf)
+            else:
+                return leaf
+            copies[path] = copy, fingerprint(copy)
+            return copy
+
+        objects = [path for path, _ in self._arguments.objects]
+        with WithoutEffects(self._call.modules, device):
+            leaves = self._arguments.leaves
+            args, kwargs = self._arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
+            result = self._call.run(*args, **kwargs)
+            changes = {path for path, (x, before) in copies.items() if fingerprint(x) != before}
+            result = with_returned_arguments(result, [(path, copies[path][0]) for path in objects])
+        filled_objects = frozenset(changes & set(objects))
+        return Trial(result, filled_objects, frozenset(changes - filled_objects))
+
+    def _failure(self, error: Exception, readings: Readings) -> Exception:
+        """The error to raise for a call's error: the same with a note, or one about its rows."""
+        all_whole = dict.fromkeys(readings, WHOLE)
+        placeholders = any(isinstance(leaf, Placeholder) for leaf in self._leaves.values())
+        if self._few is None or placeholders or self._attempt(all_whole) is None:
+            return self._with_note(error, readings)
+        cut = self._shapes_of(path for path, reading in readings.items() if reading != WHOLE)
+        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
+        return ValueError(
+            "the rows of what a block is called with must be in dim 0, so that it can be cut: "
+            f"{self._call} runs on all {self._rows} rows, and on {self._few} of them it raises "
+            f"{type(error).__name__}: {_first_line(error)}. Cut was {cut}; whole was "
+            f"{whole or 'nothing'}. A model whose sequence comes before its rows cannot be cut in "
+            "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
+            "lightning_gpipe."
+        )
+
+    def _with_note(self, error: Exception, readings: Readings) -> Exception:
+        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
+        few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
+        uncut = f" What is given whole to every micro-batch: {whole}." if whole else ""
+        add_note(
+            error,
+            f"raised when {self._call} was tried{few}, before it runs in micro-batches. The rows "
+            f"of tensors must be in dim 0.{uncut}",
+        )
+        return error
+
+    def _doubt(self, paths: Sequence[Path]) -> Doubt:
+        shapes = ", ".join(str(tuple(self._leaves[path].shape)) for path in paths)
+        return Doubt(
+            f"it must be clear whether the rows of an argument of {self._call} are those of the "
+            f"mini-batch: got {self._call.titles(paths)} of shape {shapes} with {self._rows} rows, "
+            "and both readings run, with different results. Write whole(tensor), from "
+            "lightning_gpipe, for one that every micro-batch needs as a whole; give one with rows "
+            "the number of rows, and nothing else, in dim 0."
+        )
+
+    def _shapes_of(self, paths: Iterable[Path]) -> str:
+        shapes = [(self._call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
+        return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".")
+
+
+def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:
+    """Yield the arguments to read otherwise: each alone, then pairs, then all."""
+    for k in range(1, min(_MOST_FLIPPED, len(paths)) + 1):
+        yield list(combinations(paths, k))
+    if len(paths) > _MOST_FLIPPED:
+        yield [tuple(paths)]

@@ -1,0 +1,158 @@
+"""The values of a recording for a few rows, computed on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.frontends.module_list.rehearsal.effects import WithoutEffects, deep_copy
+from lightning_gpipe.core.frontends.module_list.tape.arguments import (
+    WHOLE,
+    Path,
+    Reading,
+    leaves_in,
+    map_leaves,
+)
+from lightning_gpipe.core.frontends.module_list.tape.call_pattern import is_plain
+from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
+from lightning_gpipe.core.layout import is_user_object
+from lightning_gpipe.core.programs import Step, Value
+
+# Runs a function in the process of a stage; returns its result, in all processes.
+Rehearse = Callable[[int, Callable[[], Any]], Any]
+
+_SHAPES = 1000  # that are kept of a kind of call
+
+
+def only_here(stage: int, function: Callable[[], Any]) -> Any:
+    """Run the function: :data:`Rehearse` for a pipeline in one process."""
+    return function()
+
+
+def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tensor:
+    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None."""
+    tensor = tensor.detach()
+    if reading == WHOLE or few is None:
+        return tensor
+    # The last ones: a block may take the first entries of a table, and must not get the same ones
+    # of a table that is cut.
+    chosen = [(k - few) % rows for k in range(few)]
+    return tensor.unflatten(0, (rows, reading))[chosen].flatten(0, 1)
+
+
+class Samples:
+    """The values of one recording for ``few`` of its rows; for all if that is None.
+
+    Args:
+        tape: The tape of the recording; it may grow.
+        inputs: The tensors from outside by number, and how they are cut.
+        rows: The number of rows.
+        rehearse: Runs calls of a stage, for all processes.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        inputs: Mapping[int, tuple[Tensor, Reading]],
+        rows: int,
+        rehearse: Rehearse = only_here,
+    ) -> None:
+        self.tape = tape
+        self._inputs, self._rows, self.rehearse = inputs, rows, rehearse
+        self.few: int | None = None
+        if rows > 1:
+            self.few = 3 if rows == 2 else 2  # so that a whole tensor does not fit
+        self._values: dict[int, Any] = {}
+        self._values_of_kinds: dict[Any, Any] = {}
+
+    def __getitem__(self, number: int) -> Any:
+        if number not in self._values:
+            self._values[number] = self._compute(number)
+        return self._values[number]
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        self._values[number] = value
+        if number in self.tape.calls:
+            self._values_of_kinds[self._kind(number)] = value
+
+    def shape_of(self, number: int) -> torch.Size:
+        """Return the shape of a value for the whole mini-batch."""
+        if number in self._inputs:
+            return self._inputs[number][0].shape
+        if number not in self.tape.sources:  # made of an input
+            return self._scaled(self[number].shape, 1)
+        source, k = self.tape.sources[number]
+        _, knowledge = self.tape.calls[source]
+        step = self.tape.steps[source]
+        leaves = leaves_in((step.args, dict(step.kwargs)))
+        key = tuple(
+            self.shape_of(x.number) if isinstance(x, Value) else repr(x) if is_plain(x) else None
+            for _, x in leaves
+        )
+        if key not in knowledge.shapes:
+            if len(knowledge.shapes) >= _SHAPES:
+                knowledge.shapes.clear()
+            sample = self[source]
+            values = [sample] if knowledge.result.single else sample
+            pairs = zip(values, knowledge.result.leaves, strict=True)
+            knowledge.shapes[key] = [
+                self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
+                for x, leaf in pairs
+            ]
+        shape = knowledge.shapes[key][k]
+        assert shape is not None, "placeholders stand for tensors"
+        return shape
+
+    def take_all(self) -> None:
+        """Compute all rows from now on."""
+        self.few = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._values, self._values_of_kinds = {}, {}
+
+    def _compute(self, number: int) -> Any:
+        if number in self._inputs:
+            tensor, reading = self._inputs[number]
+            # An input with several entries per row is stored by rows: see OutsideTensors.
+            return few_of(tensor, min(reading, 1), self._rows, self.few)
+        step = self.tape.steps[number]
+        if number not in self.tape.calls:
+            return step({value: self[value] for value in step.needs})
+        kind = self._kind(number)
+        if kind not in self._values_of_kinds:
+            self._values_of_kinds[kind] = self._run(step, self.tape.calls[number][0])
+        return self._values_of_kinds[kind]
+
+    def _run(self, step: Step, call: RecordedCall) -> Any:
+        def sample(path: Path, leaf: Any) -> Any:
+            if isinstance(leaf, Value):
+                return self[leaf.number].to(call.device, copy=True)
+            return deep_copy(leaf) if is_user_object(leaf) else leaf
+
+        args, kwargs = map_leaves(sample, (step.args, dict(step.kwargs)))
+
+        def run() -> Any:
+            with WithoutEffects(call.modules, call.device):
+                result = step.run(*args, **kwargs)
+                return result if step.then is None else step.then(result)
+
+        return self.rehearse(call.stage, run)
+
+    def _kind(self, number: int) -> tuple[int, tuple[torch.Size, ...]]:
+        """Equal for calls that return values of the same shapes."""
+        step = self.tape.steps[number]
+        leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
+        shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
+        return id(self.tape.calls[number][1]), shapes
+
+    def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
+        if not reading or self.few is None:
+            return shape
+        return torch.Size([reading * self._rows, *shape[1:]])

@@ -1,0 +1,1 @@
+"""The tape of one forward: its calls, their arguments and results, and placeholders for these."""

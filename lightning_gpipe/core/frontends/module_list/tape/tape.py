@@ -1,0 +1,165 @@
+"""One forward's calls of its blocks, without tensors.
+
+Most often the next forward does the same. So it follows the tape of an earlier one: as long as the
+arguments of its calls are the same, nothing need be learned about them, and there is a program
+already. With the first call that differs it goes on by itself, from a copy of what it has followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import itemgetter
+from typing import Any
+
+from lightning_gpipe.core.frontends.module_list.tape.arguments import Arguments, leaves_in
+from lightning_gpipe.core.frontends.module_list.tape.call_pattern import (
+    OutsideTensor,
+    Pattern,
+    pattern_of,
+)
+from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Knowledge,
+    RecordedCall,
+    checked_result,
+)
+from lightning_gpipe.core.frontends.module_list.tape.results import Result, TensorLeaf
+from lightning_gpipe.core.programs import Program, Step, Value
+
+_PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
+_TAPES = 16  # that are kept of a history: one for each kind of arguments of the first block
+
+
+@dataclass(frozen=True)
+class TapeEntry:
+    """One recorded call.
+
+    Its arguments have a Value for a placeholder, and an :class:`OutsideTensor` for a tensor from
+    outside.
+    """
+
+    call: RecordedCall
+    arguments: Any
+    knowledge: Knowledge
+    numbers: Sequence[int]  # of the values of the leaves that it returns
+    count: int  # of values on the tape after it
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, Pattern]:
+        """The functions that compare the args of another call with these, and its kwargs."""
+        args, kwargs = self.arguments
+        return pattern_of(args), pattern_of(kwargs)
+
+    @property
+    def outside(self) -> Iterator[OutsideTensor]:
+        """The tensors from outside among its arguments."""
+        return (leaf for _, leaf in leaves_in(self.arguments) if type(leaf) is OutsideTensor)
+
+
+class Tape:
+    """The recorded calls of a forward, in order.
+
+    Attributes:
+        steps: The steps of calls, and those that prepare their arguments, by the results' numbers.
+        calls: Of the steps that are calls: the call, and the knowledge about its kind.
+        sources: The call of each value that is a leaf of a result, and the index of the leaf.
+        programs: Programs of all of it, by what they return.
+        count: The number of values.
+        closed: Whether a program was made of it: it does not change any more.
+        reusable: Whether another forward may follow it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[TapeEntry] = []
+        self.steps: dict[int, Step] = {}
+        self.calls: dict[int, tuple[RecordedCall, Knowledge]] = {}
+        self.sources: dict[int, tuple[int, int]] = {}
+        self.programs: dict[Hashable, Program] = {}
+        self.count = 0
+        self.closed = False
+        self.reusable = True
+
+    def new(self) -> int:
+        """Return the number of a new value."""
+        self.count += 1
+        return self.count - 1
+
+    def add(
+        self,
+        call: RecordedCall,
+        arguments: Arguments,
+        leaves: Sequence[Any],
+        knowledge: Knowledge,
+    ) -> int:
+        """Add a call, whose arguments have these leaves on the tape; return its result's number."""
+        values = (Value(leaf.number) if type(leaf) is OutsideTensor else leaf for leaf in leaves)
+        args, kwargs = arguments.with_leaves(values)
+        number, objects = self.new(), arguments.objects
+        check = partial(checked_result, call.name, knowledge.result, objects)
+        self.steps[number] = Step(
+            call.run, args, number, call.stage, kwargs, call.name, call.line, check
+        )
+        self.calls[number] = call, knowledge
+        numbers = self._pick(number, call, knowledge.result)
+        entry = TapeEntry(call, arguments.with_leaves(leaves), knowledge, numbers, self.count)
+        self.entries.append(entry)
+        if objects:  # which live as long as their forward, and are others in the next
+            self.reusable = False
+        return number
+
+    def _pick(self, source: int, call: RecordedCall, result: Result) -> list[int]:
+        """The numbers of the leaves of a result."""
+        numbers = []
+        for k, leaf in enumerate(result.leaves):
+            number = source
+            if isinstance(leaf, TensorLeaf):
+                if not result.single:
+                    number = self.new()
+                    name = f"{call.name}[{k}]"
+                    args = (Value(source),)
+                    self.steps[number] = Step(
+                        itemgetter(k), args, number, call.stage, {}, name, call.line
+                    )
+                self.sources[number] = source, k
+            numbers.append(number)
+        return numbers
+
+    def until(self, k: int) -> Tape:
+        """Return an open tape with the first k calls."""
+        tape = Tape()
+        tape.entries = self.entries[:k]
+        tape.count = count = tape.entries[-1].count if k else 0
+        tape.steps = {number: step for number, step in self.steps.items() if number < count}
+        tape.calls = {number: call for number, call in self.calls.items() if number < count}
+        tape.sources = {number: source for number, source in self.sources.items() if number < count}
+        return tape
+
+    def keep(self, key: Hashable, program: Program) -> None:
+        """Keep a program, and close the tape."""
+        self.closed = True
+        if len(self.programs) >= _PROGRAMS:
+            self.programs.clear()
+        self.programs[key] = program
+
+
+class History:
+    """The knowledge and the tapes of earlier forwards, in one state of the thread.
+
+    Attributes:
+        knowledge: The knowledge about each kind of call.
+    """
+
+    def __init__(self) -> None:
+        self.knowledge: dict[Hashable, Knowledge] = {}
+        self._tapes: dict[Hashable, Tape] = {}
+
+    def tape(self, first: Hashable) -> Tape:
+        """Return the tape to follow for a forward with a first call of this kind, or a new one."""
+        return self._tapes.get(first) or Tape()
+
+    def keep(self, first: Hashable, tape: Tape) -> None:
+        """Keep the tape of a forward with a first call of this kind, in place of an earlier one."""
+        if len(self._tapes) >= _TAPES and first not in self._tapes:
+            self._tapes.clear()
+        self._tapes[first] = tape

@@ -1,0 +1,181 @@
+"""The front-end for an nn.Sequential, the shortest one: its layers one after another.
+
+The layers of nested nn.Sequentials count one by one. The program is the same for each call. The
+layers get the batch as the user made it, and the user's code gets what the last one returns.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from lightning_gpipe.core.balance import parameter_costs
+from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.install import (
+    InstalledForward,
+    check_free,
+    install,
+    own_forward_of,
+)
+from lightning_gpipe.core.layout import (
+    Partition,
+    balance_of_layers,
+    check_sequential,
+    cut,
+    groups_of,
+    has_own_forward,
+    hooks_of,
+    layers_of,
+)
+from lightning_gpipe.core.programs import Program, chain
+
+
+class Layers(Frontend):
+    """Runs the layers of an nn.Sequential.
+
+    Args:
+        model: The user's model.
+        path: The path of the nn.Sequential in it; empty if it is the model.
+    """
+
+    takes_batch = True
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        super().__init__(model)
+        module = model.get_submodule(path)
+        assert isinstance(module, nn.Sequential)
+        self._path = path
+        self._prefix = f"{path}." if path else ""
+        self._module = module
+        self._name = f"{type(model).__name__}.{path}" if path else "module"
+        self._partitions: list[Partition] = []
+        self._program: Program
+        self._processes: OwnerProcesses | None = None
+        self._installed: InstalledForward | None = None
+        # At the latest :meth:`install`, for :meth:`_check_same`.
+        self._layers: dict[str, nn.Module] = {}
+        self._groups: dict[str, nn.Module] = {}
+        self._children: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = []
+        self._hooks: list[dict[int, Any]] = []
+
+    @property
+    @override
+    def owner(self) -> nn.Module:
+        return self._module
+
+    @property
+    @override
+    def own(self) -> Sequence[nn.Parameter]:
+        return [each for each in self._module._parameters.values() if each is not None]
+
+    @property
+    @override
+    def units(self) -> Sequence[str]:
+        return [self._prefix + path for path in layers_of(self._module)]
+
+    @override
+    def costs(self) -> list[int]:
+        return parameter_costs(layers_of(self._module).values())
+
+    @override
+    def in_units(self, balance: Sequence[int]) -> Sequence[int]:
+        return balance_of_layers(self._module, balance)
+
+    @override
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        check_free(self._module, self._name)
+        check_sequential(self._module, self._name)
+        self._partitions = cut(self._module, balance, self._name, self._prefix)
+        return self._partitions
+
+    @override
+    def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
+        self._layers, self._groups = layers_of(self._module), groups_of(self._module)
+        containers = [self._module, *self._groups.values()]
+        self._children = [(each, tuple(each._modules.values())) for each in containers]
+        self._hooks = [hooks for group in self._groups.values() for hooks in hooks_of(group)]
+        self._program = chain(zip(x.layers, x.titles, strict=True) for x in self._partitions)
+        self._processes = processes
+        if self._path:
+            self._installed = install(self._module, partial(self._forward, run), self._name)
+
+    @override
+    def call(self, run: RunProgram, /, *args: Any, **kwargs: Any) -> Any:
+        if self._path:
+            return super().call(run, *args, **kwargs)
+        return self._forward(run, *args, **kwargs)
+
+    def _forward(self, run: RunProgram, input: Any) -> Any:
+        try:
+            self._check_same()
+        except RuntimeError as error:
+            if self._processes is not None:
+                self._processes.tell(error)  # the user's code may catch it
+            raise
+        [output] = run(self._program, [input], stacked=True)
+        return output
+
+    @override
+    def remove(self) -> None:
+        if self._installed is not None:
+            self._installed.remove()
+
+    @override
+    def plain(self) -> AbstractContextManager[None]:
+        return own_forward_of(self._module)
+
+    def _check_same(self) -> None:
+        """Raise if the module has other layers than those that were cut; each mini-batch asks."""
+        for module, children in self._children:
+            modules = module._modules.values()
+            if len(modules) != len(children) or not all(map(is_, modules, children)):
+                self._check_layers()
+        for group in self._groups.values():
+            if "forward" in vars(group):
+                self._check_groups()
+        if any(self._hooks):
+            self._check_groups()
+
+    def _check_layers(self) -> None:
+        layers = layers_of(self._module)
+        if len(layers) != len(self._layers):
+            raise RuntimeError(
+                "the layers of a pipeline must stay the same: it was set up for "
+                f"{len(self._layers)} and has {len(layers)} now. Add or remove layers before setup."
+            )
+        for before, (path, layer) in zip(self._layers.values(), layers.items(), strict=True):
+            if layer is not before:
+                raise RuntimeError(
+                    f"the layers of a pipeline must stay the same objects: layer {path!r} was "
+                    f"{type(before).__name__} when it was set up and is another "
+                    f"{type(layer).__name__} now. Replace layers before setup."
+                )
+
+    def _check_groups(self) -> None:
+        """Refuse what a group got since setup and the pipeline, which never calls it, leaves out.
+
+        Without gradients hooks are only warned of: a summary of the model registers some for one
+        forward.
+        """
+        forwards = [path for path, group in self._groups.items() if has_own_forward(group)]
+        hooked = [path for path, group in self._groups.items() if any(hooks_of(group))]
+        if not forwards and not hooked:
+            return
+        message = (
+            f"the nested Sequentials of {self._name} must stay without a forward and hooks of "
+            f"their own, because a pipeline runs their layers one by one: got "
+            f"{'a forward' if forwards else 'hooks'} on {', '.join(map(repr, forwards or hooked))} "
+            "since setup. Register hooks on a layer, or before setup: such a Sequential is one "
+            "layer."
+        )
+        if forwards or torch.is_grad_enabled():
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=2)

@@ -1,0 +1,113 @@
+"""The kinds of call of a module: which of its arguments are tensors, and the values of the others.
+
+A graph is traced for one kind of call: a tensor is a value in it, and everything else a constant.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from lightning_gpipe.core.data import FlatTree, holds_tensor, is_whole, tree_flatten, tree_unflatten
+from lightning_gpipe.core.frontends.traced.traced_values import ValueKind
+
+
+@dataclass(frozen=True)
+class Argument:
+    """Stands for an argument that is a value of the graph.
+
+    Attributes:
+        kind: The kind of the value.
+        whole: Whether every micro-batch gets it whole.
+        certain: False if the kind is an assumption.
+    """
+
+    kind: ValueKind
+    whole: bool = False
+    certain: bool = True
+
+
+class CallKind:
+    """The structure of a call's arguments, with an :class:`Argument` for each value."""
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._spec = tree_flatten((tuple(args), kwargs))
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[CallKind, list[Tensor]]:
+        """Return the kind of a call, and the tensors that are its values."""
+        kind = cls(args, kwargs)
+        tensors = [leaf for leaf in kind._leaves if isinstance(leaf, Tensor)]
+        kind._leaves = [
+            Argument(ValueKind.TENSOR, is_whole(leaf)) if isinstance(leaf, Tensor) else leaf
+            for leaf in kind._leaves
+        ]
+        return kind, tensors
+
+    @classmethod
+    def required(cls, forward: Callable[..., Any]) -> CallKind:
+        """Return the kind of a call with the required arguments of ``forward`` only."""
+        parameters = inspect.signature(forward).parameters.values()
+        required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+        return cls(
+            [_expected(parameter) for parameter in required if parameter.kind in _POSITIONAL],
+            {p.name: _expected(p) for p in required if p.kind is p.KEYWORD_ONLY},
+        )
+
+    @property
+    def inputs(self) -> list[Argument]:
+        """The arguments that are values, in order."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, Argument)]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, CallKind)
+            and self._spec == other._spec
+            and all(map(_equal, self._leaves, other._leaves))
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(type, self._leaves)))
+
+    def call(self, forward: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """Call ``forward`` with ``values`` for the arguments that are values."""
+        rest = iter(values)
+        leaves = [next(rest) if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(FlatTree(leaves, self._spec))
+        return forward(*args, **kwargs)
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check_constants(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    """Refuse lists and arrays with an entry for each row, which would go to every micro-batch."""
+    rows = {x.size(0) for x in tensors if x.dim() and not is_whole(x)} - {1}
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        listed = isinstance(value, list | np.ndarray) or (
+            isinstance(value, tuple) and all(isinstance(entry, str) for entry in value)
+        )
+        if listed and len(value) in rows and not is_whole(value) and not holds_tensor(value):
+            raise ValueError(
+                "an argument of a traced forward must be a tensor to be cut into micro-batches: "
+                f"got {type(value).__name__} with an entry for each of the {len(value)} rows as "
+                f"argument {name!r}. Pass a tensor, or write whole(...), from lightning_gpipe, if "
+                "every micro-batch needs all of it."
+            )
+
+
+def _expected(parameter: inspect.Parameter) -> Argument:
+    is_tensor = parameter.annotation in (parameter.empty, Tensor, "Tensor", "torch.Tensor")
+    return Argument(ValueKind.TENSOR if is_tensor else ValueKind.UNKNOWN, certain=False)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    by_value = isinstance(one, Argument | bool | int | float | complex | str | bytes)
+    return one is other or (by_value and one == other)

@@ -1,0 +1,153 @@
+"""The partitions of a traced module, and the tensors that their stages read.
+
+A partition has the outermost modules that are wholly of its stage. Parameters and buffers that a
+forward reads itself, such as the ``cls_token`` of a vision transformer, belong to modules that are
+on several stages. So a stage that reads one has a small module that holds the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
+from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.layout import Partition
+
+
+class TensorHolder(nn.Module):
+    """Holds a parameter, or all buffers, of another module."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        super().__init__()
+        if name in owner._parameters:
+            self.register_parameter(name, owner._parameters[name])
+        else:
+            self._buffers = owner._buffers  # what replaces one, such as .to(), does so in both
+
+
+class StageModules:
+    """The modules of each stage, as cut by ``graphs``; the stage of each is added to ``own``.
+
+    Attributes:
+        partitions: The partition of each stage, with names that begin with ``prefix``.
+    """
+
+    def __init__(self, graphs: Sequence[CallGraph], own: Ownership, prefix: str = "") -> None:
+        self._root = graphs[0].root
+        self.own = own
+        self._readers = _readers(graphs, own)
+        self._modules: list[dict[str, nn.Module]] = [{} for _ in range(own.n)]
+        self._place("", self._root)
+        for j in range(own.n):
+            self._add_borrowed(j)
+        self.partitions = self._partitions(graphs, prefix)
+        for partition in self.partitions:
+            for layer in partition.layers:
+                own.owners.update(dict.fromkeys(layer.modules(), partition.index))
+
+    def slot(self, path: str, j: int) -> tuple[int, nn.Module, str] | None:
+        """Find the parameter or buffer at a path in the latest stage until ``j`` that has it.
+
+        Returns the stage, the module in it, and the name of the tensor in the module.
+        """
+        owner, name = _parent(self._root, path)
+        for partition in reversed(self.partitions[: j + 1]):
+            for layer in partition.layers:
+                for module in layer.modules():
+                    if local := _name_in(module, owner, name):
+                        return partition.index, module, local
+        return None
+
+    def _place(self, path: str, module: nn.Module) -> None:
+        stages = self._stages(path, module)
+        if path and len(stages) == 1:
+            self._modules[stages.pop()][path] = module
+            return
+        if path and not stages:
+            if any(True for _ in (*module.parameters(), *module.buffers())):
+                self._modules[-1][path] = module
+            return
+        for name, child in module._modules.items():
+            placed = (other for modules in self._modules for other in modules.values())
+            if child is not None and all(child is not other for other in placed):
+                self._place(f"{path}.{name}" if path else name, child)
+        self._hold(path, module)
+
+    def _hold(self, path: str, module: nn.Module) -> None:
+        """Make holders of the tensors of a module that is on several stages."""
+        last = self.own.n - 1
+        inner = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                for j in sorted(self._readers.get(f"{inner}{name}", {last})):
+                    self._modules[j][f"{inner}{name}"] = TensorHolder(module, name)
+        buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
+        if buffers:
+            stages = [j for name in buffers for j in self._readers.get(f"{inner}{name}", ())]
+            first = min(stages, default=last)
+            self._modules[first][f"{inner}{buffers[0]}"] = TensorHolder(module, buffers[0])
+
+    def _stages(self, path: str, module: nn.Module) -> set[int]:
+        """Return the stages that have a layer in ``module``, or read a tensor of it."""
+        owners = self.own.owners
+        if module in owners:
+            return {owners[module]}
+        inner = f"{path}." if path else ""
+        reading = (stages for name, stages in self._readers.items() if name.startswith(inner))
+        return {owners[m] for m in module.modules() if m in owners}.union(*reading)
+
+    def _add_borrowed(self, j: int) -> None:
+        """Add holders of parameters of other stages' modules, such as tied weights."""
+        here = {id(p) for module in self._modules[j].values() for p in module.parameters()}
+        for path, stages in self._readers.items():
+            owner, name = _parent(self._root, path)
+            parameter = owner._parameters.get(name)
+            if j in stages and parameter is not None and id(parameter) not in here:
+                here.add(id(parameter))
+                self._modules[j][path] = TensorHolder(owner, name)
+
+    def _partitions(self, graphs: Sequence[CallGraph], prefix: str) -> list[Partition]:
+        first, partitions = 0, []
+        order = {str(node.target): k for g in reversed(graphs) for k, node in enumerate(g.nodes)}
+        for j, modules in enumerate(self._modules):
+            paths = sorted(modules, key=lambda path: _first_use(path, order))
+            layers = tuple(modules[path] for path in paths)
+            partitions.append(Partition(j, first, layers, tuple(prefix + path for path in paths)))
+            first += len(paths)
+        return partitions
+
+
+def _name_in(module: nn.Module, owner: nn.Module, name: str) -> str | None:
+    if module._buffers is owner._buffers and name in owner._buffers:
+        return name
+    parameter = owner._parameters.get(name)
+    own = module._parameters.items() if parameter is not None else ()
+    return next((key for key, tensor in own if tensor is parameter), None)
+
+
+def _readers(graphs: Sequence[CallGraph], own: Ownership) -> dict[str, set[int]]:
+    """Return the stages that read each parameter or buffer in a step, by its path."""
+    readers: dict[str, set[int]] = {}
+    for graph in graphs:
+        stages = own.stages(graph)
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                used = {stages[user] for user in node.users if user in stages}
+                if node in graph.outputs:
+                    used.add(own.n - 1)
+                readers.setdefault(str(node.target), set()).update(used)
+    return {path: stages for path, stages in readers.items() if stages}
+
+
+def _first_use(path: str, order: Mapping[str, int]) -> int:
+    """Return the index of the first step in the graph that uses a path, or something in it."""
+    inner = f"{path}."
+    used = [k for name, k in order.items() if name == path or name.startswith(inner)]
+    return min(used, default=len(order))
+
+
+def _parent(root: nn.Module, path: str) -> tuple[nn.Module, str]:
+    outer, _, name = path.rpartition(".")
+    return root.get_submodule(outer), name

@@ -1,0 +1,232 @@
+"""The front-end for any module: its forward is traced, cut, and run as a program."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from typing_extensions import override
+
+from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.install import (
+    InstalledForward,
+    check_free,
+    check_recordable,
+    install,
+    own_forward_of,
+)
+from lightning_gpipe.core.frontends.traced.assumed import Assumed
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, trace
+from lightning_gpipe.core.frontends.traced.call_kinds import CallKind, check_constants
+from lightning_gpipe.core.frontends.traced.forward_modes import Modes
+from lightning_gpipe.core.frontends.traced.inplace_edits import rename
+from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
+from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
+from lightning_gpipe.core.frontends.traced.units import Unit, units_of
+from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.layout import Partition, check_balance
+
+_KINDS = 64  # the most programs in memory
+_MANY = 16  # the number of traces that is a surprise
+
+
+class Traced(Frontend):
+    """Traces a module's forward, once for each kind of call.
+
+    Args:
+        model: The user's model.
+        path: The module's path in it; empty if it is the model.
+
+    Raises:
+        UnsupportedForward: If its forward cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        super().__init__(model)
+        self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
+        self._prefix = f"{path}." if path else ""
+        self._module = module = model.get_submodule(path)
+        check_free(module, self._name)
+        self._warned: set[str] = set()
+        self._own_forward = module.__dict__.get("forward")
+        self._graphs = self._first_graphs()
+        units = units_of(self._graphs[0])
+        if not units:
+            raise UnsupportedForward(
+                f"{self._name} must call modules in its forward, between which it can be cut: got "
+                "none. Pipeline the module that holds it."
+            )
+        self._units = [f"{self._prefix}{unit.name}" for unit in units]
+        self._costs = list(_costs(self._graphs[0], units))
+        self._stage_modules: StageModules | None = None
+        self._programs = _Programs()
+        self._installed: InstalledForward | None = None
+
+    @property
+    @override
+    def owner(self) -> nn.Module:
+        return self._module
+
+    @property
+    @override
+    def units(self) -> Sequence[str]:
+        return self._units
+
+    @override
+    def costs(self) -> list[int]:
+        return self._costs
+
+    @override
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        try:
+            check_balance(balance, len(self._units), self._name)
+        except ValueError as error:
+            for module, why in self._graphs[0].whole.items():
+                error.add_note(f"{type(module).__name__} is one layer: {why}")
+            raise
+        self._programs = _Programs()  # programs of another cut are for other stages
+        own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
+        for graph in self._graphs[1:]:
+            own.extend(graph)
+        self._stage_modules = StageModules(self._graphs, own, self._prefix)
+        for graph in self._graphs:
+            lower(graph, self._stage_modules)  # refuses what cannot be cut there
+        return self._stage_modules.partitions
+
+    @override
+    def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_traced((args, kwargs), self._module.parameters()):
+                check_recordable(self._module)
+                return self._forward(*args, **kwargs)
+            try:
+                return self._run(run, args, kwargs)
+            except BaseException as error:
+                if processes is not None:
+                    processes.tell(error)
+                raise
+
+        self._installed = install(self._module, call, self._name)
+
+    @override
+    def remove(self) -> None:
+        if self._installed is not None:
+            self._installed.remove()
+
+    @override
+    def plain(self) -> AbstractContextManager[None]:
+        return own_forward_of(self._module, self._own_forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The forward without a pipeline."""
+        if self._own_forward is not None:
+            return self._own_forward
+        return MethodType(type(self._module).forward, self._module)
+
+    def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        assert self._stage_modules is not None, "it was cut"
+        kind, tensors = CallKind.of(args, kwargs)
+        program = self._programs.find(kind)
+        if _has_any_global_hook():
+            self._warn_once(
+                "hooks on all modules run with the layers of a traced forward only, and with none "
+                f"of the modules that hold them: {self._name} has been traced. Register hooks on "
+                "the modules that they are for."
+            )
+        if program is None:
+            check_constants(args, kwargs, tensors)
+            graph = self._trace(kind)
+            program = lower(graph, self._stage_modules)
+            assumed, shared = Assumed(self._module, graph.whole), self._stage_modules.own.shared
+            self._programs.add(kind, program, assumed, shared)
+        return program(run, tensors)
+
+    def _trace(self, kind: CallKind) -> CallGraph:
+        graph = rename(trace(self._module, self._forward, kind))
+        if graph.checkpointed:
+            self._warn_once(
+                "a pipeline does not run the activation checkpointing of a traced forward: left "
+                f"out at {graph.checkpointed}. It recomputes whole stages itself, as its own "
+                "activation_checkpointing says: switch that of the model off."
+            )
+        return graph
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=3)
+
+    def _first_graphs(self) -> list[CallGraph]:
+        """Trace training and, if possible, evaluation, with the required arguments only."""
+        kind = CallKind.required(self._forward)
+        with _training_as(self._module, True):
+            graphs = [self._trace(kind)]
+        with _training_as(self._module, False), suppress(UnsupportedForward):
+            graphs.append(self._trace(kind))
+        return graphs
+
+
+class _Programs:
+    """The programs of the kinds of call, each valid while its assumptions hold."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[Any, ...], tuple[Lowered, Assumed]] = {}
+        self._modules: dict[nn.Module, None] = {}  # whose training flags make a difference
+        self._traces = 0
+
+    def find(self, kind: CallKind) -> Lowered | None:
+        """Return the program of a kind of call, in the current modes."""
+        program, assumed = self._programs.get(self._key(kind), (None, None))
+        return program if assumed is not None and assumed.holds() else None
+
+    def add(
+        self, kind: CallKind, program: Lowered, assumed: Assumed, shared: Iterable[nn.Module]
+    ) -> None:
+        self._traces += 1
+        if self._traces == _MANY:
+            warnings.warn(
+                f"{type(assumed.modules[0]).__name__} has been traced {_MANY} times, once for each "
+                "kind of call: an argument that is no tensor, or an attribute that forward reads, "
+                "is another in every call. Pass a number that changes as a tensor.",
+                stacklevel=2,
+            )
+        modules = self._modules | dict.fromkeys([*assumed.modules, *shared])
+        if len(modules) > len(self._modules) or len(self._programs) >= _KINDS:
+            self._programs.clear()
+        self._modules = modules
+        self._programs[self._key(kind)] = program, assumed
+
+    def _key(self, kind: CallKind) -> tuple[Any, ...]:
+        return kind, tuple(module.training for module in self._modules), Modes.now()
+
+
+def _costs(graph: CallGraph, units: Sequence[Unit]) -> Iterator[int]:
+    """Yield the number of elements of the parameters of each unit that no earlier one has."""
+    seen: set[nn.Parameter] = set()
+    named = dict(graph.root.named_parameters())
+    for unit in units:
+        parameters = {p for call in unit.calls for p in graph.layer(call).parameters()}
+        reads = (str(source.target) for node in unit.nodes for source in node.all_input_nodes)
+        parameters.update(named[path] for path in reads if path in named)
+        yield sum(p.numel() for p in parameters - seen)
+        seen |= parameters
+
+
+@contextmanager
+def _training_as(root: nn.Module, training: bool) -> Iterator[None]:
+    before = [(module, module.training) for module in root.modules()]
+    try:
+        for module, _ in before:
+            module.training = training
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag

@@ -1,0 +1,231 @@
+"""Layouts: the partitions, the worker and the device of each, and their skip connections.
+
+The worker of each stage, the process of each worker, and the device of each parameter that several
+stages share, are data, not arithmetic repeated wherever it is needed. A layout is decided before
+anything is moved, and prints.
+
+Each process owns some of the workers: one process all of them, one the workers of a machine, or
+each process one. These cases differ in nothing but the owners.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.layout.partition import Partition
+from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.schedules import CALLER, Placing, counted, looped
+
+Around = Literal["first", "last"]
+
+META = torch.device("meta")  # of parameters that another process owns: without values
+
+
+def check_around(around: str) -> None:
+    """Refuse a value other than ``"last"`` and ``"first"``."""
+    if around not in get_args(Around):
+        raise ValueError(
+            "around must be 'last' or 'first', the stage that what is around a pipeline is with: "
+            f"got {around!r}."
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of everything in a pipeline.
+
+    Attributes:
+        partitions: The layers of each stage, in order.
+        devices: The device of each worker.
+        placement: The worker of each stage.
+        routes: The skip connections that leave their stage.
+        homes: The home of each parameter: its device in this process, which is ``meta`` if another
+            process owns it. A stage that has the parameter on another device follows it: it makes a
+            new copy for each mini-batch.
+        around: The stage whose device has the modules around the stages.
+        owners: The process of each worker, by its rank in the pipeline.
+        rank: The rank of this process.
+        everywhere: The parameters that are used around the stages too: each process has them.
+    """
+
+    partitions: tuple[Partition, ...]
+    devices: tuple[torch.device, ...]
+    placement: tuple[int, ...]
+    routes: tuple[Route, ...] = ()
+    homes: Mapping[nn.Parameter, torch.device] = field(default_factory=dict)
+    around: Around = "last"
+    owners: tuple[int, ...] = ()
+    rank: int = 0
+    everywhere: tuple[nn.Parameter, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.owners:
+            object.__setattr__(self, "owners", (self.rank,) * len(self.devices))
+
+    @cached_property
+    def outside(self) -> torch.device:
+        """The device in this process of the modules around the stages, and of the outputs."""
+        return self.device_of(self.stages_here[-1 if self.around == "last" else 0])
+
+    @cached_property
+    def spread(self) -> bool:
+        """True if other processes own workers too."""
+        return set(self.owners) != {self.rank}
+
+    @cached_property
+    def workers_here(self) -> list[int]:
+        """The workers of this process, in order."""
+        return [w for w, owner in enumerate(self.owners) if owner == self.rank]
+
+    @cached_property
+    def devices_here(self) -> list[torch.device]:
+        return [self.devices[w] for w in self.workers_here]
+
+    @cached_property
+    def stages_here(self) -> list[int]:
+        """The stages of this process, in order."""
+        return [j for j in range(self.n) if self.owner_of(j) == self.rank]
+
+    @property
+    def n(self) -> int:
+        return len(self.placement)
+
+    def device_of(self, j: int) -> torch.device:
+        return self.devices[self.placement[j]]
+
+    def place(self, n: int, workers: int) -> tuple[int, ...]:
+        """Return the placement, for another layout with as many stages and workers."""
+        return self.placement
+
+    def where(self, j: int) -> str:
+        """Return the device of stage ``j`` as text, with its process if there are several."""
+        device = str(self.device_of(j))
+        return f"{device} of rank {self.owner_of(j)}" if self.spread else device
+
+    def owner_of(self, j: int) -> int:
+        return self.owners[self.placement[j]]
+
+    def stages_of(self, worker: int) -> list[int]:
+        return self._stages_of[worker]
+
+    @cached_property
+    def _stages_of(self) -> list[list[int]]:
+        workers = range(len(self.devices))
+        return [[j for j, owner in enumerate(self.placement) if owner == w] for w in workers]
+
+    def arriving(self, j: int) -> tuple[Route, ...]:
+        return tuple(route for route in self.routes if route.target == j)
+
+    def leaving(self, j: int) -> tuple[Route, ...]:
+        return tuple(route for route in self.routes if route.source == j)
+
+    def with_homes(self, homes: Mapping[nn.Parameter, torch.device]) -> Layout:
+        return replace(self, homes={**self.homes, **homes})
+
+    def with_everywhere(
+        self, parameters: Iterable[nn.Parameter], device: torch.device | None = None
+    ) -> Layout:
+        """Return the layout in which each process has these parameters, for use around the stages.
+
+        They are on ``device`` in this process, by default on :attr:`outside`.
+        """
+        shared = dict.fromkeys(parameters, device or self.outside)
+        everywhere = tuple({**dict.fromkeys(self.everywhere), **shared})
+        return replace(self.with_homes(shared), everywhere=everywhere)
+
+    def __str__(self) -> str:
+        """One line per stage::
+
+        stage 0 | worker 0 | cuda:0 | layers 0..2 | sends 'x' to stage 2
+        stage 1 | worker 1 | cuda:1 | layers 3..5 | follows 1 parameter of cuda:0
+
+        With several processes, the device is followed by that of the worker: ``cuda:0 of rank 1``.
+        """
+        return "\n".join(map(self._line, range(self.n)))
+
+    def _line(self, j: int) -> str:
+        worker = f"worker {self.placement[j]}"
+        parts = [f"stage {j}", worker, self.where(j), f"{self.partitions[j]}"]
+        parts += [f"sends {route.name} to stage {route.target}" for route in self.leaving(j)]
+        for home, number in Counter(self._followed(j)).items():
+            parts.append(f"follows {counted(number, 'parameter')} of {home}")
+        return " | ".join(parts)
+
+    def _followed(self, j: int) -> Iterator[str]:
+        """Yield the home of each parameter that stage ``j`` follows."""
+        device, owner = self.device_of(j), self.owner_of(j)
+        first = {tie.parameter: tie.home for tie in ties_of(self) if j in tie.followers}
+        for parameter in self.partitions[j].parameters:
+            if (home := first.get(parameter, CALLER)) != CALLER:
+                yield self.where(home)
+            elif owner == self.rank and self.homes.get(parameter, device) != device:
+                yield str(self.homes[parameter])
+
+
+class Tie(NamedTuple):
+    """A parameter that processes share with one another, or use around the stages too.
+
+    Attributes:
+        parameter: The parameter.
+        home: The stage whose process has the values; the caller's place, -1, if each process has.
+        followers: The stages of other processes that have it; all that do, if each process has.
+    """
+
+    parameter: nn.Parameter
+    home: int
+    followers: tuple[int, ...]
+
+
+def ties_of(layout: Layout) -> list[Tie]:
+    """Return the parameters that processes share, in the same order in each process."""
+    if not layout.spread:
+        return []
+    everywhere = {id(parameter) for parameter in layout.everywhere}
+    stages: dict[nn.Parameter, list[int]] = {}
+    for j, partition in enumerate(layout.partitions):
+        for parameter in partition.parameters:
+            stages.setdefault(parameter, []).append(j)
+    ties = []
+    for parameter, users in stages.items():
+        home, followers = CALLER, users
+        if id(parameter) not in everywhere:
+            home = users[0]
+            followers = [j for j in users if layout.owner_of(j) != layout.owner_of(home)]
+        if followers:
+            ties.append(Tie(parameter, home, tuple(followers)))
+    return ties
+
+
+def lay_out(
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    routes: Sequence[Route] = (),
+    around: Around = "last",
+    owners: Sequence[int] = (),
+    rank: int = 0,
+    place: Placing = looped,
+) -> Layout:
+    """Return the layout in which ``place`` gives each stage its worker."""
+    placement = place(len(partitions), len(devices))
+    homes: dict[nn.Parameter, torch.device] = {}
+    for partition, worker in zip(partitions, placement, strict=True):
+        here = not owners or owners[worker] == rank
+        for parameter in partition.parameters:  # the first stage that has it is its home
+            homes.setdefault(parameter, devices[worker] if here else META)
+    return Layout(
+        tuple(partitions),
+        tuple(devices),
+        placement,
+        tuple(routes),
+        homes,
+        around,
+        tuple(owners),
+        rank,
+    )

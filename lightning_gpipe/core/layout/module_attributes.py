@@ -1,0 +1,117 @@
+"""The plain attributes of modules, which ``nn.Module`` does not register.
+
+A counter, a cache, a list that grows, a generator: they are neither parameters nor buffers, so they
+are on no device and in no state dict, but layers change them in forward all the same. The
+attributes of an object of a user's class that a module has, such as a meter, count as well.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+from weakref import ProxyTypes
+
+import torch
+from torch import Tensor, nn
+
+CONTAINERS = (list, dict, set, deque)
+
+# The attributes of nn.Module itself. Besides, a deferred batch norm has another forward while it
+# runs, and a block of a pipelined nn.ModuleList another _call_impl.
+_INTERNAL = frozenset({*vars(nn.Module()), "forward", "_call_impl"})
+_FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
+# Not even loggers and configurations are searched: reading them fills caches in their attributes.
+_LIBRARIES = ("builtins", "lightning", "logging", "numpy", "omegaconf", "random", "torch")
+# These hold nothing, and there may be a vocabulary of them. A proxy's object may be deleted.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, *ProxyTypes})
+
+
+class Holder(NamedTuple):
+    """A module with attributes, or an object or parameter in it."""
+
+    module: nn.Module
+    prefix: str  # of the attributes' names: "meter." for an object, empty for a module
+    slots: dict[str, Any]  # all attributes, including those of nn.Module itself
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """The attributes that a class or a user set, by name."""
+        if self.prefix:
+            return self.slots
+        return {name: value for name, value in self.slots.items() if name not in _INTERNAL}
+
+
+def holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+    """Yield each module, and each object of a user's class in an attribute of one."""
+    seen: set[int] = set()
+    for module in modules:
+        holder = Holder(module, "", vars(module))
+        yield holder
+        for name, value in holder.held.items():
+            if is_user_object(value) and id(value) not in seen:
+                seen.add(id(value))
+                yield Holder(module, f"{name}.", vars(value))
+
+
+def parameter_holders(modules: Iterable[nn.Module]) -> Iterator[Holder]:
+    """Yield each parameter with attributes, such as the scales of a quantised weight."""
+    seen: set[int] = set()
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and vars(parameter) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield Holder(module, f"{name}.", vars(parameter))
+
+
+def attributes_in(layer: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes of a module, its submodules and their objects, by full name."""
+    for path, module in layer.named_modules():
+        for holder in holders([module]):
+            for name, value in holder.held.items():
+                yield f"{path}{'.' * bool(path)}{holder.prefix}{name}", value
+
+
+def within(value: Any, *, largest: float = math.inf) -> Iterator[Any]:
+    """Yield ``value`` and, if it is a container or a tuple, everything in it, each object once.
+
+    Numbers and strings are left out, and the elements of containers with more than ``largest``.
+    """
+    seen: set[int] = set()
+    stack = [] if type(value) in _ATOMS else [value]
+    while stack:
+        item = stack.pop()
+        if id(item) not in seen:
+            seen.add(id(item))
+            yield item
+            elements = contents(item)
+            if len(elements) <= largest:
+                stack += [x for x in elements if type(x) not in _ATOMS]
+
+
+def contents(value: Any) -> Collection[Any]:
+    """Return the elements of a container or tuple, or the values of a dict; else nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (tuple, *CONTAINERS)) else ()
+
+
+def is_generator(value: Any) -> bool:
+    """Return whether ``value`` is a random generator of PyTorch, NumPy or Python."""
+    numpy = sys.modules.get("numpy.random")
+    others = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    return isinstance(value, (torch.Generator, random.Random, *others))
+
+
+def is_user_object(value: Any) -> bool:
+    """Return whether ``value`` is an object of a user's class, with attributes."""
+    if type(value).__module__.partition(".")[0] in _LIBRARIES or type(value) in _ATOMS:
+        return False
+    if isinstance(value, (nn.Module, Tensor, *_FUNCTIONS, *CONTAINERS)):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict)

@@ -1,0 +1,209 @@
+"""Cuts an nn.Sequential into partitions by a balance, and checks that it can be cut.
+
+A partition is a run of consecutive layers. Cutting is sound only if the plain module runs its
+layers in order and does nothing else: a subclass's own ``forward`` would be lost silently, and a
+layer that appears twice would be on two stages. So a module that cannot be cut is refused before
+anything is moved, and so is a balance that does not fit.
+
+The layers are not copied, moved, wrapped or renamed, so the keys of the state dict do not depend on
+the balance::
+
+    module    Embedding  Block  Block  Block  Block  Norm  Linear
+    balance   [       3              |    2        |      2     ]
+              layers 0..2              layers 3..4   layers 5..6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_gpipe.core.layout.nested import groups_of, has_own_forward, is_plain, layers_of
+from lightning_gpipe.core.schedules import counted
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The layers that stage ``index`` runs, consecutive ones if they are those of a Sequential.
+
+    Attributes:
+        index: The stage.
+        first: The index of the first layer, counted in the whole module.
+        layers: The layers.
+        names: Their names in the user's model, such as ``blocks.3``; empty in a Sequential without
+            groups, whose layers are known by their indices.
+    """
+
+    index: int
+    first: int
+    layers: tuple[nn.Module, ...]
+    names: tuple[str, ...] = ()
+
+    @property
+    def titles(self) -> list[str]:
+        """The titles of the layers in errors and tables: ``layer 3``, or their names."""
+        if not self.names:
+            return [f"layer {k}" for k in self.indices]
+        # In a nested Sequential without names of its own, ``layer 0.1``.
+        return [f"layer {name}" if name[0].isdigit() else name for name in self.names]
+
+    @property
+    def last(self) -> int:
+        """The index of the last layer, counted in the whole module."""
+        return self.first + len(self.layers) - 1
+
+    @property
+    def indices(self) -> range:
+        """The indices of the layers, counted in the whole module."""
+        return range(self.first, self.first + len(self.layers))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The distinct parameters of the layers, in order; a shared one appears once."""
+        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no modules"
+        if self.names:
+            return _from_to(self.names[0], self.names[-1])
+        if self.first == self.last:
+            return f"layer {self.first}"
+        return f"layers {self.first}..{self.last}"
+
+
+def cut(
+    module: nn.Sequential, balance: Sequence[int], name: str = "module", prefix: str = ""
+) -> list[Partition]:
+    """Cut the module into partitions by a balance of its layers, see :func:`layers_of`.
+
+    Raises:
+        TypeError, ValueError: If the module cannot be cut, or the balance does not fit it; calls it
+            by ``name``, and its layers by their paths after ``prefix``.
+    """
+    check_sequential(module, name)
+    paths = layers_of(module)
+    check_balance(balance, len(paths), name)
+    layers = tuple(paths.values())
+    names = tuple(prefix + path for path in paths) if groups_of(module) else ()
+    return [
+        Partition(j, own.start, layers[own.start : own.stop], names[own.start : own.stop])
+        for j, own in enumerate(layer_ranges(balance))
+    ]
+
+
+def layer_ranges(balance: Sequence[int]) -> list[range]:
+    """Return the indices of the layers of each partition.
+
+    >>> layer_ranges([2, 1])
+    [range(0, 2), range(2, 3)]
+    """
+    return [range(first, end) for first, end in pairwise(accumulate(balance, initial=0))]
+
+
+def _from_to(first: str, last: str) -> str:
+    """Two names in one, such as ``model.layers.0..3``."""
+    if first == last:
+        return first
+    prefix, _, name = last.rpartition(".")
+    return f"{first}..{name if first.rpartition('.')[0] == prefix else last}"
+
+
+def check_sequential(module: nn.Module, name: str = "module") -> None:
+    """Refuse a module that is not a plain nn.Sequential of distinct, initialised layers."""
+    kind = type(module).__qualname__
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"{name} must be an nn.Sequential, because a pipeline runs its layers one after "
+            f"another: got {kind}. Put the layers to pipeline into an nn.Sequential, and call that "
+            f"in forward."
+        )
+    if not is_plain(module):
+        raise TypeError(
+            f"{name} must have the forward of nn.Sequential: got {kind}, which overrides it, and "
+            f"stages run the layers without it. Move what it adds into a layer, or call a plain "
+            f"nn.Sequential from it and pipeline that one."
+        )
+    if has_own_forward(module):
+        raise TypeError(
+            f"{name} must have the forward of nn.Sequential: got a {kind} object to which another "
+            f"one was assigned, {module.forward!r}, and stages run the layers without it. Move "
+            f"what it adds into a layer, and remove it with `del {name}.forward`."
+        )
+    if not len(module):
+        raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
+    if lazy := [k for k, layer in enumerate(module) if any(map(is_lazy, layer.parameters()))]:
+        raise ValueError(
+            f"the parameters of {name} must be initialised: got lazy parameters in layers "
+            f"{lazy}. Run the module once on a small batch first."
+        )
+    if repeated := _repeated(module):
+        raise ValueError(
+            f"{name} must have each layer object only once, because a layer is on one stage: got "
+            f"{'; '.join(repeated)}. Make an object for each layer; to share weights, assign the "
+            f"same nn.Parameter to both."
+        )
+
+
+def check_balance(balance: Sequence[int], layers: int | None = None, name: str = "module") -> None:
+    """Refuse a balance that does not add up to ``layers`` with at least one layer for each stage.
+
+    ``layers`` is None if their number is not known yet.
+    """
+    if not isinstance(balance, Sequence) or isinstance(balance, str):
+        raise TypeError(
+            f"balance must be a list of ints, the number of layers of each stage: "
+            f"got balance={balance!r}. {_way_out()}"
+        )
+    if not all(type(size) is int for size in balance):
+        kinds = ", ".join(type(size).__name__ for size in balance)
+        raise TypeError(
+            f"balance must hold ints only, the number of layers of each stage: "
+            f"got balance={balance!r} (types {kinds}). Write each as a plain int."
+        )
+    owner = "" if layers is None else f" for the {layers} layers of {name}"
+    if not balance or min(balance) < 1:
+        raise ValueError(
+            f"balance must give every stage at least one layer, and have at least one stage: "
+            f"got balance={list(balance)}{owner}. {_way_out()}"
+        )
+    if layers is None:
+        return
+    check_enough_layers(layers, len(balance), name)
+    if sum(balance) != layers:
+        raise ValueError(
+            f"balance must add up to the number of layers: got balance={list(balance)} "
+            f"(sum {sum(balance)}){owner}. {_way_out(len(balance))}"
+        )
+
+
+def check_enough_layers(layers: int, stages: int, name: str = "module") -> None:
+    """Refuse a number of stages that is less than 1, or greater than the number of layers."""
+    if not 1 <= stages <= layers:
+        raise ValueError(
+            "there must be at least one stage, and at least one layer for each: got "
+            f"{counted(stages, 'stage')} for the {counted(layers, 'layer')} of {name}. Use fewer "
+            "stages (fewer devices, if there is one stage per device), or split the layers into "
+            "smaller ones."
+        )
+
+
+def _repeated(module: nn.Sequential) -> list[str]:
+    """Name the indices of each layer object that has several: ``ReLU at 1 and 3``."""
+    indices_of: dict[nn.Module, list[str]] = {}
+    for k, layer in enumerate(module):
+        indices_of.setdefault(layer, []).append(str(k))
+    return [
+        f"{type(layer).__qualname__} at {' and '.join(indices)}"
+        for layer, indices in indices_of.items()
+        if len(indices) > 1
+    ]
+
+
+def _way_out(stages: int | None = None) -> str:
+    call = f"balance_by_parameters(module, stages={stages or 'n'})"
+    return f"{call} finds one that fits, and in a Trainer balance='parameters' does."

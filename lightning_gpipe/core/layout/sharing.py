@@ -1,0 +1,173 @@
+"""Sharing between stages, and with modules outside of the pipeline.
+
+Stages run at the same time, each on its device. Two threads would use a module or a generator of
+random numbers of two stages at once, and a buffer that layers change cannot be on two devices:
+these are refused. A parameter can be shared: it is on one device, its home, and stages on other
+devices follow it with copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.layout.layout import META, Layout
+from lightning_gpipe.core.layout.module_attributes import (
+    attributes_in,
+    is_generator,
+    is_user_object,
+    within,
+)
+
+Slot = tuple[nn.Module, str]  # of a parameter or a buffer: the module, and the name in it
+
+
+def check_sharing(layout: Layout) -> None:
+    """Refuse modules and generators of several stages, and buffers of several devices."""
+    first_users: dict[int, tuple[int, str]] = {}  # by id: not all generators are hashable
+    faults: dict[str, None] = {}
+    places = [(layout.owner_of(j), layout.device_of(j)) for j in range(layout.n)]
+    for j, partition in enumerate(layout.partitions):
+        for k, layer in zip(partition.indices, partition.layers, strict=True):
+            for kind, name, value in _unshared(layer):
+                path = f"layer {k}{'.' + name if name else ''}"
+                first, where = first_users.setdefault(id(value), (j, path))
+                on_device = kind == "buffer"  # stages of one device may share it
+                if places[first] != places[j] if on_device else first != j:
+                    there, here = (
+                        layout.where(stage) if on_device else f"stage {stage}"
+                        for stage in (first, j)
+                    )
+                    faults[f"{kind} {where} ({there}) is {path} ({here})"] = None
+    if faults:
+        raise ValueError(
+            "stages must not share modules or generators, nor buffers across devices: got "
+            f"{'; '.join(faults)}. Choose a balance that puts these layers into one stage, or do "
+            "not share them."
+        )
+
+
+def check_outside(
+    root: nn.Module, inner: nn.Module, layout: Layout, root_device: torch.device
+) -> None:
+    """Refuse buffers of a stage that a module outside of the pipeline, on another device, has too.
+
+    Args:
+        root: The module that contains the pipelined one.
+        inner: The pipelined module.
+        layout: The layout of the pipeline.
+        root_device: The device of the modules outside of the pipeline.
+    """
+    owners = {
+        buffer: partition.index
+        for partition in layout.partitions
+        for layer in partition.layers
+        for buffer in layer.buffers()
+    }
+    faults = []
+    for path, module in _outside(root, inner, ""):
+        for name, buffer in module._buffers.items():
+            if buffer is None or buffer not in owners:
+                continue
+            j = owners[buffer]
+            if layout.spread or layout.device_of(j) != root_device:
+                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({layout.where(j)})")
+    if faults:
+        raise ValueError(
+            "a stage must not share buffers with a module on another device: got "
+            f"{'; '.join(faults)}. What is outside of the pipeline is on {root_device}: choose a "
+            "balance that puts these layers into a stage there, or do not share them."
+        )
+
+
+def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of ``inner`` that modules outside of it have too."""
+    inside = set(inner.parameters())
+    outside = chain.from_iterable(m._parameters.values() for _, m in _outside(root, inner, ""))
+    return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
+
+
+def followed_slots(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    homes: Mapping[nn.Parameter, torch.device],
+) -> frozenset[Slot]:
+    """Return the slots of ``modules``, on ``device``, whose parameters have another home."""
+    return frozenset(
+        (module, name)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None and homes.get(parameter, device) != device
+    )
+
+
+def check_copies(
+    slots: Iterable[Slot], device: torch.device, homes: Mapping[nn.Parameter, torch.device]
+) -> None:
+    """Refuse shared parameters with tensors in attributes, which a copy of the values lacks.
+
+    A quantised weight may have its scales there.
+
+    Args:
+        slots: The slots of the parameters that a stage follows.
+        device: The device of the stage.
+        homes: The devices of the parameters; the meta device for those of another process.
+    """
+    for module, name in slots:
+        parameter = module._parameters[name]
+        kind: Any = type(parameter)
+        # A class that is made of tensors copies all of them.
+        if kind is nn.Parameter or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            continue
+        assert parameter is not None, "a followed slot has a parameter"
+        places = {device, homes[parameter]} - {META}
+        attributes = [
+            attribute
+            for attribute, value in vars(parameter).items()
+            if any({tensor.device} != places for tensor in _tensors_in(value))
+        ]
+        if attributes:
+            raise ValueError(
+                "a weight that stages on several devices share must be all in its values: got "
+                f"{name} of a {type(module).__name__}, a {kind.__name__} with tensors in "
+                f"{', '.join(attributes)}, on {' and '.join(sorted(map(str, places)))}. Choose a "
+                "balance that puts the layers that share it into stages of one device, or "
+                "quantise them without sharing it."
+            )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in an attribute of a parameter, in containers and objects too."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        for content in within(waiting.pop()):
+            if isinstance(content, Tensor):
+                yield content
+            elif is_user_object(content) and id(content) not in seen:
+                seen.add(id(content))
+                waiting += vars(content).values()
+
+
+def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Yield the kind, the name and the value of what a layer must not share."""
+    for name, module in layer.named_modules():
+        yield "module", name, module
+    for name, buffer in layer.named_buffers(remove_duplicate=False):
+        yield "buffer", name, buffer
+    for name, value in attributes_in(layer):
+        for content in filter(is_generator, within(value)):
+            yield "generator", name, content
+
+
+def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module that can be reached without ``inner``, with its path."""
+    if module is inner:
+        return
+    yield path, module
+    for name, child in module.named_children():
+        yield from _outside(child, inner, f"{path}{name}.")

@@ -1,0 +1,1 @@
+"""Chooses the balance and the plan of a pipeline, and measures what they need."""

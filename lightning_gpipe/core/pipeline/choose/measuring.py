@@ -1,0 +1,179 @@
+"""Measurements of what the units of a model cost, made when a balance needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.balance import ModelProfile
+from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, subject_of
+from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.selection import take
+from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+
+
+@dataclass(eq=False)
+class Measuring:
+    """Measures piped modules once, when their costs are needed.
+
+    Args:
+        modules: The piped modules.
+        entries: Returns the inputs of each of them.
+        devices: The devices of the stages; empty if they are not known.
+        optimizer: The optimizer whose state counts.
+        memory: The bytes of each device; empty if stages need not fit them.
+        split: Whether backwards in two parts are measured, too.
+
+    Attributes:
+        done: The measurements so far.
+    """
+
+    modules: Sequence[PipedModule]
+    entries: Callable[[], Sequence[Entry]]
+    devices: Sequence[torch.device]
+    _: KW_ONLY
+    chunks: int = 1
+    activation_checkpointing: ActivationCheckpointing = "except_last"
+    microbatching: MicroBatching | None = None
+    optimizer: Optimizers = None
+    memory: Sequence[float] = ()
+    split: bool = False
+    done: list[ModelProfile] = field(default_factory=list, init=False)
+
+    @classmethod
+    def of_model(
+        cls,
+        model: nn.Module,
+        module: str | None,
+        sample: Any,
+        device: str | torch.device,
+        n: int = 1,
+        **settings: Any,
+    ) -> Measuring:
+        """Return the measurements of one module of a model, for ``n`` stages on one device."""
+        modules = [take(model, module)]
+        devices = [torch.device(device)] * n
+        return cls(modules, partial(entries_with, modules, sample), devices, **settings)
+
+    @property
+    def profiles(self) -> list[ModelProfile]:
+        """The costs of each module, on the first device."""
+        if not self.done:
+            self.done = self.measure(self.devices[0])
+        return self.done
+
+    def speeds(self) -> list[float]:
+        """Return the speed of each device relative to the first, measured if models differ."""
+        kinds = dict(zip(map(_kind, self.devices), self.devices, strict=True))
+        total, first = _total(self.profiles), _kind(self.devices[0])
+        of_kind = {
+            kind: 1.0 if kind == first else total / _total(self.measure(device))
+            for kind, device in kinds.items()
+        }
+        return [of_kind[_kind(device)] for device in self.devices]
+
+    def at(self, chunks: int) -> ModelProfile:
+        """Measure the only module, in mini-batches of another number of micro-batches."""
+        return self.measure(self._place, chunks)[0]
+
+    def most(self, chunks: int) -> int:
+        """Return how many micro-batches the mini-batch of the only module makes, up to a number."""
+        (piped,), (entry,) = self.modules, self._entries
+        return subject_of(piped, entry, chunks, self.microbatching).chunks
+
+    @property
+    def counts(self) -> bool:
+        """True if operations are counted, and nothing is computed."""
+        return self._place.type == "meta"
+
+    @property
+    def _place(self) -> torch.device:
+        if any(p.is_meta for piped in self.modules for p in piped.root.parameters()):
+            return torch.device("meta")  # they have no values yet, so nothing can be run
+        return self.devices[0]
+
+    @cached_property
+    def _entries(self) -> Sequence[Entry]:
+        return self.entries()
+
+    def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
+        """Measure all modules on a device, or count their operations."""
+        entries = self._entries
+        device = device if self._place.type != "meta" else self._place
+        profiles = []
+        for piped, entry in zip(self.modules, entries, strict=True):
+            beside = [other.module for other in self.modules if other is not piped]
+            subject = subject_of(piped, entry, chunks or self.chunks, self.microbatching, beside)
+            with intra_op_threads(torch.get_num_threads() // len(self.devices)):
+                profiles.append(profile_layers(subject, device, self.optimizer, split=self.split))
+        return profiles
+
+
+def profile(
+    model: nn.Module,
+    sample: Any,
+    *,
+    module: str | None = None,
+    device: str | torch.device = "cpu",
+    chunks: int = 1,
+    microbatching: MicroBatching | None = None,
+    optimizer: Optimizers = None,
+    split_backward: bool = False,
+) -> ModelProfile:
+    """Measure what the layers of a model cost, one by one.
+
+    Example::
+
+        costs = profile(layers, x, device="cuda:0", chunks=8, optimizer=torch.optim.AdamW)
+        costs.layers[3].backward.at(rows=4)  # seconds
+
+    Each layer runs by itself on a micro-batch, several times, in its training mode and in the
+    caller's autocast. The model may be larger than the device, and stays where it is. Its
+    parameters, gradients, buffers and the random generators do not change; hooks on layers are
+    called.
+
+    Args:
+        model: The model.
+        sample: A mini-batch: a tuple of arguments of the model, a dict of named ones, or one
+            argument. An nn.Sequential has one argument, which may be a tuple.
+        module: The path of the module to run as a pipeline; None takes the model itself.
+        device: The device to measure on. On ``"meta"``, and for a model on the meta device, nothing
+            is computed: operations are counted in the place of seconds.
+        chunks: The number of micro-batches of the mini-batch.
+        microbatching: How the mini-batch is cut, see :class:`~lightning_gpipe.GPipe`.
+        optimizer: An optimizer, its class, or a function of a list of parameters that returns one:
+            tells the bytes that are kept for each parameter.
+        split_backward: Whether to measure backwards in two parts, too.
+
+    Raises:
+        TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
+        BaseException: The error of a layer that cannot run on the sample, with a note.
+    """
+    check_chunks(chunks)
+    check_microbatching(microbatching)
+    measuring = Measuring.of_model(
+        model,
+        module,
+        sample,
+        device,
+        chunks=chunks,
+        microbatching=microbatching,
+        optimizer=optimizer,
+        split=split_backward,
+    )
+    return measuring.profiles[0]
+
+
+def _kind(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _total(profiles: Sequence[ModelProfile]) -> float:
+    return sum(sum(profile.times()) for profile in profiles)

@@ -1,0 +1,97 @@
+"""The settings of a pipeline: those that the user requests, and all of them once resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from lightning_gpipe.core.balance import ModelProfile
+from lightning_gpipe.core.data import check_chunks
+from lightning_gpipe.core.planner import Plan
+from lightning_gpipe.core.schedules import (
+    ALWAYS_SPLIT,
+    ActivationCheckpointing,
+    ScheduleKind,
+    ScheduleName,
+    check_activation_checkpointing,
+    check_planned,
+    check_schedule_name,
+)
+
+AUTO: Literal["auto"] = "auto"
+
+
+class Resolved(NamedTuple):
+    """All settings of a pipeline, requested by the user or planned.
+
+    Attributes:
+        balances: The balance of each module; the number of units in each stage, once it is cut.
+        chunks: The number of micro-batches.
+        activation_checkpointing: Which of them are recomputed.
+        order: The order of the actions.
+        plan: The plan with these settings; None if the user requested all of them.
+        profiles: What the layers of each module cost; empty if nothing was measured.
+    """
+
+    balances: list[Any]
+    chunks: int
+    activation_checkpointing: ActivationCheckpointing
+    order: ScheduleKind
+    plan: Plan | None = None
+    profiles: Sequence[ModelProfile] = ()
+
+    @property
+    def split_backward(self) -> bool:
+        """True if the engine must be told to split backwards; one schedule always does."""
+        return self.order.split and self.order.schedule not in ALWAYS_SPLIT
+
+
+class Requested(NamedTuple):
+    """The settings that the user requests and that can be planned, if they are ``"auto"``.
+
+    Attributes:
+        chunks: The number of micro-batches.
+        activation_checkpointing: Which of them are recomputed.
+        schedule: The schedule.
+        split_backward: Whether the gradients of the weights are computed apart.
+    """
+
+    chunks: int | Literal["auto"]
+    activation_checkpointing: ActivationCheckpointing | Literal["auto"]
+    schedule: ScheduleName | Literal["auto"] = "fill_drain"
+    split_backward: bool | Literal["auto"] = False
+
+    def check(self) -> None:
+        """Check the settings.
+
+        Raises:
+            TypeError, ValueError: If one has the wrong type, or an impossible value.
+        """
+        if self.chunks != AUTO:
+            check_chunks(self.chunks)
+        if self.activation_checkpointing != AUTO:
+            check_activation_checkpointing(self.activation_checkpointing)
+        check_schedule_name(self.schedule)
+        if self.planned:
+            check_planned(self.schedule)
+        if self.split_backward not in (True, False, AUTO):
+            raise ValueError(
+                f"split_backward must be True, False or 'auto': got {self.split_backward!r}."
+            )
+
+    @property
+    def planned(self) -> list[str]:
+        """The settings to plan, as the user wrote them."""
+        return [f"{name}='auto'" for name, value in self._asdict().items() if value == AUTO]
+
+    @property
+    def needs_split_costs(self) -> bool:
+        """True if backwards may be split, so that their parts must be measured."""
+        return self.schedule in (AUTO, *ALWAYS_SPLIT) or self.split_backward in (AUTO, True)
+
+    def without_plan(self, balances: Sequence[Any]) -> Resolved:
+        """Return these settings with the balances; none of them is to be planned."""
+        chunks, mode, schedule, split = self
+        assert chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO
+        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
+        return Resolved(list(balances), chunks, mode, order)

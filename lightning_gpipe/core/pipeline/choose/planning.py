@@ -1,0 +1,240 @@
+"""Plans for a model: its layers are measured, the planner chooses.
+
+A layer takes less time for each row of a large micro-batch, but how much less no formula knows. So
+the layers are measured with micro-batches of several sizes, each of which serves those near it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.balance import ModelProfile, Place
+from lightning_gpipe.core.data import MicroBatching, check_microbatching
+from lightning_gpipe.core.layout import Around, check_around
+from lightning_gpipe.core.pipeline.choose.balancing import balances_for
+from lightning_gpipe.core.pipeline.choose.measuring import Measuring
+from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
+from lightning_gpipe.core.pipeline.choose.sampling import Entry
+from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.planner import Plan, plan_for
+from lightning_gpipe.core.profile import Optimizers
+from lightning_gpipe.core.schedules import ActivationCheckpointing, ScheduleName
+
+_MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
+_USABLE = 0.9  # of a GPU's memory: its libraries and the gaps between tensors take the rest
+
+
+def resolve(
+    modules: Sequence[PipedModule],
+    balances: Sequence[Any],
+    requested: Requested,
+    entries: Callable[[], Sequence[Entry]],
+    devices: Sequence[str | torch.device],
+    *,
+    around: Around,
+    microbatching: MicroBatching | None,
+    optimizer: Optimizers,
+    agree: Callable[[Any], Any] = lambda value: value,
+    measured: bool = False,
+) -> Resolved:
+    """Plan the settings that the user leaves open, and count the units in each stage.
+
+    Args:
+        modules: The piped modules.
+        balances: Their balances, as the user wrote them.
+        requested: The user's other settings.
+        entries: Returns the inputs of each module, if they are measured.
+        devices: The devices of the stages; empty if they are not known.
+        agree: Returns the first process's value in each process.
+        measured: Whether to measure the layers even if no balance needs it.
+
+    Raises:
+        TypeError, ValueError: If there are several pipelines and a plan, or a balance is wrong.
+        NoPlan: If nothing fits the devices.
+    """
+    chunks, mode = requested.chunks, requested.activation_checkpointing
+    measuring = Measuring(
+        modules,
+        entries,
+        list(map(torch.device, devices)),
+        chunks=1 if chunks == AUTO else chunks,  # a balance by memory needs a number
+        activation_checkpointing="except_last" if mode == AUTO else mode,
+        microbatching=microbatching,
+        optimizer=optimizer,
+        split=requested.needs_split_costs,
+    )
+    resolved: Resolved = agree(_with_plan(modules, balances, measuring, requested, around))
+    sizes = agree(balances_for(modules, resolved.balances, measuring, around))
+    profiles = measuring.profiles if measured else measuring.done
+    return resolved._replace(balances=list(map(list, sizes)), profiles=profiles)
+
+
+def _with_plan(
+    modules: Sequence[PipedModule],
+    balances: Sequence[Any],
+    measuring: Measuring,
+    requested: Requested,
+    around: Around,
+) -> Resolved:
+    """Resolve the settings, by a plan if the user leaves some open."""
+    if not requested.planned:
+        return requested.without_plan(balances)
+    planned = " and ".join(requested.planned)
+    if len(modules) > 1:
+        raise ValueError(
+            f"a plan, as of {planned}, must be for one pipeline: got {len(modules)}, "
+            f"{', '.join(piped.name for piped in modules)}. Write what you want in its place."
+        )
+    if not measuring.devices:
+        raise ValueError(
+            f"a plan, as of {planned}, must be for devices: got devices=None. Write "
+            "devices=['cuda:0', 'cuda:1']."
+        )
+    balance = None
+    if balances[0] != "time":
+        balance = balances_for(modules, balances, measuring, around)[0]
+    places = list(map(_place, measuring.devices))
+    n = len(balance or places)
+    plan = _plan(measuring, places, requested, n, stages=n, balance=balance, around=around)
+    settings, sizes = plan.settings, plan.prediction.rows
+    measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
+    return Resolved(
+        [list(settings.balance)],
+        settings.chunks,
+        settings.activation_checkpointing,
+        settings.order,
+        plan,
+    )
+
+
+def plan(
+    model: nn.Module,
+    sample: Any,
+    devices: int | Sequence[Place],
+    *,
+    module: str | None = None,
+    device: str | torch.device = "cpu",
+    stages: int | None = None,
+    balance: Sequence[int] | None = None,
+    chunks: int | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
+    schedule: ScheduleName | Literal["auto"] = "fill_drain",
+    split_backward: bool | None = None,
+    microbatching: MicroBatching | None = None,
+    optimizer: Optimizers = None,
+    around: Around = "last",
+) -> Plan:
+    """Choose how to run a model as a pipeline: the least predicted time that fits.
+
+    Example::
+
+        best = plan(layers, x, [Place(memory=24 * 2**30)] * 8, optimizer=torch.optim.AdamW)
+        print(best)
+        best.prediction.stages[0].memory
+
+    The devices need not be there: the layers are measured one by one on ``device``, as by
+    :func:`~lightning_gpipe.profile`.
+
+    Args:
+        model, sample, module, device, microbatching: See :func:`~lightning_gpipe.profile`.
+        devices: The number of devices, or the memory and speed of each.
+        stages: The number of stages; None tries up to one per device.
+        balance: The number of layers in each stage, with one or several stages on each device; None
+            finds the best one.
+        chunks: The number of micro-batches; None tries powers of two.
+        activation_checkpointing: Which of them are recomputed; None finds as few as fit.
+        schedule: The schedule; ``"auto"`` chooses also among those with a loss for each
+            micro-batch, which are among the alternatives otherwise.
+        split_backward: Whether the gradients of the weights are computed apart; None chooses.
+        optimizer: The optimizer whose state counts; None counts none.
+        around: Which stage's device has the modules around the layers.
+
+    Raises:
+        TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
+        NoPlan: If nothing fits; says what is missing where, and what would fit.
+    """
+    requested = Requested(
+        AUTO if chunks is None else chunks,
+        AUTO if activation_checkpointing is None else activation_checkpointing,
+        schedule,
+        AUTO if split_backward is None else split_backward,
+    )
+    requested.check()
+    check_microbatching(microbatching)
+    check_around(around)
+    places = [Place()] * devices if isinstance(devices, int) else list(devices)
+    if not places:
+        raise ValueError(f"devices must be one at least: got {devices!r}. Write devices=2.")
+    n = len(places)
+    measuring = Measuring.of_model(
+        model,
+        module,
+        sample,
+        device,
+        n,
+        microbatching=microbatching,
+        optimizer=optimizer,
+        split=True,
+    )
+    if balance is not None:
+        balance = measuring.modules[0].in_units(balance)
+    return _plan(measuring, places, requested, n, stages=stages, balance=balance, around=around)
+
+
+def _plan(
+    measuring: Measuring,
+    places: Sequence[Place],
+    requested: Requested,
+    n: int,
+    *,
+    stages: int | None,
+    balance: Sequence[int] | None,
+    around: Around,
+) -> Plan:
+    """Measure the layers, for up to ``n`` stages, and plan what is not requested."""
+    chunks, mode, schedule, split = requested
+    m = None if chunks == AUTO else chunks
+    return plan_for(
+        profiles_of(measuring, m, n),
+        places,
+        most=measuring.most(_MOST * n),
+        stages=stages,
+        balance=balance,
+        chunks=m,
+        activation_checkpointing=None if mode == AUTO else mode,
+        schedule=schedule,
+        split_backward=None if split == AUTO else split,
+        around=around,
+    )
+
+
+def profiles_of(measuring: Measuring, chunks: int | None, stages: int) -> list[ModelProfile]:
+    """Measure the layers with micro-batches of as many sizes as a plan needs.
+
+    The number of micro-batches is ``chunks`` or, if that is planned, depends on that of ``stages``.
+    """
+    if chunks is not None:
+        return [measuring.at(chunks)]
+    profiles = [measuring.at(1)]
+    m = 4  # each measures half of its rows, too
+    while m <= measuring.most(_MOST * stages) and not measuring.counts:
+        profiles.append(measuring.at(m))
+        m *= 4
+    return profiles
+
+
+def rows_of(profiles: Sequence[ModelProfile]) -> int:
+    """Return the number of rows of the mini-batch that was measured."""
+    return profiles[0].rows * profiles[0].chunks
+
+
+def _place(device: torch.device) -> Place:
+    if device.type != "cuda":
+        return Place(memory=inf)
+    return Place(memory=_USABLE * torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,157 @@
+"""The inputs of pipelines in a call of the user's model, before there is a pipeline.
+
+The model is called as it is, and stops where it has come to its last pipeline: what comes after
+costs time and memory, and may have effects. Buffers, attributes and random generators are the same
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.data import MicroBatching, Rows
+from lightning_gpipe.core.faithful import add_note, preserved, rows_needed
+from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.pipeline import as_batch
+from lightning_gpipe.core.profile import Subject, change_tensors
+from lightning_gpipe.core.programs import Program
+
+
+class Entry(NamedTuple):
+    """The inputs of a pipeline.
+
+    Attributes:
+        layers: A partition for each unit.
+        program: The program, with a stage for each unit.
+        values: The values of its inputs.
+    """
+
+    layers: Sequence[Partition]
+    program: Program
+    values: Sequence[Any]
+
+
+class _AllReached(BaseException):
+    """Ends a call that has come to its last pipeline."""
+
+
+def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[Entry]:
+    """Return the inputs of each pipeline in a call of the model.
+
+    Raises:
+        RuntimeError: If the call does not reach all of them.
+        BaseException: The error of the model.
+    """
+    layers = {piped: _unit_partitions(piped) for piped in modules}
+    entries: dict[PipedModule, Entry] = {}
+
+    def record(piped: PipedModule, program: Program, values: Sequence[Any]) -> list[Any]:
+        entries.setdefault(piped, Entry(layers[piped], program, change_tensors(values, _detached)))
+        if len(entries) == len(modules):
+            raise _AllReached
+        return _outputs(program, values)
+
+    root = modules[0].root
+    devices = {parameter.device for parameter in root.parameters()}
+    with preserved(root.modules(), devices), torch.enable_grad(), ExitStack() as stack:
+        for piped in modules:
+            stack.enter_context(piped.watched(partial(record, piped)))
+        try:
+            call()
+        except _AllReached:
+            return [entries[piped] for piped in modules]
+    missing = ", ".join(piped.name for piped in modules if piped not in entries)
+    raise RuntimeError(
+        "a call with the sample must reach what is balanced, so that its input is known: "
+        f"{missing} was not called. Pass a sample with which the model calls it, or a balance as "
+        "a list."
+    )
+
+
+def calling(root: nn.Module, sample: Any) -> Callable[[], Any]:
+    """Return a function that calls a model with a tuple or dict of arguments, or with one."""
+    device = next((parameter.device for parameter in root.parameters()), None)
+    if device is not None:
+        sample = change_tensors(sample, lambda x: x.to(device))
+    named = sample if isinstance(sample, dict) else {}
+    args = sample if isinstance(sample, tuple) else () if named else (sample,)
+    return lambda: root.forward(*args, **named)  # what is installed by then
+
+
+def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
+    """Return the inputs of each pipeline if the model is called with a sample.
+
+    An nn.Sequential that is the model gets the sample as its only argument.
+
+    Raises:
+        ValueError: If there is no sample.
+    """
+    if sample is None:
+        raise ValueError(
+            "a balance by time or memory measures the layers on a mini-batch: got sample=None. "
+            "Write sample=x, with x as the model is called with, or balance='parameters'."
+        )
+    (first, *others) = modules
+    if first.takes_batch and not (first.path or others):
+        return entries_of(modules, lambda: first.run(sample))
+    return entries_of(modules, calling(first.root, sample))
+
+
+def subject_of(
+    piped: PipedModule,
+    entry: Entry,
+    chunks: int,
+    microbatching: MicroBatching | None,
+    beside: Sequence[nn.Module] = (),
+) -> Subject:
+    """Return what is profiled: a micro-batch, and one of about half of its rows.
+
+    ``beside`` are the other piped modules of the model.
+
+    Raises:
+        ValueError: If the input makes no micro-batches.
+    """
+    microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
+    pieces = microbatching.split(as_batch(entry.values), chunks)
+    by_rows: dict[int, Any] = {}
+    for piece in (pieces[0], microbatching.split(pieces[0], 2)[-1]):
+        division = microbatching.division([piece])
+        by_rows.setdefault(1 if division is None else division.sizes[0], piece)
+    if microbatching.division(pieces) is None:
+        by_rows = {1: pieces[0]}  # the number of its rows is not known
+    return Subject(
+        piped.root, entry.layers, piped.units, beside, entry.program, by_rows, len(pieces)
+    )
+
+
+def _unit_partitions(piped: PipedModule) -> list[Partition]:
+    """Cut the module into a partition for each unit."""
+    try:
+        return piped.partitions([1] * len(piped.units))
+    except (TypeError, ValueError) as error:
+        add_note(
+            error,
+            "raised where each unit was made a stage of its own, to be measured. A balance as a "
+            "list, or balance='parameters', may keep together what cannot be apart.",
+        )
+        raise
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().requires_grad_(x.requires_grad)
+
+
+def _outputs(program: Program, values: Sequence[Any]) -> list[Any]:
+    """Run a program where its modules are."""
+    known = dict(zip(program.inputs, values, strict=True))
+    for part in program.parts:
+        for step in part.steps:
+            known[step.value] = step(known)
+    return [known[number] for number in program.outputs]

@@ -1,0 +1,131 @@
+"""Runs a training step for each micro-batch: cuts the mini-batch, weights the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.data import Division, copy_marks, map_tensors, tree_flatten
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.run import Losses, greenlets
+from lightning_gpipe.core.schedules import (
+    ByMicroBatch,
+    check_by_micro_batch,
+    count_recomputed,
+    schedule_for,
+)
+
+
+class Outcome(NamedTuple):
+    """The result of a training step.
+
+    Attributes:
+        loss: The weighted mean of the losses; its ``backward()`` hands over the gradients, which
+            are computed already. None if the step returned None for every micro-batch.
+        results: The values that the step returned for each micro-batch, detached.
+        rows: The number of rows of each micro-batch; None if it is not known.
+    """
+
+    loss: Tensor | None
+    results: list[Any]
+    rows: tuple[int, ...] | None = None
+
+
+class MicroBatchStepping:
+    """Runs training steps on a pipeline, micro-batch by micro-batch.
+
+    Raises:
+        ValueError: If there is no such schedule for the pipeline's layout and micro-batches.
+        ModuleNotFoundError: If greenlet is not installed.
+    """
+
+    def __init__(self, pipeline: Pipeline, schedule: ByMicroBatch) -> None:
+        check_by_micro_batch(schedule, pipeline.chunks, pipeline.layout.placement)
+        if pipeline.layout.spread:
+            raise ValueError(
+                f"schedule={schedule!r} must run in one process: got a pipeline over several. "
+                "Leave out owners, or write schedule='fill_drain'."
+            )
+        greenlets()
+        self._pipeline = pipeline
+        self._schedule = schedule
+
+    def run(
+        self,
+        step: Callable[[Any], Any],
+        batch: Any,
+        *,
+        around: Iterable[nn.Module] = (),
+        scale: float | Tensor = 1.0,
+    ) -> Outcome:
+        """Run ``step`` on each micro-batch of ``batch``, see :meth:`GPipe.by_micro_batch`."""
+        if not torch.is_grad_enabled():
+            raise RuntimeError(
+                f"schedule={self._schedule!r} is for training: got a step without gradients. Call "
+                "the model itself to evaluate."
+            )
+        pipeline = self._pipeline
+        pieces = pipeline.microbatching.split(batch, pipeline.chunks)
+        if len(pieces) > 1:
+            _refuse_uncut(batch, pipeline.microbatching.division([batch]))
+        division = pipeline.microbatching.division(pieces)
+        rows = None if division is None else division.sizes
+        pieces = [map_tensors(_alias, piece) for piece in pieces]
+        m = len(pieces)
+        inside = {module for stage in pipeline.stages for module in stage.modules}
+        loss, results = pipeline.engine.run_code(
+            lambda i: step(pieces[i]),
+            schedule_for(
+                self._schedule,
+                m,
+                pipeline.layout.placement,
+                recomputed=count_recomputed(pipeline.activation_checkpointing, m),
+                split=pipeline.split_backward,
+            ),
+            Losses(m, rows, scale),
+            list(dict.fromkeys(module for module in around if module not in inside)),
+            partial(pipeline.microbatching.division, pieces),
+        )
+        return Outcome(loss, results, rows)
+
+    @property
+    def current(self) -> int:
+        """The index of the micro-batch whose step runs."""
+        code = self._pipeline.engine.code
+        if code is None or code.running is None:
+            raise RuntimeError("a step must run for a micro-batch: none does.")
+        return code.running
+
+
+def _alias(piece: Tensor) -> Tensor:
+    """Return an alias with its own version counter, so that edits of one piece are only its own."""
+    if piece.requires_grad or piece.layout is not torch.strided:
+        return piece
+    return copy_marks(piece, piece.data)
+
+
+def _refuse_uncut(tree: Any, division: Division | None) -> None:
+    """Refuse a list with an entry per row whose tensors have no rows.
+
+    Every micro-batch would get all of it.
+    """
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            _refuse_uncut(value, division)
+        return
+    if not isinstance(tree, list | tuple) or division is None:
+        return
+    [rows] = division.sizes
+    tensors = [leaf for leaf in tree_flatten(tree).leaves if isinstance(leaf, Tensor)]
+    if len(tree) == rows > 1 and tensors and not any(x.dim() for x in tensors):
+        raise ValueError(
+            "a list with an entry per row must be cut with the rows: got one of "
+            f"{len(tree)} entries with tensors for {rows} rows, of which every micro-batch would "
+            "get all. Stack its tensors in the collate function."
+        )
+    for entry in tree:
+        _refuse_uncut(entry, division)

@@ -1,0 +1,205 @@
+"""A module of the user's model that runs as a pipeline.
+
+A front-end makes programs of its forward. They are cut by a balance, attached to a pipeline, and
+from then on a call of the model runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful import NOTHING, is_traced
+from lightning_gpipe.core.frontends import RunProgram, check_recordable, frontend_of
+from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.profile import change_tensors, walk_program
+from lightning_gpipe.core.programs import Program
+
+# Called with a program and the values of its inputs; returns the values of its outputs.
+Substitute = Callable[[Program, Sequence[Any]], list[Any]]
+# Called with a piped module, its program and the values of its inputs.
+Check = Callable[["PipedModule", Program, Sequence[Any]], None]
+
+
+class PipedModule:
+    """A module that runs as a pipeline.
+
+    Args:
+        root: The user's model.
+        path: The path of the module in the model; empty if it is the model.
+        module: The module.
+
+    Attributes:
+        runs: The number of times that the pipeline ran.
+        check: Called before each run, if not None.
+    """
+
+    def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+        self.root = root
+        self.path = path
+        self.module = module
+        self.runs = 0
+        self.check: Check | None = None
+        self._pipeline: Pipeline | None = None
+        self._substitute: RunProgram | None = None
+        self._frontend = frontend_of(root, path, module)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A front-end is for one model; a copy of the model has its own.
+        return {**self.__dict__, "check": None, "_frontend": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._frontend = frontend_of(self.root, self.path, self.module)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The attached pipeline."""
+        assert self._pipeline is not None, "it was attached"
+        return self._pipeline
+
+    @property
+    def name(self) -> str:
+        """The name in errors."""
+        return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
+
+    @property
+    def takes_batch(self) -> bool:
+        """True if the layers get the batch as the user made it, see :class:`Frontend`."""
+        return self._frontend.takes_batch
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose forward the programs are made of."""
+        return self._frontend.owner
+
+    @property
+    def own(self) -> Sequence[nn.Parameter]:
+        """The module's parameters that are in no layer."""
+        return self._frontend.own
+
+    @property
+    def units(self) -> Sequence[str]:
+        """The names of the units that a balance counts, in order."""
+        return self._frontend.units
+
+    def costs(self) -> list[int]:
+        """Return the number of parameters of each unit."""
+        return self._frontend.costs()
+
+    def in_units(self, balance: Sequence[int]) -> Sequence[int]:
+        """Return a user's balance as one that counts units."""
+        return self._frontend.in_units(balance)
+
+    def partitions(self, balance: Sequence[int]) -> list[Partition]:
+        """Cut the module.
+
+        Raises:
+            TypeError, ValueError: If it cannot be cut, or not by this balance.
+        """
+        return self._frontend.partitions(balance)
+
+    def attach(self, pipeline: Pipeline) -> None:
+        """Let calls of the model run ``pipeline``, whose stages have the partitions."""
+        self._pipeline = pipeline
+        self._frontend.install(self._run_program, pipeline if pipeline.layout.spread else None)
+
+    def release(self) -> None:
+        """Let the model run as without a pipeline."""
+        self._frontend.remove()
+
+    @contextmanager
+    def watched(self, substitute: Substitute) -> Iterator[None]:
+        """Let calls of the model call ``substitute`` and not a pipeline, in a ``with`` block.
+
+        The module is cut, and has no pipeline yet.
+        """
+
+        def run(program: Program, values: Sequence[Any], **_: Any) -> list[Any]:
+            return substitute(program, values)
+
+        self._substitute = run
+        self._frontend.install(run)
+        try:
+            yield
+        finally:
+            self._frontend.remove()
+            self._substitute = None
+
+    def plain(self) -> AbstractContextManager[None]:
+        """Let calls of the model run as without a pipeline, in a ``with`` block."""
+        return self._frontend.plain()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, with its inputs on the device of what is around the pipelines."""
+        if self.path:
+            outside = self.pipeline.layout.outside
+            args = tuple([_moved(value, outside) for value in args])
+            kwargs = {name: _moved(value, outside) for name, value in kwargs.items()}
+        run = self._substitute or self._run_program
+        if self.takes_batch:
+            return self._frontend.call(run, *args, **kwargs)
+        recorded = is_traced((args, kwargs), self.root.parameters())
+        if recorded:
+            check_recordable(self.root)
+        with self.plain() if recorded else NOTHING:
+            return self._frontend.call(run, *args, **kwargs)
+
+    def record(self, args: Any) -> Any:
+        """Call the model for torch.fx, which has ``args`` for all positional arguments.
+
+        Raises:
+            TypeError: If the model may have several.
+        """
+        if self.takes_batch and not self.path:
+            return self._frontend.call(self._run_program, args[0])
+        raise TypeError(
+            "torch.fx must be given a model whose arguments have names: got a GPipe around "
+            f"{type(self.root).__name__}. Give it the {type(self.root).__name__} itself, which it "
+            "records as without a pipeline."
+        )
+
+    def _run_program(
+        self,
+        program: Program,
+        values: Sequence[Any],
+        *,
+        chunks: int | None = None,
+        stacked: bool = False,
+    ) -> list[Any]:
+        """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`."""
+        pipeline = self.pipeline
+        if self.takes_batch:  # other front-ends have asked
+            pipeline.reset_patches()  # the user may call the module itself
+            if is_traced(values[0], self.module.parameters()):
+                with pipeline.engine.exclusive():
+                    return walk_program(pipeline.stages, program, values)
+        self.runs += 1
+        if self.check is not None:
+            self.check(self, program, values)
+        return pipeline.run_program(program, values, chunks=chunks, stacked=stacked)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Move the tensors of an argument to a device."""
+    if type(value) is Tensor and value.device == device:
+        return value  # most often
+    return change_tensors(value, lambda x: x.to(device))
+
+
+@contextmanager
+def checked(modules: Sequence[PipedModule], check: Check) -> Iterator[None]:
+    """Call ``check`` before each run of a pipeline, in a ``with`` block."""
+    before = [piped.check for piped in modules]
+    try:
+        for piped in modules:
+            piped.check = check
+        yield
+    finally:
+        for piped, previous in zip(modules, before, strict=True):
+            piped.check = previous

@@ -1,0 +1,184 @@
+"""Advice: the gains of other settings, by the measured times of actions.
+
+The simulator runs the schedule of other settings with the measured times. What a setting does to an
+action is known in part: an action on half of the rows takes half as long at best. So some gains are
+upper bounds, and say so. If the simulator does not even explain the time of the present settings,
+it has nothing to say about others: ask :func:`doubts` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from lightning_gpipe.core.balance import Shift
+from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind, kind_of
+
+Times = Mapping[tuple[Kind, int], float]
+
+_FIXED = 1e-4  # seconds of an action that do not shrink with its rows: the engine's, at least
+_STEP = 4e-4  # seconds of the caller for a micro-batch that has a loss of its own, at least
+_LAG = 1.25  # above it actions wait too long for their times to mean computation
+_NEAR = 0.1  # the relative error that a prediction may have
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another setting, and its gain.
+
+    Attributes:
+        setting: The setting as the user would write it.
+        gain: The share by which the time of a mini-batch gets shorter.
+        at_most: Whether the gain is an upper bound.
+        if_: The condition for it; empty if there is none.
+    """
+
+    setting: str
+    gain: float
+    at_most: bool = False
+    if_: str = ""
+
+    def __str__(self) -> str:
+        bound = "up to " if self.at_most else ""
+        condition = f", if {self.if_}" if self.if_ else ""
+        return f"{self.setting} would bring {bound}{self.gain:.0%}{condition}"
+
+
+def doubts(
+    schedule: Schedule, times: Times, length: float, *, lag: float = 1.0, inline: bool = False
+) -> str:
+    """Return why the simulation cannot predict gains; empty if it can.
+
+    Args:
+        schedule: The schedule that ran.
+        times: The mean time of an action of each kind, on each stage and of the caller.
+        length: The measured time of a mini-batch.
+        lag: The time of actions, divided by the CPU time of their threads.
+        inline: Whether one thread ran all stages.
+    """
+    if lag > _LAG:
+        return (
+            f"its actions took {lag:.1f} times as long as their threads computed: they wait for "
+            "cores, or for the interpreter's lock"
+        )
+    predicted = _length(schedule, times, inline=inline)
+    if abs(predicted - length) > _NEAR * length:
+        return f"its actions explain {1e3 * predicted:,.1f} of {1e3 * length:,.1f} ms"
+    return ""
+
+
+def changes(
+    schedule: Schedule,
+    times: Times,
+    busy: Sequence[float],
+    costs: Callable[[Sequence[float]], Shift] | None = None,
+    *,
+    parts: Sequence[tuple[float, float]] | None = None,
+    steps: bool = False,
+    inline: bool = False,
+) -> list[Change]:
+    """Return the gains of other settings, the largest first.
+
+    Args:
+        schedule: The schedule that ran.
+        times: The mean time of an action of each kind, on each stage and of the caller.
+        busy: The time in which each stage was at work.
+        costs: Finds the best balance by these times, if the layers were measured.
+        parts: For each stage the times of both parts of a split backward, relative to a whole one,
+            if they were measured.
+        steps: Whether each micro-batch may have a loss of its own.
+        inline: Whether one thread ran all stages, so that only less work takes less time.
+    """
+    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    kind = kind_of(schedule)
+    now = _length(schedule, times, inline=inline)
+
+    def gain(other: Schedule, measured: Times) -> float:
+        return 1 - _length(other, measured, inline=inline) / now if now else 0.0
+
+    keeping = gain(kind.build(m, placement), _keeping(times))
+    gains = [Change("activation_checkpointing='never'", keeping, if_="the memory suffices")]
+    if inline:
+        return gains
+    if costs is None:
+        even = _scaled(times, [fmean(busy) / time if time else 1.0 for time in busy])
+        gains.append(Change("balance='time'", gain(schedule, even), at_most=True))
+    else:
+        shift = costs(busy)
+        pairs = zip(shift.stages, busy, strict=True)
+        shifted = _scaled(times, [after / time if time else 1.0 for after, time in pairs])
+        gains.append(Change(f"balance={list(shift.after)}", gain(schedule, shifted)))
+    halves = {key: max(time / 2, min(time, _FIXED)) for key, time in times.items()}
+    twice = gain(kind.build(2 * m, placement, 2 * recomputed), halves)
+    gains.append(Change(f"chunks={2 * m}", twice, at_most=True, if_="a batch has enough rows"))
+    for other in _other_kinds(schedule, steps=steps):
+        own_loss = other.by_micro_batch and not schedule.caller
+        # Few micro-batches are alive then, so that none need be recomputed.
+        built = other.build(m, placement, 0 if own_loss else recomputed)
+        divided = other.split and not schedule.split
+        measured = _in_parts(times, parts) if divided else times
+        if own_loss:
+            measured = _with_losses(_keeping(measured), built)
+        if_ = "training_step may be called for each micro-batch" if own_loss else ""
+        at_most = own_loss or (divided and parts is None)
+        gains.append(Change(other.arguments, gain(built, measured), at_most=at_most, if_=if_))
+    return sorted(gains, key=lambda change: -change.gain)
+
+
+def _other_kinds(schedule: Schedule, *, steps: bool) -> Iterator[ScheduleKind]:
+    """Yield the kinds to which a schedule could be changed, and whose times are known."""
+    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    for kind in KINDS:
+        # The loss of a batch may be another one, and the time of a whole backward is not known.
+        if kind.by_micro_batch < bool(schedule.caller) or kind.split < schedule.split:
+            continue
+        if kind.by_micro_batch and not (steps or schedule.caller):
+            continue
+        if kind.possible(m, placement) and kind.build(m, placement, recomputed) != schedule:
+            yield kind
+
+
+def _in_parts(times: Times, parts: Sequence[tuple[float, float]] | None) -> Times:
+    """The times where backwards are split: as measured, or at best, in halves.
+
+    Nobody waits for the backward of the first stage, which is therefore left whole.
+    """
+    split = dict(times)
+    for (kind, j), time in times.items():
+        if kind is Kind.BACKWARD and j >= 0:
+            of_inputs, of_weights = parts[j] if parts else ((0.5, 0.5) if j else (1.0, 0.0))
+            split[kind, j], split[Kind.WEIGHTS, j] = of_inputs * time, of_weights * time
+    return split
+
+
+def _keeping(times: Times) -> Times:
+    """The times without recomputation: forwards keep activations, as recomputations do."""
+    return {
+        (kind, j): max(time, times.get((Kind.RECOMPUTE, j), 0.0)) if kind is Kind.FORWARD else time
+        for (kind, j), time in times.items()
+    }
+
+
+def _with_losses(times: Times, schedule: Schedule) -> Times:
+    """The times with the least times of the caller, where each micro-batch has a loss."""
+    return {(action.kind, action.j): _STEP / 2 for action in schedule.caller} | dict(times)
+
+
+def _length(schedule: Schedule, times: Times, *, inline: bool = False) -> float:
+    """The time of a mini-batch: by the simulator or, on one thread, the sum of all actions."""
+
+    def cost(action: Action) -> float:
+        return times.get((action.kind, action.j), 0.0)
+
+    if inline:
+        return sum(cost(action) for row in (*schedule.rows, schedule.caller) for action in row)
+    return schedule.simulate(cost).makespan
+
+
+def _scaled(times: Times, shares: Sequence[float]) -> Times:
+    """The times of each stage, multiplied by its share; those of the caller stay."""
+    return {
+        (kind, j): time if Action(kind, 0, j).by_caller else time * shares[j]
+        for (kind, j), time in times.items()
+    }

@@ -1,0 +1,125 @@
+"""The error if no plan fits the devices: the missing memory, and the nearest plan that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_gpipe.core.planner.candidates import PlanRequest
+from lightning_gpipe.core.planner.prediction import Prediction
+from lightning_gpipe.core.planner.search import Search
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.schedules import KINDS, counted
+
+_GIB = 2**30
+_NAMED = 4  # devices in a message; of more, the others are counted
+
+
+class NoPlan(ValueError):
+    """No plan fits the memory of the devices.
+
+    Attributes:
+        nearest: The plan that lacks least where it lacks most.
+        needed: The bytes per device with which it fits.
+        fitting: The nearest plan that fits: on these devices with other settings than the user's,
+            or else on more devices like the largest; None if no number of devices would do.
+    """
+
+    def __init__(self, nearest: Prediction, fitting: Prediction | None = None) -> None:
+        self.nearest, self.fitting = nearest, fitting
+        self.needed = max(stage.needed for stage in nearest.stages)
+        super().__init__(
+            "a plan must fit the memory of the devices: none does. The nearest one, "
+            f"{nearest.settings}, lacks {_lacking(nearest)}; it fits devices of "
+            f"{self.needed / _GIB:.3g} GiB. {_cure(nearest, fitting)}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        missing = [
+            {"device": stage.device, "stage": j, "bytes": stage.missing}
+            for j, stage in enumerate(self.nearest.stages)
+            if stage.missing
+        ]
+        return {
+            "error": str(self),
+            "missing": missing,
+            "needed": self.needed,
+            "nearest": self.nearest.as_dict(),
+            "fitting": None if self.fitting is None else self.fitting.as_dict(),
+        }
+
+
+def nearest_fitting(request: PlanRequest) -> Prediction | None:
+    """Return the nearest plan that fits, where none fits the request.
+
+    On the same devices, one with other settings, of other schedules only if need be; or else the
+    fastest one on as few more devices as possible, each like the largest. None if no number of them
+    would do.
+    """
+    free = replace(request, stages=None, balance=None, chunks=None, activation_checkpointing=None)
+    others = replace(free, orders=tuple(filter(request.is_measured, KINDS)))
+    for other in (free, others):
+        if other != request and (fastest := Search(other).fastest(other.candidates())) is not None:
+            return fastest
+    return _on_more(free) or _on_more(others)
+
+
+def _on_more(free: PlanRequest) -> Prediction | None:
+    """The fastest plan on as few more devices as possible."""
+    largest = max(free.places, key=lambda place: place.memory)
+    few, enough = len(free.places), free.layers
+
+    def on(devices: int) -> PlanRequest:
+        more = [largest] * (devices - len(free.places))
+        return replace(free, places=(*free.places, *more), stages=devices)
+
+    if few >= enough or not _fits(on(enough)):
+        return None
+    while enough - few > 1:  # by bisection: ``few`` do not fit, ``enough`` do
+        middle = (few + enough) // 2
+        if _fits(on(middle)):
+            enough = middle
+        else:
+            few = middle
+    return Search(on(enough)).fastest(on(enough).candidates())
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Return True if a stage on each device fits with the settings that need the least memory."""
+    n, search = len(request.places), Search(request)
+    for order in request.orders:
+        m = request.numbers_of_micro_batches(n, order)[-1]
+        if not any(search.predicted(PlannedSettings(n, m, m, order)).missing):
+            return True
+    return False
+
+
+def _lacking(nearest: Prediction) -> str:
+    """The missing memory of each device, the most first."""
+    stages = enumerate(nearest.stages)
+    lacking = sorted(((s.missing, -j, s) for j, s in stages if s.missing), reverse=True)
+    named = [
+        f"{lack / _GIB:.3g} GiB on device {stage.device} (stage {-j}: "
+        f"{stage.needed / _GIB:.3g} of {stage.limit / _GIB:.3g} GiB)"
+        for lack, j, stage in lacking[:_NAMED]
+    ]
+    others = len(lacking) - len(named)
+    return ", ".join(named) + (f", and less on {others} others" if others else "")
+
+
+def _cure(nearest: Prediction, fitting: Prediction | None) -> str:
+    """The sentence that says what would fit."""
+    if fitting is None:
+        return (
+            "No number of devices like these would do. Use devices with more memory, or batches "
+            "with fewer rows."
+        )
+    sizes = sorted({f"{place.memory / _GIB:.3g}" for place in fitting.places}, key=float)
+    of = sizes[0] if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    loss = ""
+    if fitting.settings.order.by_micro_batch and not nearest.settings.order.by_micro_batch:
+        loss = ", with which each micro-batch has a loss of its own"
+    return (
+        f"{counted(len(fitting.places), 'device')} of {of} GiB would do, with "
+        f"{fitting.settings}{loss}. Or use batches with fewer rows."
+    )

@@ -1,0 +1,169 @@
+"""Chooses stages, balance, schedule, micro-batches and recomputation of a pipeline.
+
+What is fastest depends on all of them at once: more micro-batches make the bubble smaller and each
+of them less efficient, recomputation makes room and takes time, more stages make the bubble larger.
+So all combinations are candidates, and of those that fit the memory the one with the least
+predicted time wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lightning_gpipe.core.balance import ModelProfile, Place
+from lightning_gpipe.core.layout import Around
+from lightning_gpipe.core.planner.candidates import PlanRequest, near
+from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
+from lightning_gpipe.core.planner.prediction import Prediction
+from lightning_gpipe.core.planner.reasons import reason
+from lightning_gpipe.core.planner.search import Search
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.schedules import (
+    KINDS,
+    ActivationCheckpointing,
+    ScheduleName,
+    check_by_micro_batch,
+    check_even,
+    counted,
+    kinds_for,
+    looped,
+)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Settings that were not chosen.
+
+    Attributes:
+        prediction: Their time and memory.
+        reason: Why they were not chosen.
+    """
+
+    prediction: Prediction
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.prediction.as_dict(), "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings that were chosen for a pipeline, and their predicted time and memory.
+
+    Attributes:
+        prediction: The settings, with the time and the memory of a mini-batch.
+        alternatives: Other settings, and why they were not chosen.
+    """
+
+    prediction: Prediction
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def settings(self) -> PlannedSettings:
+        return self.prediction.settings
+
+    def as_dict(self) -> dict[str, Any]:
+        alternatives = [alternative.as_dict() for alternative in self.alternatives]
+        return {**self.prediction.as_dict(), "alternatives": alternatives}
+
+    def __str__(self) -> str:
+        return str(self.prediction)
+
+
+def plan_for(
+    profiles: ModelProfile | Sequence[ModelProfile],
+    places: Sequence[Place],
+    *,
+    rows: int | None = None,
+    stages: int | None = None,
+    balance: Sequence[int] | None = None,
+    chunks: int | None = None,
+    most: int | None = None,
+    activation_checkpointing: ActivationCheckpointing | None = None,
+    schedule: ScheduleName | Literal["auto"] = "fill_drain",
+    split_backward: bool | None = False,
+    around: Around = "last",
+) -> Plan:
+    """Return the plan with the least predicted time of those that fit the devices.
+
+    Args:
+        profiles: The costs of the layers; of several profiles, measured with micro-batches of
+            different sizes, the one with the nearest number of rows is used.
+        places: The devices: their speeds and memory.
+        rows: The number of rows of a mini-batch; None takes that of the profile.
+        stages: The number of stages; None allows up to one per device.
+        balance: The number of layers in each stage, with one or several stages on each device; None
+            finds the best one.
+        chunks: The number of micro-batches; None tries the powers of two.
+        most: The most micro-batches to try; None tries as many as there are rows.
+        activation_checkpointing: Which micro-batches are recomputed; None finds as few as fit.
+        schedule: The schedule; ``"auto"`` chooses also among those in which each micro-batch has a
+            loss of its own. Others are among the alternatives.
+        split_backward: Whether backwards are split; None chooses. They are not split if they were
+            not measured in two parts.
+        around: The stage whose device has the modules around the layers.
+
+    Raises:
+        ValueError: If the number of stages or micro-batches does not fit the devices, or the
+            schedule cannot be planned.
+        NoPlan: If nothing fits.
+    """
+    profiles = (profiles,) if isinstance(profiles, ModelProfile) else tuple(profiles)
+    request = PlanRequest(
+        profiles,
+        tuple(places),
+        rows or profiles[0].rows * profiles[0].chunks,
+        stages if balance is None else len(balance),
+        None if balance is None else tuple(balance),
+        chunks,
+        most,
+        activation_checkpointing,
+        around,
+        kinds_for(schedule, split_backward),
+    )
+    if split_backward is None or schedule == "auto":
+        request = replace(request, orders=tuple(filter(request.is_measured, request.orders)))
+    _check(request)
+    search, candidates = Search(request), request.candidates()
+    chosen = search.fastest(candidates)
+    if chosen is None:
+        raise NoPlan(search.nearest(candidates), nearest_fitting(request))
+    others = [
+        *map(search.predicted, near(chosen.settings, candidates)),
+        *_in_other_orders(search, request, chosen.settings),
+    ]
+    alternatives = (Alternative(other, reason(chosen, other, request.orders)) for other in others)
+    return Plan(chosen, tuple(alternatives))
+
+
+def _check(request: PlanRequest) -> None:
+    """Refuse numbers of stages that the devices cannot run."""
+    stages, devices = request.stages, len(request.places)
+    if stages is None or 1 <= stages <= devices:
+        return
+    if request.balance is None:
+        raise ValueError(
+            f"a plan has a device for each stage: got {counted(stages, 'stage')} and "
+            f"{counted(devices, 'device')}. Give as many devices as stages, or a balance."
+        )
+    check_even(stages, devices, "Use a number of devices that divides the number of stages.")
+    for order in request.orders:
+        if order.by_micro_batch:
+            m = request.numbers_of_micro_batches(stages, order)[0]
+            check_by_micro_batch(order.schedule, m, looped(stages, devices))
+
+
+def _in_other_orders(
+    search: Search, request: PlanRequest, best: PlannedSettings
+) -> Iterator[Prediction]:
+    """Yield the fastest of each other kind of schedule, with as many stages and micro-batches."""
+    placement = looped(best.stages, min(best.stages, len(request.places)))
+    for order in KINDS:
+        possible = request.is_measured(order) and order.possible(best.chunks, placement)
+        if order == best.order or not possible:
+            continue
+        same = replace(request, stages=best.stages, chunks=best.chunks, orders=(order,))
+        candidates = same.candidates()
+        yield search.fastest(candidates) or search.predicted(candidates[-1])

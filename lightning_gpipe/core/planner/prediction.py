@@ -1,0 +1,231 @@
+"""Predicts the time and the memory of a mini-batch from the costs of layers and the schedule.
+
+The schedule is simulated with the measured time of each action. So the prediction includes what no
+formula does: that a recomputation fills a wait, or that micro-batches differ in size. The memory of
+each device over time follows from the same order of actions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from lightning_gpipe.core.balance import ModelProfile, Place
+from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.planner.any_schedule import any_schedule_times
+from lightning_gpipe.core.planner.fill_drain_times import MicroBatchTimes, Wave, fill_drain_times
+from lightning_gpipe.core.planner.predicted_memory import (
+    FREES,
+    Bytes,
+    end_and_peaks,
+    memory_changes,
+)
+from lightning_gpipe.core.planner.predicted_stage import (
+    StagePrediction,
+    static_memory,
+    with_neighbours,
+)
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
+from lightning_gpipe.core.schedules import Action
+
+
+class PlannedSpan(NamedTuple):
+    """The predicted span of an action; times in the unit of the costs, from the first action."""
+
+    worker: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted time and memory of a mini-batch with some settings.
+
+    The time is that of forward and backward in the pipeline, without the loss, the modules around
+    the layers and the step of the optimizer.
+
+    Attributes:
+        settings: The settings, with a balance.
+        profile: The costs of the layers.
+        places: The speed and the memory of each stage's device.
+        rows: The number of rows of each micro-batch.
+        around: The stage whose device has the modules around the layers.
+        devices: The index of each stage's device.
+    """
+
+    settings: PlannedSettings
+    profile: ModelProfile = field(repr=False)
+    places: tuple[Place, ...]
+    rows: tuple[int, ...]
+    around: Around
+    devices: tuple[int, ...]
+
+    @property
+    def unit(self) -> Literal["s", "FLOP"]:
+        """The unit of times; FLOP if operations were counted."""
+        return self.profile.unit
+
+    @cached_property
+    def placement(self) -> tuple[int, ...]:
+        """The worker of each stage."""
+        workers = {device: w for w, device in enumerate(dict.fromkeys(self.devices))}
+        return tuple(workers[device] for device in self.devices)
+
+    @property
+    def workers(self) -> list[int]:
+        """The index of each worker's device."""
+        return list(dict.fromkeys(self.devices))
+
+    @property
+    def time(self) -> float:
+        """The time of a mini-batch, in :attr:`unit`."""
+        return self._simulated[0]
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of the devices' time that they are idle."""
+        busy = sum(stage.time for stage in self.stages)
+        return 1.0 - busy / (self.time * len(self.workers)) if self.time else 0.0
+
+    @property
+    def throughput(self) -> float:
+        """The rows in a unit of time."""
+        return sum(self.rows) / self.time if self.time else inf
+
+    @cached_property
+    def stages(self) -> tuple[StagePrediction, ...]:
+        return tuple(with_neighbours(list(self._stages())))
+
+    @property
+    def missing(self) -> list[float]:
+        """The bytes that each stage's device lacks."""
+        return [stage.missing for stage in self.stages]
+
+    @cached_property
+    def spans(self) -> tuple[PlannedSpan, ...]:
+        """The spans of all actions, by their starts."""
+        spans = (
+            PlannedSpan(self.placement[j], Action(wave.kind, i, j), start, end)
+            for wave in self._waves()
+            for i, j, start, end in zip(*(array.tolist() for array in wave[1:]), strict=True)
+        )
+        return tuple(sorted(spans, key=lambda span: span.start))
+
+    def memory_over_time(self) -> list[list[tuple[float, float]]]:
+        """Return for each worker the times at which its bytes change, with the bytes from then."""
+        always = [0.0] * len(self.workers)
+        for worker, stage in zip(self.placement, self.stages, strict=True):
+            always[worker] += stage.memory.held + stage.memory.outputs
+        bytes_over_time = [[(0.0, held)] for held in always]
+        for wave in self._waves():
+            times = wave.end if wave.kind in FREES else wave.start
+            changes = self._changes(wave).sum(axis=1)
+            for j, at, change in zip(
+                wave.j.tolist(), times.tolist(), changes.tolist(), strict=True
+            ):
+                own = bytes_over_time[self.placement[j]]
+                own.append((at, own[-1][1] + change))
+        return bytes_over_time
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return numbers, strings, lists and dicts, for JSON."""
+        return {
+            **self.settings.as_dict(),
+            "rows": sum(self.rows),
+            "unit": self.unit,
+            "time": self.time,
+            "bubble": self.bubble,
+            "throughput": self.throughput,
+            "memory": sum(stage.memory.total for stage in self.stages),
+            "stages": [stage.as_dict() for stage in self.stages],
+        }
+
+    def __str__(self) -> str:
+        time = f"{1e3 * self.time:.4g} ms" if self.unit == "s" else f"{self.time / 1e9:.4g} GFLOP"
+        most = max(stage.needed for stage in self.stages)
+        return (
+            f"{self.settings}: {time}, bubble {self.bubble:.1%}, at most {most / 2**30:.3g} GiB on "
+            "a device"
+        )
+
+    @cached_property
+    def _kinds(self) -> list[tuple[int, bool]]:
+        """The number of rows of each micro-batch, and whether it is recomputed."""
+        return [(rows, i < self.settings.recomputed) for i, rows in enumerate(self.rows)]
+
+    @cached_property
+    def _costs(self) -> dict[int, list[MicroBatchCost]]:
+        """The costs of each stage for a micro-batch, by its number of rows."""
+        balance, split = self.settings.balance, self.settings.order.split
+        return {rows: costs_of(self.profile, balance, rows, split=split) for rows in {*self.rows}}
+
+    def _waves(self) -> Iterator[Wave]:
+        """All actions, with their times; those of each worker in its order."""
+        of_kind = {kind: self._times(*kind) for kind in {*self._kinds}}
+        times = [of_kind[kind] for kind in self._kinds]
+        order, m = self.settings.order, len(self.rows)
+        if not order.by_micro_batch and len(self.workers) == len(self.places):
+            return fill_drain_times(times)
+        patterns = order.patterns(m, self.placement, self.settings.recomputed)
+        return any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
+
+    def _times(self, rows: int, recomputed: bool) -> MicroBatchTimes:
+        speed = np.array([place.speed for place in self.places])
+        costs = self._costs[rows]
+        forward, dropping, backward, weights = (
+            np.array([getattr(cost, name) for cost in costs]) / speed
+            for name in ("forward", "dropping", "backward", "weights")
+        )
+        parts = backward, weights if self.settings.order.split else None
+        if recomputed:
+            return MicroBatchTimes(dropping, forward, *parts)
+        return MicroBatchTimes(forward, None, *parts)
+
+    @cached_property
+    def _changes(self) -> Callable[[Wave], Bytes]:
+        return memory_changes(self._kinds, self._costs)
+
+    @cached_property
+    def _simulated(self) -> tuple[float, Bytes]:
+        """The end of the mini-batch, and the bytes of each stage at the peak of its device."""
+        return end_and_peaks(self._waves(), self._changes, self.placement)
+
+    def _stages(self) -> Iterator[StagePrediction]:
+        outside = len(self.places) - 1 if self.around == "last" else 0
+        sizes = [self.profile.output.at(rows) for rows in self.rows]
+        outputs = max(sizes) if self.settings.order.by_micro_batch else sum(sizes)
+        kinds = Counter(self._kinds)
+        for j, own in enumerate(layer_ranges(self.settings.balance)):
+            layers = self.profile.layers[own.start : own.stop]
+            held = [*layers, self.profile.around] if j == outside else layers
+            activations, boundaries = self._simulated[1][j].tolist()
+            costs = [
+                (number, recomputed, self._costs[rows][j])
+                for (rows, recomputed), number in kinds.items()
+            ]
+            time = sum(
+                number * (cost.time + recomputed * cost.dropping)
+                for number, recomputed, cost in costs
+            )
+            yield StagePrediction(
+                own.start,
+                tuple(layer.name for layer in layers),
+                self.devices[j],
+                sum(layer.parameters for layer in held),
+                time / self.places[j].speed,
+                static_memory(held)._replace(
+                    activations=activations,
+                    boundaries=boundaries,
+                    outputs=outputs if j == outside else 0.0,
+                ),
+                self.places[j].memory,
+                sum(number * cost.leaving for number, _, cost in costs),
+            )

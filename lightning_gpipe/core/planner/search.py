@@ -1,0 +1,248 @@
+"""Finds the fastest of the candidates that fit the memory of the devices.
+
+Only few are balanced. Candidates that differ in recomputation only are a group: the more is
+recomputed, the less memory is needed and the longer it takes, so the first that fits is found by
+bisection. Each group first has a lower bound of its time; when no other one has a lower bound, its
+candidates are balanced and predicted. The first whose predicted time comes up is the fastest, as in
+A* search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import ceil, log2
+
+from lightning_gpipe.core.balance import LayerCosts, ModelProfile, NothingFits, Place, solve_on
+from lightning_gpipe.core.layout import layer_ranges
+from lightning_gpipe.core.planner.candidates import PlanRequest
+from lightning_gpipe.core.planner.prediction import Prediction
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
+from lightning_gpipe.core.schedules import KINDS
+
+_TRIES = 3  # balances of a candidate: the memory of a stage is known only with a balance
+_ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
+
+
+class Search:
+    """Balances, bounds and predicts candidates, each of them once."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self._request = request
+        self._predictions: dict[PlannedSettings, Prediction] = {}
+        self._wholes: dict[tuple[int, bool], MicroBatchCost] = {}
+
+    def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
+        """Return the prediction with the least time of those that fit; None if none does.
+
+        Of candidates that differ in recomputation only, it is the one that recomputes least.
+        """
+        groups: dict[Hashable, list[PlannedSettings]] = {}
+        for each in sorted(candidates, key=lambda each: each.recomputed):
+            if self._excess(each) <= 0:
+                groups.setdefault((each.order, each.stages, each.chunks), []).append(each)
+        simplest = sorted(groups.values(), key=lambda group: KINDS.index(group[0].order))
+        heap = [
+            (self._bound(group[0]), place, False, group[0]) for place, group in enumerate(simplest)
+        ]
+        heapify(heap)
+        while heap:
+            _, place, predicted, candidate = heappop(heap)
+            if predicted:
+                return self.predicted(candidate)
+            if (fitting := self._first_that_fits(simplest[place])) is not None:
+                # Of those that are as fast, but for rounding, the first is the simplest.
+                time = float(f"{self.predicted(fitting).time:.9g}")
+                heappush(heap, (time, place, True, fitting))
+        return None
+
+    def _first_that_fits(self, candidates: Sequence[PlannedSettings]) -> PlannedSettings | None:
+        """The first that fits, of candidates that need ever less memory, by bisection."""
+        if not any(self.predicted(candidates[0]).missing):
+            return candidates[0]
+        if any(self.predicted(candidates[-1]).missing):
+            return None
+        lacks, fits = 0, len(candidates) - 1
+        while fits - lacks > 1:
+            middle = (lacks + fits) // 2
+            if any(self.predicted(candidates[middle]).missing):
+                lacks = middle
+            else:
+                fits = middle
+        return candidates[fits]
+
+    def nearest(self, candidates: Sequence[PlannedSettings]) -> Prediction:
+        """Return, of candidates of which none fits, the one that lacks least where it lacks most.
+
+        Of those that lack memory whatever the balance, only one is balanced.
+        """
+        excess = {candidate: self._excess(candidate) for candidate in candidates}
+        least = min(excess, key=lambda candidate: excess[candidate])
+        hopeful = [each for each in candidates if excess[each] <= 0 or each == least]
+        return min(map(self.predicted, hopeful), key=lambda prediction: max(prediction.missing))
+
+    def predicted(self, candidate: PlannedSettings) -> Prediction:
+        """Return the prediction for a candidate with its best balance."""
+        if candidate not in self._predictions:
+            self._predictions[candidate] = self._balanced(candidate)
+        return self._predictions[candidate]
+
+    def _balanced(self, candidate: PlannedSettings) -> Prediction:
+        """Balance a candidate by time and memory, which depends on the balance itself.
+
+        The first balance assumes the least memory: fill-drain keeps what is not recomputed. If it
+        does not fit, its prediction says how many micro-batches are alive on each stage, and how
+        many bytes of inputs from other stages it holds.
+        """
+        if self._request.balance is not None:
+            return self._with(candidate, self._request.balance)
+        costs, places = self._costs(candidate), self._places(candidate)
+        alive: Sequence[float] = [_least_alive(candidate)] * candidate.stages
+        latest = best = None
+        boundaries = 0.0
+        for _ in range(_TRIES):
+            pairs = zip(places, alive, strict=True)
+            loaded = [replace(p, taken=p.taken + boundaries, alive=a) for p, a in pairs]
+            try:
+                balance = tuple(solve_on(costs, loaded))
+            except NothingFits as error:
+                balance = tuple(error.balance)
+            if latest is not None and latest.settings.balance == balance:
+                break
+            latest = self._with(candidate, balance)
+            if best is None or max(latest.missing) < max(best.missing):
+                best = latest
+            if not max(latest.missing):
+                break
+            boundaries = max(stage.memory.boundaries for stage in latest.stages)
+            alive = _few(_alive(latest, alive))
+        assert best is not None, "the loop has run"
+        return best
+
+    def _costs(self, candidate: PlannedSettings) -> LayerCosts:
+        m, split = candidate.chunks, candidate.order.split
+        profile, rows = self._profile(m), max(sizes_of(self._request.rows, m))
+        sized = replace(profile, chunks=m, rows=rows)
+        return LayerCosts(
+            sized.times(recomputed=candidate.recomputed / m, split=split),
+            [layer.held_bytes for layer in profile.layers],
+            live=[layer.saved.at(rows) for layer in profile.layers],
+        )
+
+    def _with(self, candidate: PlannedSettings, balance: tuple[int, ...]) -> Prediction:
+        devices = self._devices(candidate.stages)
+        return Prediction(
+            candidate._replace(balance=balance),
+            self._profile(candidate.chunks),
+            tuple(replace(self._request.places[d], taken=0, alive=0) for d in devices),
+            sizes_of(self._request.rows, candidate.chunks),
+            self._request.around,
+            tuple(devices),
+        )
+
+    def _places(self, candidate: PlannedSettings) -> list[Place]:
+        """The place of each stage; one of them has the modules around and the outputs, too."""
+        places = [self._request.places[d] for d in self._devices(candidate.stages)]
+        outside = len(places) - 1 if self._request.around == "last" else 0
+        profile = self._profile(candidate.chunks)
+        sizes = sizes_of(self._request.rows, candidate.chunks)
+        outputs = [profile.output.at(rows) for rows in sizes]
+        at_once = max(outputs) if candidate.order.by_micro_batch else sum(outputs)
+        around = places[outside].taken + profile.around.held_bytes + at_once
+        places[outside] = replace(places[outside], taken=around)
+        return places
+
+    def _devices(self, n: int) -> list[int]:
+        """The device of each stage, of the ``n`` best: the fastest, and of these the largest.
+
+        With more stages than devices, stage j is on device j mod d.
+        """
+        places = self._request.places
+        order = sorted(range(len(places)), key=lambda d: (-places[d].speed, -places[d].memory, d))
+        best = sorted(order[:n])
+        return [best[j % len(best)] for j in range(n)]
+
+    def _profile(self, m: int) -> ModelProfile:
+        """The profile that was measured with the nearest number of rows."""
+        rows = max(sizes_of(self._request.rows, m))
+        return min(self._request.profiles, key=lambda p: max(p.rows / rows, rows / p.rows))
+
+    def _bound(self, candidate: PlannedSettings) -> float:
+        """A lower bound of a candidate's time, whatever the balance.
+
+        A micro-batch passes all stages, on the fastest device at best; the others follow through
+        the slowest stage, which has at least its share of the layers. Until the first backward is
+        back there, it has run at most as many forwards as there are stages, unless the schedule
+        runs all of them before.
+        """
+        n, m, k, order, _ = candidate
+        devices = {*self._devices(n)}
+        speeds = [self._request.places[d].speed for d in devices]
+        through, share = 1 / max(speeds), 1 / sum(speeds)
+        whole = self._whole(m, split=order.split)
+        # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
+        forward = min(whole.forward, whole.dropping)
+        both = whole.backward + whole.weights
+        if not order.by_micro_batch:
+            again = (m * both + k * whole.forward) * share
+            last = whole.backward * through + (m - 1) * both * share
+            return forward * (through + (m - 1) * share) + max(again, last)
+        busy = (m * (forward + both) + k * whole.forward) * share
+        if len(devices) < n:
+            return max((forward + whole.backward) * through, busy)
+        late = n if order.definition.defers_weights else 1
+        after = max(0, m - n) * forward + (m - 1) * whole.backward
+        after += max(0, m - late) * whole.weights + max(0, k - 1) * whole.forward
+        return max((forward + whole.backward) * through + after * share, busy)
+
+    def _excess(self, candidate: PlannedSettings) -> float:
+        """The bytes that all devices together lack, whatever the balance."""
+        memory = sum(self._request.places[d].memory for d in {*self._devices(candidate.stages)})
+        saved = self._whole(candidate.chunks).saved
+        return self._held + _least_alive(candidate) * saved - memory
+
+    @cached_property
+    def _held(self) -> int:
+        """The bytes of all layers and of the modules around them, whatever runs."""
+        profile = self._request.profiles[0]
+        return sum(layer.held_bytes for layer in (*profile.layers, profile.around))
+
+    def _whole(self, m: int, *, split: bool = False) -> MicroBatchCost:
+        """The least cost of one of ``m`` micro-batches in all layers."""
+        if (m, split) not in self._wholes:
+            profile, rows = self._profile(m), self._request.rows // m
+            (whole,) = costs_of(profile, [self._request.layers], rows)
+            if split:  # on some stages only; a whole backward counts where it is faster
+                inputs = sum(each.inputs.at(rows) for each in profile.layers if each.inputs)
+                weights = sum(each.weights.at(rows) for each in profile.layers if each.weights)
+                backward = min(inputs, whole.backward)
+                both = min(inputs + weights, whole.backward)
+                whole = whole._replace(backward=backward, weights=both - backward)
+            self._wholes[m, split] = whole
+        return self._wholes[m, split]
+
+
+def _least_alive(candidate: PlannedSettings) -> int:
+    """The least number of micro-batches that are alive on each stage."""
+    m, k = candidate.chunks, candidate.recomputed
+    return max(1 if candidate.order.by_micro_batch and k < m else m - k, min(1, k))
+
+
+def _alive(prediction: Prediction, before: Sequence[float]) -> list[float]:
+    """The micro-batches that each stage holds at its peak; as before where layers save nothing."""
+    rows, layers, alive = max(prediction.rows), prediction.profile.layers, []
+    ranges = layer_ranges(prediction.settings.balance)
+    for stage, own, guess in zip(prediction.stages, ranges, before, strict=True):
+        saved = sum(layers[k].saved.at(rows) for k in own)
+        alive.append(stage.memory.activations / saved if saved else guess)
+    return alive
+
+
+def _few(numbers: Sequence[float]) -> list[float]:
+    """The numbers; if there are many different ones, rounded up to powers of two."""
+    if len({*numbers}) <= _ALIVE:
+        return list(numbers)
+    return [float(2 ** ceil(log2(number))) if number else 0.0 for number in numbers]

@@ -1,0 +1,111 @@
+"""The costs of the stages of a balance for a micro-batch, by those of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_gpipe.core.balance import ModelProfile
+from lightning_gpipe.core.layout import layer_ranges
+
+
+class MicroBatchCost(NamedTuple):
+    """The costs of a stage for a micro-batch, on a device of speed 1.
+
+    Attributes:
+        forward: The time of a forward that keeps its activations.
+        dropping: The time of a forward that drops them.
+        backward: The time of a backward; where it is split, of its first part.
+        saved: The bytes that are saved for a backward, its inputs from other stages not included.
+        entering: The bytes of its inputs from other stages.
+        leaving: The bytes that it sends to later stages.
+        weights: The time of the second part of a split backward, or else 0.
+        left: The bytes that are kept from the first part of a backward to the second, or else 0.
+    """
+
+    forward: float
+    dropping: float
+    backward: float
+    saved: float
+    entering: float = 0.0
+    leaving: float = 0.0
+    weights: float = 0.0
+    left: float = 0.0
+
+    @property
+    def time(self) -> float:
+        """The time of forward and backward of a micro-batch that keeps its activations."""
+        return self.forward + self.backward + self.weights
+
+
+def costs_of(
+    profile: ModelProfile, balance: Sequence[int], rows: int, *, split: bool = False
+) -> list[MicroBatchCost]:
+    """Return the costs of each stage of a balance.
+
+    A backward is not split where no stage before waits for it.
+
+    Args:
+        profile: The costs of the layers.
+        balance: The number of layers in each stage.
+        rows: The number of rows of the micro-batch.
+        split: Whether backwards are split, if they were measured in two parts.
+    """
+    if split and not profile.split:
+        raise ValueError(
+            "backwards that are split must have been measured so: got a profile without. Measure "
+            "it with profile(..., split_backward=True)."
+        )
+    ranges = layer_ranges(balance)
+    stage_of = [j for j, own in enumerate(ranges) for _ in own]
+    entering, leaving, twice = ([0.0] * len(balance) for _ in range(3))
+    for value in profile.carried:
+        maker, user = stage_of[value.maker], stage_of[value.user]
+        if maker != user:
+            leaving[maker] += value.size.at(rows)
+            entering[user] += value.size.at(rows)
+            twice[user] += value.saved.at(rows)
+    costs = []
+    for j, own in enumerate(ranges):
+        layers = profile.layers[own.start : own.stop]
+        weights = left = 0.0
+        if split and layers[0].waited:
+            backward = sum(layer.inputs.at(rows) for layer in layers if layer.inputs)
+            weights = sum(layer.weights.at(rows) for layer in layers if layer.weights)
+            left = sum(layer.left.at(rows) for layer in layers if layer.left)
+        else:
+            backward = sum(layer.backward.at(rows) for layer in layers)
+        costs.append(
+            MicroBatchCost(
+                sum(layer.forward.at(rows) for layer in layers),
+                sum(layer.dropping.at(rows) for layer in layers),
+                backward,
+                sum(layer.saved.at(rows) for layer in layers) - twice[j],
+                entering[j],
+                leaving[j],
+                weights,
+                left,
+            )
+        )
+    return costs
+
+
+def split_shares(profile: ModelProfile, balance: Sequence[int]) -> list[tuple[float, float]]:
+    """Return for each stage the times of both parts of a backward, relative to a whole one."""
+    pairs = zip(
+        costs_of(profile, balance, profile.rows),
+        costs_of(profile, balance, profile.rows, split=True),
+        strict=True,
+    )
+    return [
+        (split.backward / whole.backward, split.weights / whole.backward)
+        if whole.backward
+        else (1.0, 0.0)
+        for whole, split in pairs
+    ]
+
+
+def sizes_of(rows: int, chunks: int) -> tuple[int, ...]:
+    """Return the rows of each micro-batch, as even as possible; no more micro-batches than rows."""
+    m = min(chunks, rows)
+    return tuple(rows // m + (i < rows % m) for i in range(m))

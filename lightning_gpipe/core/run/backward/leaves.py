@@ -1,0 +1,120 @@
+"""The leaves that took part in a mini-batch: parameters, and tensors captured from outside.
+
+Autograd calls a hook on a parameter only if the parameter has a gradient. The pipeline's node has
+all parameters as inputs, so hooks on parameters that no layer used would be called with None. So if
+any parameter has a hook, the graphs of all micro-batches are searched for shadows.
+
+A layer may also use a tensor that is neither its input nor a parameter of its stage: the scale that
+another network has computed, a learned code in a list. Autograd would write the gradients of such
+leaves itself, also under ``torch.autograd.grad``, and free the graph that all micro-batches share
+after the first of them. So the leaves behind it are further inputs of the pipeline's node. The
+first runs of each call signature are searched for them, and later runs only if there were some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful import Shadows, has_hooks
+from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
+
+
+class UsedLeaves:
+    """The leaves that took part in one mini-batch; used from several threads.
+
+    Args:
+        shadows: The shadows of each stage.
+        spread: Whether other processes have stages too, which know of no captured tensor.
+
+    Attributes:
+        searching: Whether the graphs of all micro-batches are searched.
+    """
+
+    def __init__(self, shadows: Sequence[Shadows], *, spread: bool = False) -> None:
+        self._shadows = shadows
+        self._spread = spread
+        self.searching = any(any(map(has_hooks, each.parameters)) for each in shadows)
+        self._used: set[int] = set()
+        self._captured: dict[int, Tensor] = {}
+
+    def record(
+        self, outputs: Iterable[Any], inputs: Iterable[Any], *, captures: bool
+    ) -> Sequence[Tensor]:
+        """Search the graphs of a stage's outputs, where that is needed.
+
+        Args:
+            outputs: The outputs for a micro-batch.
+            inputs: The inputs, which are leaves of these graphs.
+            captures: Whether the stage may have captured tensors from outside.
+
+        Returns:
+            The captured leaves.
+
+        Raises:
+            RuntimeError: If one cannot have a gradient; gives its shape.
+        """
+        if not (self.searching or captures):
+            return ()
+        leaves = {id(leaf): leaf for leaf in leaves_behind(map(root_of, outputs))}
+        self._used.update(leaves)
+        captured = {key: leaves[key] for key in leaves.keys() - self._own - set(map(id, inputs))}
+        self._captured.update(captured)
+        for leaf in filter(self.foreign, captured.values()):
+            self._check_foreign(leaf)
+        return list(captured.values())
+
+    def _check_foreign(self, leaf: Tensor) -> None:
+        """Refuse a captured leaf whose gradient would be wrong."""
+        if self._spread:  # processes without the layer have no gradient for it
+            raise RuntimeError(
+                "layers in a pipeline over processes must be given the tensors that require a "
+                f"gradient: one uses a tensor of shape {tuple(leaf.shape)} that it was not given. "
+                "Pass it with the input, marked by whole(tensor), or make it a parameter of the "
+                "layer."
+            )
+        if leaf._backward_hooks:
+            raise RuntimeError(
+                "a tensor that a layer uses without being given it must have no hooks: one of "
+                f"shape {tuple(leaf.shape)} has a hook on its gradient, which would be called for "
+                "each micro-batch. Pass it with the input, marked by whole(tensor)."
+            )
+
+    def captured(self, leaf: Tensor) -> bool:
+        """Return whether ``leaf`` was captured from outside."""
+        return id(leaf) in self._captured
+
+    @property
+    def foreign_leaves(self) -> list[Tensor]:
+        """The captured leaves that are not parameters of the pipeline."""
+        return [leaf for leaf in self._captured.values() if self.foreign(leaf)]
+
+    def foreign(self, leaf: Tensor) -> bool:
+        """Return whether ``leaf`` is not a parameter of the pipeline."""
+        return all(leaf is not p for each in self._shadows for p in each.parameters)
+
+    def leaves(self, shared: Iterable[nn.Parameter] = ()) -> list[Tensor]:
+        """Return the used parameters that have values here, each once, and the captured leaves.
+
+        Args:
+            shared: Parameters of stages of other processes that have values here too.
+        """
+        leaves: dict[int, Tensor] = {id(each): each for each in shared if each.requires_grad}
+        for shadows in self._shadows:
+            for parameter in shadows.parameters:
+                used = not self.searching or id(shadows.shadow_of(parameter)) in self._used
+                if used and not parameter.is_meta:
+                    leaves[id(parameter)] = parameter
+        return list((leaves | self._captured).values())
+
+    @cached_property
+    def _own(self) -> set[int]:
+        """The ids of the shadows."""
+        return {
+            id(shadows.shadow_of(parameter))
+            for shadows in self._shadows
+            for parameter in shadows.parameters
+        }

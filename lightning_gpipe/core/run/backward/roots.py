@@ -1,0 +1,190 @@
+"""The roots of a backward through a stage, the leaves that it reaches, and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+Root = GradientEdge | Tensor
+
+# Of a tuple, at once: one is made for each micro-batch on each stage.
+_edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+
+
+def root_of(leaf: Any) -> Root | None:
+    """The root of an output's backward: an edge of the graph, which keeps no tensor alive.
+
+    The root is the output itself if that is sparse, which has no view to find the edge of a leaf
+    by, or nested, because a gradient must have the very offsets of a jagged one.
+    """
+    if not isinstance(leaf, Tensor) or not leaf.requires_grad:
+        return None
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
+    node = leaf.grad_fn
+    if node is None:
+        return get_gradient_edge(leaf)
+    # Before torch 2.9 backward cannot start at the edge of a node that is written in Python.
+    written_in_python = isinstance(node, torch._C._FunctionBase)
+    return leaf if written_in_python else _edge((node, leaf.output_nr))
+
+
+def roots_of(leaves: Iterable[Any]) -> list[Root | None]:
+    """The roots of the backward of some outputs; empty if none requires a gradient."""
+    roots, needed = [], False
+    for leaf in leaves:
+        root = root_of(leaf)
+        roots.append(root)
+        needed = needed or root is not None
+    return roots if needed else []
+
+
+def run_backward(
+    roots: Sequence[Root | None], gradients: Sequence[Tensor | None], *, keep: bool = False
+) -> None:
+    """Run backward from the roots that have a gradient; ``keep`` the graph for other backwards.
+
+    The same as ``torch.autograd.backward`` without the check of its arguments, which takes as long
+    as backward through a small layer.
+    """
+    starts, values = with_gradients(roots, gradients)
+    if starts:
+        _engine_run_backward(
+            starts, values, keep, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+
+
+def gradients_of(
+    leaves: Sequence[Tensor], roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Run backward, and return the gradients of ``leaves`` instead of accumulating them.
+
+    The graph is kept for other backwards.
+    """
+    starts, values = with_gradients(roots, gradients)
+    if not starts or not leaves:
+        return [None] * len(leaves)
+    results: Sequence[Tensor | None] = _engine_run_backward(
+        starts, values, True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
+    )
+    return list(results)
+
+
+def run_backward_to(
+    leaves: Sequence[GradientEdge], roots: Sequence[Root], gradients: Sequence[Tensor]
+) -> None:
+    """Run backward to the edges of some leaves only; keeps the graph for the others."""
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        True,
+        False,
+        tuple(leaves),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
+    """Call ``compute``; a node called in it computes the gradients of ``edges`` only.
+
+    A node asks autograd which of its gradients are needed in the present backward. So ``compute``
+    is called within one, whose only leaf is made for it.
+    """
+    leaf = torch.zeros((), device="cpu", requires_grad=True)
+    leaf.register_hook(lambda _: compute())
+    edge = get_gradient_edge(leaf)
+    _engine_run_backward(
+        (edge,),
+        (torch.zeros((), device="cpu"),),
+        False,
+        False,
+        (edge, *edges),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+
+
+def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
+    """The leaves that backward from ``roots`` would reach."""
+    return graph_behind(roots)[0]
+
+
+# The time by which autograd orders the nodes that the calling thread makes.
+now: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def revisits(roots: Iterable[Root | None], since: int) -> bool:
+    """Return whether backward from ``roots`` needs tensors saved before a time of :func:`now`.
+
+    Nodes without saved tensors do not count, such as those of weights that autocast has cast.
+    """
+    return any_saved_before(graph_behind(roots)[1], since)
+
+
+def any_saved_before(nodes: Iterable[Any], since: int) -> bool:
+    """Return whether one of these nodes saved tensors before a time of :func:`now`."""
+    return any(node._sequence_nr() < since and _saves(node) for node in nodes)
+
+
+def _saves(node: Any) -> bool:
+    return any(name.startswith("_raw_saved") for name in dir(node))
+
+
+def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
+    """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients."""
+    leaves: list[Tensor] = []
+    nodes: list[Any] = []
+    waiting = []
+    for root in roots:
+        if isinstance(root, Tensor) and root.grad_fn is None:
+            leaves.append(root)
+        elif root is not None:
+            waiting.append(_node_of(root))
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        else:
+            nodes.append(node)
+        new = {after for after, _ in node.next_functions if after is not None} - seen
+        seen |= new
+        waiting += new
+    return leaves, nodes
+
+
+def _node_of(root: Root) -> Any:
+    return root.grad_fn if isinstance(root, Tensor) else root.node
+
+
+def with_gradients(
+    roots: Sequence[Root | None], gradients: Sequence[Tensor | None]
+) -> tuple[tuple[Root, ...], tuple[Tensor, ...]]:
+    """The roots that have a gradient, and the gradients."""
+    starts, values = [], []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root is not None and gradient is not None:
+            starts.append(root)
+            values.append(_shaped_as(root, gradient) if isinstance(root, Tensor) else gradient)
+    return tuple(starts), tuple(values)
+
+
+def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of an output, with the output's own offsets if both are jagged.
+
+    A recomputed output has equal offsets in another tensor, which PyTorch takes for another shape.
+    """
+    if output.layout is not torch.jagged or gradient.layout is not torch.jagged:
+        return gradient
+    if gradient.shape == output.shape:
+        return gradient
+    jagged: Any = output  # only these have offsets
+    return torch.nested.nested_tensor_from_jagged(
+        gradient.values(), jagged.offsets(), jagged.lengths()
+    )

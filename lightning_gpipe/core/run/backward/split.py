@@ -1,0 +1,226 @@
+"""The split of a backward: the gradients of the inputs first, those of the weights later.
+
+Another stage waits for the gradients of a stage's inputs; for those of its weights nobody waits
+before the optimizer. Autograd computes both operator by operator. Asked for the gradients of the
+inputs only, an operator such as a linear layer leaves out the other half. The missing part begins
+at such operators, each of which has weights on one side and the way to the inputs on the other::
+
+                          weights          weights
+                             |                |
+         inputs <------- operator <------ operator <------ outputs
+
+An edge from an operator towards the weights is called an exit here. W runs such operators a second
+time, with the gradients that entered them, and asks for those of their exits only: nothing is
+computed twice. From the exits, backward goes on to the weights as it always does.
+
+B computes the gradients of weights behind exits that several operators share, such as a bias that
+is used twice, and behind operators that compute all gradients at once: those written in Python,
+compiled ones among them. The split follows from the shape of the graph, and is searched for once
+for each shape. Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), for B and W.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_gpipe.core.run.backward.graph import Edge, Graph, children_of, is_leaf
+
+_COMPILED = "CompiledFunctionBackward"  # PyTorch makes a class of this name for each
+
+
+class Operator(NamedTuple):
+    """An operator that W runs again.
+
+    Attributes:
+        node: Its node.
+        exits: The edges whose gradients are asked for, each with its place among all edges.
+    """
+
+    node: int
+    exits: tuple[tuple[int, Edge], ...]
+
+
+class GraphPart(NamedTuple):
+    """A backward of W: the operators that share nodes on the way to the weights.
+
+    Attributes:
+        operators: The operators.
+        roots: The indices of outputs that depend on nothing but weights.
+    """
+
+    operators: tuple[Operator, ...]
+    roots: tuple[int, ...]
+
+
+class Split(NamedTuple):
+    """The split of a backward into B and W.
+
+    Attributes:
+        roots: The indices of the outputs from which B starts.
+        leaves: The leaves to which B goes: the inputs, and some weights.
+        parts: The backwards of W.
+        freed: The nodes whose saved tensors W does not need, with the names of these.
+    """
+
+    roots: tuple[int, ...]
+    leaves: tuple[Edge, ...]
+    parts: tuple[GraphPart, ...]
+    freed: tuple[tuple[int, tuple[str, ...]], ...]
+
+
+class Splits:
+    """A cache of splits by the shapes of graphs, which drops the least recently used."""
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._by_shape: OrderedDict[Any, Split | None] = OrderedDict()
+
+    def of(self, graph: Graph) -> Split | None:
+        """Return the split of a graph; None if B computes all of it."""
+        if graph.shape not in self._by_shape:
+            self._by_shape[graph.shape] = find_split(graph)
+            if len(self._by_shape) > self._MOST:
+                self._by_shape.popitem(last=False)
+        self._by_shape.move_to_end(graph.shape)
+        return self._by_shape[graph.shape]
+
+    def __reduce__(self) -> tuple[type[Splits], tuple[()]]:
+        return Splits, ()  # a copy finds its own: classes of autograd cannot be pickled
+
+
+def find_split(graph: Graph) -> Split | None:
+    """Find the split of a graph; None if there is nothing that W could compute.
+
+    Compiled functions have none: they may reuse the memory of their saved tensors, and then refuse
+    a backward that keeps the graph.
+    """
+    if any(type(node).__name__ == _COMPILED for node in graph.nodes):
+        return None
+    split = _Search(graph).split()
+    return split if split.parts else None
+
+
+class _Search:
+    """The search for the split of one graph. Sets of nodes are the bits of integers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._nodes, self._roots = graph.nodes, graph.roots
+        self._edges = children_of(graph.nodes)
+        self._children = [[e[0] for e in edges if e is not None] for edges in self._edges]
+        self._leaves = {k for k, node in enumerate(self._nodes) if is_leaf(node)}
+        self._behind = self._find_behind()
+        inputs, weights = _set(graph.inputs), _set(self._leaves - {*graph.inputs})
+        self._to_inputs = [k for k, behind in enumerate(self._behind) if behind & inputs]
+        self._inner = {*self._to_inputs}
+        # Nodes that lead to weights and not to inputs, with the operators that lead there.
+        self._exits: dict[int, set[int]] = {
+            k: set() for k, _ in self._roots if k not in self._inner and self._behind[k] & weights
+        }
+        for operator in self._to_inputs:
+            for k in self._children[operator]:
+                if k not in self._inner and self._behind[k] & weights:
+                    self._exits.setdefault(k, set()).add(operator)
+
+    def split(self) -> Split:
+        """Return the split, which may have no parts."""
+        early = self._find_early()
+        late = {k for k in self._exits if not self._behind[k] & early}
+        start = [r for r, (k, _) in enumerate(self._roots) if k not in late]
+        leaves = [k for k in sorted(self._leaves) if k in self._inner or early >> k & 1]
+        parts = tuple(self._parts(late))
+        again = {each.node for part in parts for each in part.operators}
+        freed = tuple(self._freed(again))
+        return Split(tuple(start), tuple((k, 0) for k in leaves), parts, freed)
+
+    def _find_behind(self) -> list[int]:
+        """The set of nodes that backward through each node reaches, itself included."""
+        behind = [0] * len(self._nodes)
+        waiting = [(k, False) for k, _ in self._roots]
+        while waiting:
+            k, done = waiting.pop()
+            if done:
+                behind[k] = 1 << k
+                for child in self._children[k]:
+                    behind[k] |= behind[child]
+            elif not behind[k]:
+                waiting.append((k, True))
+                waiting += [(child, False) for child in self._children[k] if not behind[child]]
+        return behind
+
+    def _find_early(self) -> int:
+        """The nodes behind the exits whose gradients B computes."""
+        early = 0
+        for k, operators in self._exits.items():
+            if len(operators) > 1 or any(map(self._computes_all, operators)):
+                early |= self._behind[k]
+        before = -1
+        while before != early:  # and those that meet these
+            before = early
+            for k in self._exits:
+                if self._behind[k] & early:
+                    early |= self._behind[k]
+        return early
+
+    def _computes_all(self, operator: int) -> bool:
+        """Return whether an operator computes all gradients at once, or must not run again."""
+        node = self._nodes[operator]
+        if isinstance(node, torch._C._FunctionBase):
+            return True
+        # Hooks on its saved tensors, such as those of checkpointing, may compute them anew.
+        saved = (tensor for name in saved_by(node) for tensor in saved_tensors(node, name))
+        return any(getattr(tensor, "unpack_hook", None) is not None for tensor in saved)
+
+    def _parts(self, late: set[int]) -> Iterator[GraphPart]:
+        """Yield the parts, beginning next to the outputs."""
+        inner = ~_set(self._leaves)
+        groups: list[tuple[int, list[int]]] = []  # nodes, and the exits from which they are reached
+        for k in sorted(late):
+            # Several exits of an operator are computed at once, so they belong together.
+            nodes = self._behind[k] & inner | _set(self._exits[k])
+            members = [k]
+            for group in [each for each in groups if each[0] & nodes]:
+                groups.remove(group)
+                nodes, members = nodes | group[0], group[1] + members
+            groups.append((nodes, members))
+        for _, members in groups:
+            operators = sorted({operator for k in members for operator in self._exits[k]})
+            roots = [r for r, (k, _) in enumerate(self._roots) if k in members]
+            yield GraphPart(tuple(self._operator(k, members) for k in operators), tuple(roots))
+
+    def _operator(self, node: int, members: Sequence[int]) -> Operator:
+        edges = enumerate(self._edges[node])
+        return Operator(node, tuple((p, e) for p, e in edges if e is not None and e[0] in members))
+
+    def _freed(self, again: set[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """The nodes whose saved tensors W does not need, with the names of these."""
+        for k in self._to_inputs:
+            if k not in again and (names := saved_by(self._nodes[k])):
+                yield k, names
+
+
+def saved_by(node: Any) -> tuple[str, ...]:
+    """The names under which a node has saved tensors."""
+    return tuple(name for name in dir(node) if name.startswith("_raw_saved"))
+
+
+def saved_tensors(node: Any, name: str) -> Sequence[Any]:
+    """The tensor or tensors that a node has saved under a name, packed."""
+    saved = getattr(node, name)
+    return saved if isinstance(saved, tuple | list) else (saved,)
+
+
+def unpacked(node: Any, name: str) -> Sequence[Any]:
+    """The same as tensors, in the same memory; None where it has saved none."""
+    return saved_tensors(node, name.replace("_raw_saved", "_saved", 1))
+
+
+def _set(elements: Iterable[int]) -> int:
+    bits = 0
+    for k in elements:
+        bits |= 1 << k
+    return bits

@@ -1,0 +1,55 @@
+"""Sums of the gradients of a leaf, over micro-batches and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from lightning_gpipe.core.run.backward.roots import root_of, run_backward
+
+Gradients = list[Tensor | None]
+
+
+def sum_gradients(pairs: Iterable[tuple[Tensor, Tensor]], leaves: Sequence[Tensor]) -> Gradients:
+    """The sum of each leaf's gradients on its device; None for a leaf without any.
+
+    Args:
+        pairs: Leaves with gradients of theirs, of the same shape on any device. A leaf that is not
+            among ``leaves`` was used by a recomputation only, or by a stage without having been
+            registered with nn.Module: it accumulates its gradient here, because it is not an input
+            of the mini-batch's autograd node.
+        leaves: The leaves whose sums to return, in order.
+    """
+    gradients_of: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for leaf, gradient in pairs:
+        if gradient.device != leaf.device:
+            gradient = gradient.to(leaf.device)
+        if (entry := gradients_of.get(id(leaf))) is None:
+            gradients_of[id(leaf)] = leaf, [gradient]
+        else:
+            entry[1].append(gradient)
+    sums: Gradients = []
+    for leaf in leaves:
+        entry = gradients_of.pop(id(leaf), None)
+        sums.append(None if entry is None else _sum(entry[1]))
+    for leaf, gradients in gradients_of.values():
+        run_backward([root_of(leaf)], [_sum(gradients)])
+    return sums
+
+
+def add_gradient(sums: dict[int, tuple[Tensor, Tensor]], leaf: Tensor, gradient: Tensor) -> None:
+    """Add to the gradient of a leaf in ``sums``, which has leaves with their gradients by id."""
+    _, before = sums.get(id(leaf), (leaf, None))
+    sums[id(leaf)] = leaf, gradient if before is None else before + gradient
+
+
+def _sum(gradients: list[Tensor]) -> Tensor:
+    """The sum; sparse gradients, as of nn.Embedding(sparse=True), are added to dense ones last."""
+    if len(gradients) == 1:
+        return gradients[0]
+    gradients.sort(key=lambda gradient: gradient.is_sparse)
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total.add_(gradient)
+    return total

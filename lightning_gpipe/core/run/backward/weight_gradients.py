@@ -1,0 +1,163 @@
+"""Backward through a stage in two parts: B, to its inputs, and W, later, to its weights.
+
+A :class:`~lightning_gpipe.core.run.backward.split.Split` says what is computed when; this runs it.
+Between B and W the graph is kept, for the operators that W runs again, with the gradients that
+entered them. The other saved tensors of the graph are freed after B.
+
+Where a backward cannot be split, or no input requires a gradient, as in the first stage, B is the
+whole of it, and W does nothing.
+
+# Note [An operator runs twice, its hooks once]
+A hook on a tensor that a layer computes, such as that of retain_grad(), belongs to the node that
+made the tensor, and runs whenever autograd runs the node. So autograd does so in B only. The
+gradients that have passed the hooks are recorded there, and W calls the node itself, which leaves
+all hooks out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import requires_grad
+from lightning_gpipe.core.run.backward.graph import Graph
+from lightning_gpipe.core.run.backward.roots import (
+    Root,
+    asking_for,
+    run_backward,
+    run_backward_to,
+    with_gradients,
+)
+from lightning_gpipe.core.run.backward.split import (
+    GraphPart,
+    Split,
+    Splits,
+    saved_by,
+    saved_tensors,
+    unpacked,
+)
+
+Gradients = Sequence[Tensor | None]
+
+
+class WeightGradients:
+    """The pending backwards W of one pass through a stage, by micro-batch."""
+
+    def __init__(self, splits: Splits) -> None:
+        self._splits = splits
+        self._pending: dict[int, _SplitBackward] = {}
+
+    def run_backward(
+        self, i: int, inputs: Sequence[Any], roots: Sequence[Root | None], gradients: Gradients
+    ) -> None:
+        """Run B of micro-batch ``i``: accumulate the gradients of the inputs."""
+        leaves = list(filter(requires_grad, inputs))
+        starts = list(zip(*with_gradients(roots, gradients), strict=True))
+        if leaves and starts and all(map(_can_be_split, starts)):
+            graph = Graph.behind([root for root, _ in starts], leaves)
+            if (split := self._splits.of(graph)) is not None:
+                self._pending[i] = backward = _SplitBackward(graph, split, starts)
+                backward.run_inputs()
+                return
+        run_backward(roots, gradients)
+
+    def run(self, i: int) -> None:
+        """Run W of micro-batch ``i``: accumulate the gradients of the weights that B has left."""
+        backward = self._pending.pop(i, None)
+        if backward is not None:
+            backward.run_weights()
+
+    def kept(self, i: int) -> list[Tensor]:
+        """Return the tensors kept for W of micro-batch ``i``."""
+        return list(self._pending[i].kept()) if i in self._pending else []
+
+    def clear(self) -> None:
+        """Drop all that is pending."""
+        self._pending.clear()
+
+
+class _SplitBackward:
+    """B and W of one micro-batch."""
+
+    def __init__(self, graph: Graph, split: Split, starts: Sequence[tuple[Root, Tensor]]) -> None:
+        self._graph, self._split, self._starts = graph, split, starts
+        self._entered: dict[int, tuple[Tensor | None, ...]] = {}  # what entered the operators
+
+    def run_inputs(self) -> None:
+        """Run B."""
+        graph, split = self._graph, self._split
+        for part in split.parts:
+            for operator in part.operators:
+                record = partial(_record, self._entered, operator.node)
+                graph.nodes[operator.node].register_prehook(record)
+        if split.roots:
+            roots, gradients = zip(*(self._starts[r] for r in split.roots), strict=True)
+            run_backward_to([graph.edge(leaf) for leaf in split.leaves], roots, gradients)
+        for k, names in split.freed:
+            for name in names:
+                for saved in saved_tensors(graph.nodes[k], name):
+                    _free(saved)
+
+    def kept(self) -> Iterator[Tensor]:
+        """Yield the gradients that entered the operators of W, and the operators' saved tensors."""
+        for gradients in self._entered.values():
+            yield from (gradient for gradient in gradients if gradient is not None)
+        for part in self._split.parts:
+            for operator in part.operators:
+                node = self._graph.nodes[operator.node]
+                for name in saved_by(node):
+                    saved = unpacked(node, name)
+                    yield from (tensor for tensor in saved if isinstance(tensor, Tensor))
+
+    def run_weights(self) -> None:
+        """Run W."""
+        exits = [
+            self._graph.edge(edge)
+            for part in self._split.parts
+            for operator in part.operators
+            for _, edge in operator.exits
+        ]
+        asking_for(exits, self._run_parts)
+
+    def _run_parts(self) -> None:
+        for part in self._split.parts:
+            self._run_part(part)
+
+    def _run_part(self, part: GraphPart) -> None:
+        """Run the operators of a part again, and then backward from their exits."""
+        roots: list[Root] = [self._starts[r][0] for r in part.roots]
+        gradients: list[Tensor | None] = [self._starts[r][1] for r in part.roots]
+        for operator in part.operators:
+            entered = self._entered.pop(operator.node, None)  # nothing, if it did not take part
+            if entered is not None:
+                computed = self._graph.nodes[operator.node](*entered)
+                computed = computed if isinstance(computed, tuple) else (computed,)
+                roots += [self._graph.edge(edge) for _, edge in operator.exits]
+                gradients += [computed[place] for place, _ in operator.exits]
+        run_backward(roots, gradients)
+
+
+def _record(
+    into: dict[int, tuple[Tensor | None, ...]], node: int, entered: tuple[Tensor | None, ...]
+) -> None:
+    into[node] = entered
+
+
+def _can_be_split(start: tuple[Root, Tensor]) -> bool:
+    root, _ = start
+    return not isinstance(root, Tensor) or root.grad_fn is not None
+
+
+def _free(saved: Any) -> None:
+    """Free a tensor that a node has saved."""
+    try:
+        saved.register_hooks(_nothing, _nothing)
+    except RuntimeError:  # it has saved None there, or nothing
+        return
+
+
+def _nothing(_: Any) -> None:
+    return None

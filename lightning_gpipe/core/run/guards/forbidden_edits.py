@@ -1,0 +1,88 @@
+"""Refuses edits by layers in forward, and by the user between a forward and its backward.
+
+In the plain module these are harmless. Here a parameter has a shadow while the layers run, and a
+forward may run again in backward: it must then compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from lightning_gpipe.core.faithful import Shadows
+from lightning_gpipe.core.run.activations import Activations
+from lightning_gpipe.core.run.stage import Stage
+
+
+def check_hooks(stage: Stage, shadows: Shadows) -> None:
+    """Raise if a layer registered a hook on one of its parameters while it ran."""
+    parameter = shadows.hooked
+    if parameter is not None:
+        raise RuntimeError(
+            "hooks on parameters must be registered outside of forward: got one on "
+            f"{stage.name_of(parameter)}, registered while {stage} ran, where it would see the "
+            "gradient of each micro-batch instead of the whole. Register it once, before the "
+            "first step."
+        )
+
+
+def check_edits(stage: Stage, shadows: Shadows) -> None:
+    """Raise if a layer edited a parameter in a way that cannot be honoured."""
+    replaced = shadows.replaced
+    if replaced is not None:
+        raise RuntimeError(
+            "the data of a parameter that is trained must not be replaced in forward: got other "
+            f"data of {stage.name_of(replaced)}. Write weight.data.copy_(value) instead of "
+            "weight.data = value."
+        )
+    lost = shadows.lost
+    if lost is not None:
+        raise RuntimeError(
+            "a parameter that stages on several devices share must not be edited in forward: got "
+            f"an edit of {stage.name_of(lost)}, which {stage} has a copy of, and the edit would be "
+            "lost. Edit it after the optimizer step, or choose a balance in which its layers are "
+            "on one device."
+        )
+    moved = shadows.moved
+    if not moved:
+        return
+    recorded = set(map(id, stage.edited_parameters))
+    new = next((parameter for parameter in moved if id(parameter) not in recorded), None)
+    if new is not None:
+        raise RuntimeError(
+            f"frozen parameters must be edited in every forward or in none: {stage} edited "
+            f"{stage.name_of(new)} for the first time after an earlier run that did not, and "
+            "the value before is needed for recomputation. Make it a buffer, or write "
+            "activation_checkpointing='never'."
+        )
+
+
+def check_unchanged(
+    stage: Stage,
+    shadows: Shadows,
+    modules: tuple[nn.Module, ...],
+    activations: Collection[Activations],
+) -> None:
+    """Raise if a recomputation would not compute what forward computed."""
+    if all(each.roots is not None for each in activations):
+        return
+    if any(each.edited for each in activations):
+        raise RuntimeError(
+            f"the input of {stage} must not be edited between a forward and its backward: got an "
+            "edit in place of a micro-batch, and its forward is yet to be recomputed. Edit a copy, "
+            "write the next batch after backward, or write activation_checkpointing='never'."
+        )
+    if shadows.edited:
+        change = "parameters must not be edited", "an edit, such as an optimizer step"
+    elif any(each.saved is not None and each.saved.buffers.lost for each in activations):
+        change = "buffers must not be edited", "an edit"
+    elif stage.modules_now() != modules:
+        change = "modules must not be added, removed or replaced", "other modules"
+    else:
+        return
+    rule, cause = change
+    raise RuntimeError(
+        f"{rule} between a forward and its backward: got {cause} in {stage}, and its forward is "
+        "yet to be recomputed. Change the model after backward."
+    )

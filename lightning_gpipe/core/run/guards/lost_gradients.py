@@ -1,0 +1,216 @@
+"""Gradients that would be lost, because they do not come through the pipeline's output.
+
+A layer may keep a tensor with its graph, in an attribute or through a hook that stores outputs. The
+user may add a loss of it, and the layer may use it again, for another micro-batch or mini-batch.
+Its graph ends in the shadows and the inputs of one stage, so the parameters, and the stages before,
+never get a gradient.
+
+Autograd has no list of the graphs that end in a leaf. But such a graph keeps its leaves alive:
+leaves that outlive their mini-batch belong to one, and get a hook that raises. A gradient that
+arrives earlier is in the leaf.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful import Shadows, add_note
+from lightning_gpipe.core.layout import attributes_in
+from lightning_gpipe.core.run.backward.roots import leaves_behind, root_of
+from lightning_gpipe.core.run.stage import Stage
+
+_DEEPEST = 4  # containers in containers, in which tensors are searched for
+_INSTEAD = "compute it in each forward, or keep it without its graph: value.detach()."
+
+
+class LostGradients:
+    """Watches the leaves of one pass through a stage, which it holds weakly."""
+
+    def __init__(self, stage: Stage, shadows: Shadows) -> None:
+        self._stage = stage
+        self._inputs: list[weakref.ref[Tensor]] = []
+        self._shadows = [
+            (weakref.ref(shadow), parameter)
+            for parameter, shadow in shadows.pairs
+            if parameter.requires_grad
+        ]
+
+    def watch_inputs(self, leaves: Iterable[Any]) -> None:
+        """Watch the inputs of a micro-batch."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self._inputs.append(weakref.ref(leaf))
+
+    def check(self) -> None:
+        """Raise RuntimeError if a leaf has a gradient before the backward of the pipeline."""
+        self.check_shadows()
+        self.check_inputs([reference() for reference in self._inputs])
+
+    def check_shadows(self) -> None:
+        """Raise RuntimeError if a shadow has a gradient that the backward has not taken."""
+        for reference, parameter in self._shadows:
+            shadow = reference()
+            if shadow is not None and shadow.grad is not None:
+                _refuse(self._stage, parameter, shadow)
+
+    def check_inputs(self, leaves: Iterable[Any]) -> None:
+        """Raise RuntimeError if one of these inputs has a gradient that nobody will take."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.grad is not None:
+                _refuse(self._stage, None, leaf)
+
+    def check_captured(self, captured: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if layers captured a leaf, whose gradient would go to the caller."""
+        ids = set(map(id, captured))
+        for reference, parameter in self._leaves():
+            leaf = reference()
+            if leaf is not None and id(leaf) in ids:
+                _refuse_use(self._stage, parameter, leaf)
+
+    def check_inputs_captured(self, captured: Collection[int]) -> None:
+        """Raise RuntimeError if an input is among leaves with these ids, of the caller's code."""
+        for reference in self._inputs if captured else ():
+            leaf = reference()
+            if leaf is not None and id(leaf) in captured:
+                _refuse(self._stage, None, leaf)
+
+    def refuse_gradients(self) -> None:
+        """Let a gradient raise that arrives in a leaf which outlives the mini-batch."""
+        for reference, parameter in self._leaves():
+            if (leaf := reference()) is not None and leaf.requires_grad:
+                refuse = partial(_refuse, self._stage, parameter)
+                leaf.register_post_accumulate_grad_hook(refuse)
+
+    def _leaves(self) -> list[tuple[weakref.ref[Any], nn.Parameter | None]]:
+        return [*[(reference, None) for reference in self._inputs], *self._shadows]
+
+
+class UnfinishedMiniBatches:
+    """The mini-batches of a pipeline whose backward has not run, held weakly, with their leaves.
+
+    The backward never will run if nothing refers to the mini-batch any more. A layer that uses a
+    tensor of it nevertheless would lose the gradient.
+    """
+
+    def __init__(self) -> None:
+        self._forwards: list[tuple[weakref.ref[Any], Sequence[LostGradients]]] = []
+
+    def add(self, minibatch: object, watches: Sequence[LostGradients]) -> None:
+        """Add a mini-batch, after its forward."""
+        self._forwards.append((weakref.ref(minibatch), watches))
+
+    def remove(self, minibatch: object) -> None:
+        """Remove a mini-batch, before its backward."""
+        self._forwards = [forward for forward in self._forwards if forward[0]() is not minibatch]
+
+    @property
+    def awaited(self) -> bool:
+        """True if the backward of a mini-batch can still run."""
+        return any(minibatch() is not None for minibatch, _ in self._forwards)
+
+    def settle(self) -> None:
+        """Let gradients raise that arrive, or have arrived, in mini-batches that are gone.
+
+        Raises:
+            RuntimeError: If one has arrived there, or in the latest mini-batch.
+        """
+        if not self._forwards:
+            return
+        latest = self._forwards[-1]
+        gone = [forward for forward in self._forwards if forward[0]() is None]
+        self._forwards = [forward for forward in self._forwards[:-1] if forward[0]() is not None]
+        for watch in _watches(gone):
+            watch.refuse_gradients()
+        alive = [] if latest[0]() is None else [latest]
+        for watch in _watches([*gone, *alive]):
+            watch.check()
+        self._forwards += alive
+
+    def check_captured(self, captured: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if layers of a further mini-batch captured leaves of one of these."""
+        for watch in _watches(self._forwards) if captured else ():
+            watch.check_captured(captured)
+
+    def __reduce__(self) -> tuple[type[UnfinishedMiniBatches], tuple[()]]:
+        return UnfinishedMiniBatches, ()  # a copied pipeline has no mini-batches
+
+
+def _watches(
+    forwards: Iterable[tuple[weakref.ref[Any], Sequence[LostGradients]]],
+) -> Iterator[LostGradients]:
+    return chain.from_iterable(watches for _, watches in forwards)
+
+
+def explain_second_backward(error: RuntimeError) -> None:
+    """Add a note to autograd's error about a second backward through a graph that is freed."""
+    if "second time" in str(error):
+        add_note(
+            error,
+            "A tensor that a layer has kept aside, in an attribute or through a hook, shares a "
+            "graph with the pipeline's output, and both are in the loss. Let the layer return it "
+            "as a part of its output, or hand it out with loss_term(name, value). Or a layer uses "
+            "a tensor without being given it, which did not require a gradient in the first "
+            "mini-batch: pass it with the input, marked by whole(tensor). Or a layer computes a "
+            "tensor from its parameters, keeps it, and uses it for several micro-batches, which it "
+            "did not do in the first ones: let it compute the tensor in each forward.",
+        )
+
+
+def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor | None) -> NoReturn:
+    raise RuntimeError(
+        "a tensor with a graph must be handed out of its layer: got a gradient for "
+        f"{_called(stage, parameter)} that does not come through the pipeline's output, so it "
+        f"would be lost.{_kept(stage, leaf)} If it is a loss term, write loss_term(name, value) in "
+        "the layer, and collect_loss_terms() around its call. If the layer uses it again in a "
+        f"later forward, {_INSTEAD}"
+    )
+
+
+def _refuse_use(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a layer must not use a tensor with a graph that it computed from another micro-batch or "
+        f"in another mini-batch: got one computed from {_called(stage, parameter)}, whose gradient "
+        f"would be lost.{_kept(stage, leaf)} Instead, {_INSTEAD}"
+    )
+
+
+def _called(stage: Stage, parameter: nn.Parameter | None) -> str:
+    of = "the input of" if parameter is None else f"{stage.name_of(parameter)} in"
+    return f"{of} {stage}"
+
+
+def _kept(stage: Stage, leaf: Tensor | None) -> str:
+    names = [] if leaf is None else _names_of_kept(stage, leaf)
+    return f" Such tensors are kept in {', '.join(names)}." if names else ""
+
+
+def _names_of_kept(stage: Stage, leaf: Tensor) -> list[str]:
+    """The names of kept tensors with ``leaf`` in their graph, as ``layer 3.attention.cache[0]``."""
+    return [
+        name
+        for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True)
+        for path, value in [*attributes_in(layer), *layer.named_buffers()]
+        for name, tensor in _tensors_in(f"{title}.{path}", value)
+        if tensor.grad_fn is not None
+        and any(other is leaf for other in leaves_behind([root_of(tensor)]))
+    ]
+
+
+def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth < _DEEPEST:
+        items: Any = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, (list, tuple, deque)):
+            items = enumerate(value)
+        for key, element in items:
+            yield from _tensors_in(f"{name}[{key!r}]", element, depth + 1)

@@ -1,0 +1,96 @@
+"""The caller's code for one micro-batch, suspended where it calls the pipeline.
+
+The code must run for a later micro-batch before it can go on for an earlier one. A thread for each
+would do that, but a profiler, a counter of operations, autocast and Ctrl-C all belong to the
+caller's thread. So each is a greenlet on the caller's own thread: a stack of its own, to which the
+thread switches in about a microsecond, and on which any Python code can be suspended.
+
+The state of the thread, such as grad mode, is not switched with the stack. So the code must be
+suspended in the state in which it began; its caller checks that.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def greenlets() -> Any:
+    """Return the module greenlet, imported only when it is needed.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; says how to install it.
+    """
+    try:
+        return import_module("greenlet")
+    except ModuleNotFoundError as error:
+        if error.name != "greenlet":
+            raise
+        raise ModuleNotFoundError(
+            "schedules with a loss for each micro-batch need the package greenlet: got none. "
+            "Run pip install greenlet, or write schedule='fill_drain'.",
+            name="greenlet",
+        ) from None
+
+
+class Coroutine:
+    """Runs a function on a stack of its own, on the thread that makes it.
+
+    Args:
+        function: The function; its errors are raised where it was resumed.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function: Callable[[], Any] | None = function
+        self._module = greenlets()
+        self._greenlet = self._module.greenlet(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._closing = False
+
+    @property
+    def ended(self) -> bool:
+        """True once the function has returned or raised."""
+        return bool(self._greenlet.dead)
+
+    @property
+    def current(self) -> bool:
+        """True if the calling code runs in it."""
+        return self._module.getcurrent() is self._greenlet
+
+    def resume(self, value: Any = None) -> Any:
+        """Run it until it is suspended again or ends.
+
+        Args:
+            value: The result of :meth:`suspend` in it, if it was suspended.
+
+        Returns:
+            The value with which it was suspended; the function's result if it has ended.
+        """
+        return self._greenlet.switch(value)
+
+    def suspend(self, value: Any) -> Any:
+        """Return to the code that resumed it; to be called in it.
+
+        Raises:
+            RuntimeError: If it is being closed.
+        """
+        if self._closing:
+            raise RuntimeError(
+                "code that ends because a step has failed, such as a finally block, must not call "
+                "the pipeline: got a call of it."
+            )
+        return self._greenlet.parent.switch(value)
+
+    def close(self) -> None:
+        """End it where it is suspended; its ``finally`` blocks run, and may raise."""
+        self._closing = True
+        if not self._greenlet.dead:
+            self._greenlet.throw()
+        self._function = None
+
+    def _run(self, _: Any) -> Any:
+        function, self._function = self._function, None
+        assert function is not None, "it begins once, and not after it was closed"
+        return function()

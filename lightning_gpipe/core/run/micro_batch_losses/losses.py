@@ -1,0 +1,153 @@
+"""The losses of micro-batches, and the loss of the mini-batch that they make.
+
+A mean over the rows of the mini-batch is the mean over micro-batches of their means, weighted by
+their rows. Where a loss is a mean over something else, such as the tokens that are not padding, the
+user's code must give their number: it returns a dict with the loss and the ``"loss_weight"``.
+
+The sum of the weights is known at the end, but the first backward starts before. So it starts from
+an estimate, that all weights are as the first, and the gradients are corrected at the end, all at
+once. Half precision needs an estimate: the gradients of a loss times a thousand tokens would
+overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOSS_WEIGHT = "loss_weight"  # in a dict that the caller's code returns, beside "loss"
+
+
+class Losses:
+    """The losses of one mini-batch.
+
+    Args:
+        m: The number of micro-batches.
+        rows: The number of rows of each; None if that is not known.
+        scale: The factor of the gradients, as of a gradient scaler; a float or a 0-dim tensor.
+    """
+
+    def __init__(self, m: int, rows: Sequence[int] | None, scale: float | Tensor = 1.0) -> None:
+        self._m = m
+        self._rows = rows
+        self._scale = scale
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+        self._skipped: list[int] = []
+        self._norm = 0.0  # the estimated sum of the weights; 0 before one is positive
+        self._by_rows = True
+
+    def add(self, i: int, result: Any) -> tuple[Tensor, Tensor] | None:
+        """Add the result of the caller's code for micro-batch ``i``.
+
+        Returns:
+            The loss in its graph, and the gradient from which its backward starts; None if there
+            is no backward.
+
+        Raises:
+            TypeError: If the result has no loss.
+            RuntimeError: If only some micro-batches have a loss, or a weight; if a loss has several
+                elements.
+            ValueError: If a weight is negative, or missing.
+        """
+        loss, weight_of_code = loss_and_weight(result)
+        if loss is None:
+            self._skipped.append(i)
+        if self._skipped and (self._losses or loss is not None):
+            raise RuntimeError(
+                "training_step must return a loss for every micro-batch of a batch, or None for "
+                f"all, which skips the batch: got None for {self._skipped} of {self._m} only. "
+                "Leave such rows out of the loss instead, or write schedule='fill_drain'."
+            )
+        if loss is None:
+            return None
+        if not self._weights:
+            self._by_rows = weight_of_code is None
+        elif self._by_rows != (weight_of_code is None):
+            raise RuntimeError(
+                f"training_step must return {LOSS_WEIGHT!r} for every micro-batch or for none: got "
+                f"it for some of {self._m} only."
+            )
+        weight = self._rows_of(i) if weight_of_code is None else _checked(weight_of_code)
+        self._losses[i], self._weights[i] = loss.detach(), weight
+        if not weight:  # the mean of nothing may be no number
+            return None
+        if not self._norm:
+            self._norm = float(sum(self._rows or ())) if self._by_rows else self._m * weight
+        seed = _beside(loss, self._scale) * (weight / self._norm)
+        return loss, seed.to(loss.dtype).expand_as(loss)
+
+    @property
+    def skipped(self) -> bool:
+        """True if the caller's code skips the batch, so that there is no loss."""
+        return bool(self._skipped)
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards.
+
+        Raises:
+            ValueError: If all weights are zero.
+        """
+        together = sum(self._weights.values())
+        if not together:
+            raise ValueError(
+                f"the weights of a batch must add up to more than 0: got {LOSS_WEIGHT}=0 for each "
+                f"of {self._m} micro-batches. Return None for all to skip the batch."
+            )
+        first = self._losses[0]
+        value = _beside(first, 0.0)
+        for i, weight in self._weights.items():
+            if weight:
+                value = value + _beside(first, self._losses[i]) * (weight / together)
+        seed = _beside(first, self._scale) * (together / self._norm)
+        return value.to(first.dtype).reshape(first.shape), seed
+
+    def _rows_of(self, i: int) -> float:
+        if self._rows is None:
+            raise ValueError(
+                "the number of rows of each micro-batch must be known, by which their losses are "
+                "weighted: this MicroBatching has no division(). Define it, or return "
+                f"{{'loss': loss, {LOSS_WEIGHT!r}: weight}}."
+            )
+        return float(self._rows[i])
+
+
+def loss_and_weight(result: Any) -> tuple[Tensor | None, Any]:
+    """Return the loss and the unchecked weight in a result of the caller's code, or None for each.
+
+    Raises:
+        TypeError: If the result has no loss, and is not None.
+        RuntimeError: If the loss has several elements.
+    """
+    if result is None:
+        return None, None
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            "training_step must return the loss, a dict with the key 'loss', or None: got "
+            f"{type(result).__name__}."
+        )
+    if loss.numel() != 1:
+        raise RuntimeError(
+            f"the loss of a micro-batch must have one element: got shape {tuple(loss.shape)}."
+        )
+    return loss, result.get(LOSS_WEIGHT) if isinstance(result, Mapping) else None
+
+
+def _checked(weight: Any) -> float:
+    # Of a tensor on a GPU this waits for it: whether it is zero must be known before the backward.
+    number = float(weight)
+    if not number >= 0:
+        raise ValueError(f"{LOSS_WEIGHT!r} must be 0 or more: got {number}.")
+    return number
+
+
+def _beside(loss: Tensor, number: float | Tensor) -> Tensor:
+    """A number on the device of a loss, in its precision or a higher one."""
+    dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
+    if isinstance(number, Tensor):
+        return number.detach().to(loss.device, dtype).reshape(())
+    return torch.tensor(number, dtype=dtype, device=loss.device)

@@ -1,0 +1,191 @@
+"""One mini-batch with a loss for each micro-batch, computed by the caller's code.
+
+Forwards and backwards alternate in one phase, so a backward needs a loss while others have not
+begun. The caller's code runs for each micro-batch on the caller's thread, at the same time as the
+workers or in turns with them; it is a row of the schedule. At the end all gradients are known, and
+the loss is returned as one node that hands them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import Division
+from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState
+from lightning_gpipe.core.run.backward.sums import sum_gradients
+from lightning_gpipe.core.run.caller import Caller
+from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
+    CallerTask,
+    call_missing,
+    first_call,
+)
+from lightning_gpipe.core.run.micro_batch_losses.known_gradients import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
+from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
+from lightning_gpipe.core.run.observe.clocks import clock_of
+from lightning_gpipe.core.run.observe.threads_or_inline import Execution
+from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.run.worker import WorkerTask
+from lightning_gpipe.core.schedules import Schedule
+
+_CODE = -1  # the index of the caller's code where stages have theirs, for its random numbers
+
+
+class StepMiniBatch:
+    """Runs the only phase of a schedule, and the caller's code, for one mini-batch.
+
+    Attributes:
+        timeline: The record of its actions.
+    """
+
+    def __init__(
+        self,
+        equipment: Equipment,
+        schedule: Schedule,
+        code: UserStep,
+        outside: OutsideParameters,
+        context: Context,
+        *,
+        execution: Execution,
+        division: Callable[[], Division | None],
+    ) -> None:
+        self._layout = layout = equipment.layout
+        self._code = code
+        self._outside = outside
+        self._context = context
+        self._division = division
+        self._run = run = MiniBatchRun(equipment, schedule, execution, context)
+        # The code draws where its thread is, and on the device of what is around the stages.
+        run.shared = run.shared and run.shared | {layout.outside}
+        self._transport = run.transport_in(context.modes)
+        self._inline = self._transport is equipment.transport.inline()
+        self.timeline = Timeline(
+            schedule,
+            [clock_of(run.streams.on(layout.devices[w])) for w in layout.workers_here],
+            layout.workers_here,
+            layout,
+            inline=self._inline,
+            caller=clock_of(run.streams.on(layout.outside)),
+            computed=execution.computed,
+        )
+
+    def run(self) -> Tensor | None:
+        """Run the phase.
+
+        Returns:
+            The loss, whose backward hands over the gradients; None if the code returned None for
+            all micro-batches.
+        """
+        run, code, error = self._run, self._code, None
+        try:
+            with run.session:
+                run.begin()
+                library = run.begin_library_watch(inline=self._inline)
+                code.watch_by(library.callers)
+                run.equipment.draws.run_step(
+                    run.flags,
+                    self._run_step,
+                    generators=SharedGenerators(run.shared),
+                    modes=bool(self._context.modes) or run.schedule.recomputes,
+                )
+                library.end()
+                run.finish_forward()
+            return None if code.losses.skipped else self._loss()
+        except BaseException as raised:
+            error = raised
+            run.refuse_gradients()
+            raise
+        finally:
+            code.close(error)
+            run.release()
+
+    def _loss(self) -> Tensor:
+        """The loss with all gradients."""
+        pairs = [pair for _, pairs in self._run.take_gradients() for pair in pairs]
+        around = self._outside.take_gradients()
+        pairs += around + self._foreign_gradients({id(parameter) for parameter, _ in around})
+        leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
+        gradients = sum_gradients(pairs, leaves)
+        value, seed = self._code.losses.total()
+        known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
+        return with_known_gradients(value, known, seed, self._run.streams)
+
+    def _foreign_gradients(self, counted: set[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return gradients of other leaves that the code used, keyed by parameter, not shadow.
+
+        Args:
+            counted: The ids of parameters that it used in modules around the stages.
+
+        Raises:
+            RuntimeError: If a parameter has several shadows, which the code took for several
+                parameters, or a leaf is the input of a stage.
+        """
+        foreign = self._outside.foreign
+        owner_of = {
+            id(shadow): (stage_pass.stage, parameter)
+            for stage_pass in self._run.passes
+            for parameter, shadow in stage_pass.shadows.pairs
+        }
+        for stage_pass in self._run.passes:
+            stage_pass.lost_gradients.check_inputs_captured(foreign.keys())
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for key, (leaf, gradient) in foreign.items():
+            if key in owner_of:
+                stage, leaf = owner_of[key]
+                if id(leaf) in counted:
+                    raise RuntimeError(
+                        "training_step must not use all parameters, as for a penalty on the "
+                        "weights, where several modules share one: "
+                        f"{stage.name_of(leaf)} of {stage} would count once for each. Give the "
+                        "optimizer weight_decay, or write schedule='fill_drain'."
+                    )
+                counted.add(id(leaf))
+            pairs.append((leaf, gradient))
+        return pairs
+
+    def _run_step(self, generators: SharedGenerators | None) -> None:
+        """Run the phase, with private generators in the place of shared ones if any."""
+        state = ThreadState.capture()
+        code = self._code
+        if generators is not None:
+            code.draw_by(generators.private(_CODE, grad=True).drawing)
+        try:
+            with self._outside.entered():
+                first = first_call(code, self.timeline)
+                if first is None:
+                    self._run_without_pipeline()
+                else:
+                    self._run_pipeline(first, generators)
+        finally:  # Ctrl-C interrupts this thread, also just before a `with` block exits
+            self._outside.undo()
+            if self._inline:
+                self._run.undo()
+            state.restore()
+        self._context.clear_autocast_cache()
+
+    def _run_without_pipeline(self) -> None:
+        """Run the code for the other micro-batches, which must skip the batch as the first did."""
+        code = self._code
+        for i in range(code.m):
+            if i and code.prepare(i) is not None:
+                raise call_missing(f"none for micro-batch 0, and one for micro-batch {i}")
+            code.skip(i)
+
+    def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
+        run = self._run
+        run.begin_work(first.program, first.inputs, self._division)
+        run.begin_passes(generators, forward=self._context)
+        run.begin_backward(generators)
+        exchange = self._transport.open(run.schedule.phase(0))
+        context = self._context.without_autocast()
+        tasks = [
+            WorkerTask(worker, exchange.phase, exchange, context, self.timeline)
+            for worker in run.workers
+        ]
+        caller = Caller(first.program, twins=run.equipment.twins)
+        caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
+        self._transport.run(exchange, tasks, caller_task)
+        exchange.settle()

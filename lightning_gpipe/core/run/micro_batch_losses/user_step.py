@@ -1,0 +1,239 @@
+"""The caller's code for the micro-batches of one mini-batch, and its graphs.
+
+For each micro-batch it runs up to its call of the pipeline, then from there to the loss. Each part
+is followed, sooner or later, by its backward::
+
+    P   its code up to the call         -->  inputs of the pipeline
+    L   outputs  -->  its code to the loss, and backward from the loss to the outputs
+    B   gradients of the inputs         -->  backward through the graph of P
+
+If the loss does not depend on P but through the pipeline, as where a head follows the pipeline and
+an embedding comes before, backward from the loss frees its graph. With a residual connection around
+the pipeline, B needs a part of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_gpipe.core.data import FlatTree, map_tensors
+from lightning_gpipe.core.faithful import Context, Manager, ThreadState, add_note, together
+from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.run.autograd_node import StepOutputs
+from lightning_gpipe.core.run.backward.roots import (
+    Root,
+    any_saved_before,
+    graph_behind,
+    now,
+    root_of,
+)
+from lightning_gpipe.core.run.backward.sums import Gradients
+from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
+from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
+from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+
+Function = Callable[[int], Any]  # runs the caller's code for a micro-batch, and returns its result
+
+
+class Call(NamedTuple):
+    """A call of the pipeline by the caller's code: its inputs, and the program of the stages."""
+
+    inputs: FlatTree
+    program: Program
+
+
+class _GraphBefore(NamedTuple):
+    """The graph that the code made before its call, and the time before it."""
+
+    roots: list[Root | None]
+    nodes: frozenset[Any]
+    since: int
+
+
+class UserStep:
+    """The caller's code for one mini-batch.
+
+    Attributes:
+        results: Its result for each micro-batch, detached.
+        running: The micro-batch for which it runs now; None while it is suspended.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        m: int,
+        losses: Losses,
+        context: Context,
+        outside: OutsideParameters,
+    ) -> None:
+        self.m = m
+        self.losses = losses
+        self.results: list[Any] = [None] * m
+        self._function = function
+        self._context = context
+        self._backward_context = context.without_autocast()  # which is for forwards
+        self._outside = outside
+        self._drawing: Callable[[int], Manager] | None = None
+        self._watched: Callable[[], list[Manager]] = list
+        self._managers: dict[int, Manager] = {}
+        self._coroutines: dict[int, Coroutine] = {}
+        self._called: set[int] = set()
+        self.running: int | None = None
+        self._state = ThreadState.capture()
+        self._before: dict[int, _GraphBefore] = {}
+
+    def draw_by(self, drawing: Callable[[int], Manager] | None) -> None:
+        """Set the context managers in which it draws random numbers, one for each micro-batch."""
+        self._drawing = drawing
+
+    def watch_by(self, watched: Callable[[], list[Manager]]) -> None:
+        """Set the function that makes context managers around it, which record its draws."""
+        self._watched = watched
+
+    @property
+    def current(self) -> bool:
+        """True if the calling code is the caller's code."""
+        i = self.running
+        return i is not None and self._coroutines[i].current
+
+    def call(self, inputs: FlatTree, program: Program) -> FlatTree:
+        """Call the pipeline from this code; returns the outputs in the caller's graph.
+
+        Raises:
+            RuntimeError: If the code called it before for this micro-batch, or has changed the
+                state of the thread.
+        """
+        i = self.running
+        assert i is not None, "the code runs"
+        if i in self._called:
+            raise RuntimeError(
+                "training_step must call the pipeline once, with a loss for each micro-batch: got "
+                "a second call. Put both inputs into one batch, or write schedule='fill_drain'."
+            )
+        self._check_state()
+        self._called.add(i)
+        outputs: FlatTree = self._coroutines[i].suspend(Call(inputs, program))
+        return outputs
+
+    def prepare(self, i: int) -> Call | None:
+        """Run it for micro-batch ``i`` up to its call; None if it returned without one."""
+        since = now()
+        coroutine = self._coroutines[i] = Coroutine(partial(self._function, i))
+        call = self._resume(i)
+        if coroutine.ended:
+            self.results[i] = self._end(i, call)
+            return None
+        assert isinstance(call, Call), "it was suspended by its call"
+        roots = [root_of(leaf) for leaf in call.inputs.leaves]
+        nodes = frozenset(graph_behind(roots)[1])
+        self._before[i] = _GraphBefore(roots, nodes, since)
+        return call
+
+    def finish(
+        self, i: int, outputs: FlatTree, presented: Callable[[FlatTree], FlatTree]
+    ) -> Gradients:
+        """Run it for micro-batch ``i`` from the outputs to its loss, and the loss's backward.
+
+        Args:
+            i: The micro-batch.
+            outputs: The outputs of the stages.
+            presented: Converts them, in the code's graph, to the result of its call.
+
+        Returns:
+            The gradients of the leaves of the outputs; none if there are none.
+        """
+        step_outputs = StepOutputs(outputs)
+        result = self._resume(i, presented(step_outputs.outputs))
+        loss_and_seed = self.losses.add(i, result)
+        self.results[i] = self._end(i, result)
+        del result
+        if loss_and_seed is None:
+            return []
+        loss, seed = loss_and_seed
+        before = self._before[i]
+        del loss_and_seed
+
+        def keep(nodes: set[Any]) -> bool:
+            shared = not before.nodes.isdisjoint(nodes)
+            return shared or any_saved_before(nodes, before.since)
+
+        ends = () if step_outputs.anchor is None else (step_outputs.anchor,)
+        self._run_backward(i, [root_of(loss)], [seed], ends=ends, keep=keep)
+        return step_outputs.take_gradients()
+
+    def skip(self, i: int) -> None:
+        """Add the result of micro-batch ``i``, for which the code returned without a call.
+
+        Raises:
+            RuntimeError: If it is a loss.
+        """
+        if self.results[i] is not None:
+            raise RuntimeError(
+                "training_step must call the pipeline once for each micro-batch: got a result for "
+                f"micro-batch {i} without a call. A step that returns None skips the batch; "
+                "schedule='fill_drain' allows any."
+            )
+        self.losses.add(i, None)
+
+    def go_back(self, i: int, gradients: Gradients) -> None:
+        """Run backward from the inputs of the call for micro-batch ``i``, if any has a gradient."""
+        before = self._before.pop(i)
+        if gradients:
+            self._run_backward(i, before.roots, gradients)
+        self._managers.pop(i, None)
+
+    def close(self, error: BaseException | None) -> None:
+        """End suspended code; errors of its ``finally`` blocks become notes of ``error``."""
+        for coroutine in self._coroutines.values():
+            try:
+                coroutine.close()
+            except BaseException as raised:
+                if error is None:
+                    raise
+                add_note(error, f"while training_step was ended: {type(raised).__name__}: {raised}")
+        self._coroutines.clear()
+        self._before.clear()
+        self._managers.clear()
+
+    def _resume(self, i: int, value: Any = None) -> Any:
+        with together([*self._watched(), self._context.entered(), *self._own(i)]):
+            self._state = ThreadState.capture()
+            self.running = i
+            try:
+                return self._coroutines[i].resume(value)
+            finally:
+                self.running = None
+
+    def _end(self, i: int, result: Any) -> Any:
+        """Drop the coroutine of a micro-batch; returns the result without its graph."""
+        if not self._coroutines[i].ended:
+            raise AssertionError("a second call raises in the code")
+        del self._coroutines[i]
+        return map_tensors(Tensor.detach, result)
+
+    def _run_backward(
+        self, i: int, roots: Sequence[Root | None], gradients: Gradients, **options: Any
+    ) -> None:
+        with together([self._backward_context.entered(), *self._own(i)]):
+            self._outside.backward(roots, gradients, **options)
+
+    def _own(self, i: int) -> list[Manager]:
+        """Return the context manager in which a micro-batch draws, the same each time."""
+        if self._drawing is None:
+            return []
+        return [self._managers.setdefault(i, self._drawing(i))]
+
+    def _check_state(self) -> None:
+        state, context = ThreadState.capture(), self._context
+        if state == self._state and not context.missing() and context.saves_as_here:
+            return
+        raise RuntimeError(
+            "training_step must call the pipeline in the state in which it was called: got another "
+            f"{' and '.join(context.differences()) or 'mode'}. With a loss for each micro-batch it "
+            "is suspended there. Leave the `with` block before the call, or write "
+            "schedule='fill_drain'."
+        )

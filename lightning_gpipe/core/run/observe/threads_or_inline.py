@@ -1,0 +1,292 @@
+"""The choice between a thread for each worker and one thread for all of them.
+
+Threads let devices compute at the same time. They also wait for one another, under the lock of one
+interpreter, and wake one another for each value: where operators are small that costs more than it
+gains. The faster choice depends on the model, the batches and the machine; the results are the
+same.
+
+A mini-batch may take twice as long the slower way, so few of them are spent on the comparison. The
+first one runs the way that the size of the layers suggests, and only warms up. With threads, the
+clock of each thread tells how long it has computed without its waits, and one thread takes about
+as long as all of them together. If that is longer than the mini-batch took, threads are faster. If
+one thread has taken no longer for a micro-batch on a stage than to wake another thread for it, one
+thread is faster. Only between these bounds both run in turns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from math import inf
+from time import perf_counter, thread_time
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+
+from lightning_gpipe.core.faithful import NOTHING, Manager
+
+THREADS, INLINE = False, True
+
+Threads = bool | Literal["auto"]
+
+
+def check_threads(threads: object) -> None:
+    """Check the argument ``threads`` of a pipeline.
+
+    Raises:
+        ValueError: If it is neither True, False nor "auto".
+    """
+    if threads not in (True, False, "auto"):
+        raise ValueError(f"threads must be True, False or 'auto': got {threads!r}.")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of the comparison; times in seconds of a micro-batch on a stage.
+
+    Attributes:
+        rounds: The most mini-batches that run each way.
+        again: The mini-batches after which the comparison begins again.
+        kinds: The most kinds of mini-batches that are told apart.
+        clear: A ratio of two times that is no accident.
+        starved: The ratio of the threads' time to that of the schedule from which they starve.
+        heavy: The multiplications from which the first mini-batch runs on threads.
+        large: The time from which threads are faster, unless something keeps them from computing.
+        small: The time up to which one thread is faster: to wake another one takes as long.
+        overhead: The most that threads compute more than one thread does.
+        little: The time up to which the schedule allows no prediction: a message between processes
+            takes 0.3e-3.
+    """
+
+    rounds: int = 3
+    again: int = 1000
+    kinds: int = 16
+    clear: float = 1.2
+    starved: float = 1.5
+    heavy: float = 1e6
+    large: float = 1e-3
+    small: float = 1e-4
+    overhead: float = 1e-4
+    little: float = 1e-3
+
+
+class RunTimes(NamedTuple):
+    """The times of a mini-batch of some kind with threads and with one thread, in seconds.
+
+    Attributes:
+        threads: The time with a thread for each worker.
+        inline: The time with one thread for all of them.
+        allowed: The time by the schedule, if threads never waited for one another; None on GPUs,
+            whose threads do not compute themselves, and where there is little to compute.
+        clear: True if mini-batches of the faster way were enough, so that the other time is a
+            guess.
+        starved: True if threads take much longer than the schedule allows: they wait for a lock.
+    """
+
+    threads: float
+    inline: float
+    allowed: float | None = None
+    clear: bool = False
+    starved: bool = False
+
+    @property
+    def faster(self) -> bool:
+        """The faster way, THREADS or INLINE."""
+        return INLINE if self.inline < self.threads else THREADS
+
+    def __str__(self) -> str:
+        one, many = (f"{1e3 * seconds:.1f} ms" for seconds in (self.inline, self.threads))
+        if self.faster is INLINE:
+            other = "too little for threads" if self.clear else f"{many} with a thread for each"
+            return f"one thread for all devices: {one} per mini-batch, {other}"
+        other = (
+            f"in which they compute for {one}" if self.clear else f"{one} with one thread for all"
+        )
+        return f"a thread for each device: {many} per mini-batch, {other}"
+
+
+class Execution(NamedTuple):
+    """The way in which a mini-batch runs.
+
+    Attributes:
+        computed: Gets the seconds of processor time that each worker's thread takes in each phase.
+        inline: True if one thread runs all workers.
+        timed: The context manager around each phase.
+    """
+
+    computed: list[float]
+    inline: bool = THREADS
+    timed: Manager = NOTHING
+
+
+class ThreadsOrInline:
+    """Chooses threads or one thread for each mini-batch.
+
+    Args:
+        devices: The devices of the workers.
+
+    Attributes:
+        times: The measured times for the kind of the latest mini-batch, once they are known.
+    """
+
+    bounds: ClassVar[Bounds] = Bounds()
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self.times: RunTimes | None = None
+        devices = list(devices)
+        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._parallelism = min(len(devices), os.cpu_count() or 1)
+        self._comparisons: OrderedDict[Hashable, Comparison] = OrderedDict()
+
+    def next(
+        self,
+        kind: Hashable,
+        phases: int,
+        pairs: int,
+        work: float,
+        bubble: float | None = None,
+    ) -> Execution:
+        """Return the way of the next mini-batch.
+
+        Args:
+            kind: Equal for mini-batches that take about as long.
+            phases: The number of its phases.
+            pairs: The number of stages times that of micro-batches.
+            work: The least number of multiplications of a micro-batch on a stage.
+            bubble: The share of time in which a worker is idle by the schedule; None if threads
+                are not compared with it.
+        """
+        if self._gpus:  # they compute by themselves, so that the processor's time tells nothing
+            pairs, bubble = 0, None
+        speed_up = 0.0 if bubble is None else self._parallelism * (1 - bubble)
+        comparison = self._comparisons.pop(kind, None)
+        if comparison is None:
+            first = INLINE if pairs and work < self.bounds.heavy else THREADS
+            comparison = Comparison(pairs, speed_up, first, self.bounds)
+        self._comparisons[kind] = comparison
+        if len(self._comparisons) > self.bounds.kinds:
+            self._comparisons.popitem(last=False)
+        self.times = comparison.times
+        inline, computed = comparison.next(), list[float]()
+        if inline is None:
+            assert comparison.times is not None, "a comparison ends with times"
+            return Execution(computed, comparison.times.faster)
+        stopwatch = _Stopwatch(comparison, inline, phases, self._gpus, computed)
+        return Execution(computed, inline, stopwatch)
+
+
+class Comparison:
+    """Runs mini-batches of one kind both ways, until the faster one is known.
+
+    Args:
+        pairs: The number of stages times that of micro-batches; 0 where the processor's time does
+            not tell how long one thread would take.
+        speed_up: The speed-up that the schedule allows threads; 0 if that is not known.
+        first: The way of the first mini-batch.
+        bounds: When the comparison is over.
+
+    Attributes:
+        times: The measured times, if the comparison has ended once.
+    """
+
+    def __init__(
+        self,
+        pairs: int = 0,
+        speed_up: float = 0.0,
+        first: bool = THREADS,
+        bounds: Bounds = ThreadsOrInline.bounds,
+    ) -> None:
+        self.times: RunTimes | None = None
+        self._pairs = pairs
+        self._speed_up = speed_up
+        self._bounds = bounds
+        self._begin(first)
+
+    def _begin(self, first: bool) -> None:
+        self._seconds: dict[bool, list[float]] = {THREADS: [], INLINE: []}
+        self._first = self._next = first
+        self._steady = True  # whether mini-batches on one thread computed all the time
+        self._since = 0
+
+    def next(self) -> bool | None:
+        """Return the way to measure with the next mini-batch; None if the comparison has ended."""
+        if self.times is not None and self._since < self._bounds.again:
+            self._since += 1
+            return None
+        return self._next
+
+    def add(self, inline: bool, seconds: float, computed: float) -> None:
+        """Add the time of a mini-batch and the processor time of its threads, in seconds."""
+        if self.times is not None and self._since < self._bounds.again:
+            return  # it began before the comparison ended
+        self._seconds[inline].append(seconds)
+        if inline:
+            self._steady &= seconds < self._bounds.clear * computed
+        if sum(map(len, self._seconds.values())) == 1:  # it has also chosen kernels, and allocated
+            large = computed > self._pairs * self._bounds.large
+            same = self._pairs > 0 and large is not inline
+            self._next = inline if same else not inline
+            return
+        self._next = not inline
+        times = self._times_of_one(inline, seconds, computed) or self._times_of_both()
+        if times is not None:
+            self.times = times
+            self._begin(times.faster)
+
+    def _times_of_one(self, inline: bool, seconds: float, computed: float) -> RunTimes | None:
+        """Return the times, if this mini-batch leaves the other way no chance."""
+        pairs, bounds = self._pairs, self._bounds
+        if not inline and 0 < pairs * bounds.overhead < computed - bounds.clear * seconds:
+            return RunTimes(seconds, computed, clear=True)  # one thread would compute for longer
+        threads = min(self._seconds[THREADS], default=inf)
+        if inline and seconds < min(threads, pairs * bounds.small):
+            return RunTimes(threads, seconds, clear=True)
+        return None
+
+    def _times_of_both(self) -> RunTimes | None:
+        """Return the times of both ways; None if more mini-batches are needed."""
+        threads, inline = self._seconds[THREADS], self._seconds[INLINE]
+        if not threads or not inline:
+            return None
+        bounds = self._bounds
+        # Other work of the machine makes some mini-batches longer, and none shorter.
+        many, one = min(threads), min(inline)
+        predictable = self._speed_up and one > self._pairs * bounds.little
+        allowed = one / self._speed_up if predictable else None
+        starved = allowed is not None and many > bounds.starved * allowed
+        warm = len(inline) > (self._first is INLINE)
+        clear = warm and self._steady and one > bounds.clear * many
+        enough = clear or min(len(threads), len(inline)) >= bounds.rounds
+        return RunTimes(many, one, allowed, starved=starved) if enough else None
+
+
+class _Stopwatch:
+    """Measures the time of the phases of one mini-batch."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        inline: bool,
+        phases: int,
+        gpus: Iterable[torch.device],
+        workers: Iterable[float],
+    ) -> None:
+        self._comparison, self._inline = comparison, inline
+        self._phases, self._gpus, self._workers = phases, gpus, workers
+        self._seconds = self._computed = 0.0  # computed: by the caller's thread
+
+    def __enter__(self) -> None:
+        self._seconds -= perf_counter()
+        self._computed -= thread_time()
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            for device in self._gpus:  # their kernels may still run
+                torch.cuda.synchronize(device)
+            self._phases -= 1
+        self._seconds += perf_counter()
+        self._computed += thread_time()
+        if not self._phases:
+            self._comparison.add(self._inline, self._seconds, self._computed + sum(self._workers))

@@ -1,0 +1,73 @@
+"""Schedules: the actions of each worker, in order, as tables that print.
+
+A schedule is simulated for deadlocks and its bubble, and it is the very object that workers run.
+"""
+
+from lightning_gpipe.core.schedules.action import CALLER, Action, Kind, predecessors, successor
+from lightning_gpipe.core.schedules.patterns import Pattern, Visit
+from lightning_gpipe.core.schedules.placement import (
+    Placing,
+    check_even,
+    counted,
+    folded,
+    looped,
+    one_each,
+)
+from lightning_gpipe.core.schedules.recompute import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    count_recomputed,
+)
+from lightning_gpipe.core.schedules.schedule import Schedule
+from lightning_gpipe.core.schedules.table import (
+    ALWAYS_SPLIT,
+    FILL_DRAIN,
+    KINDS,
+    SCHEDULES,
+    ByMicroBatch,
+    ScheduleKind,
+    ScheduleName,
+    check_by_micro_batch,
+    check_planned,
+    check_schedule_name,
+    fill_drain,
+    is_by_micro_batch,
+    kind_of,
+    kinds_for,
+    schedule_for,
+)
+
+__all__ = [
+    "ALWAYS_SPLIT",
+    "CALLER",
+    "FILL_DRAIN",
+    "KINDS",
+    "SCHEDULES",
+    "Action",
+    "ActivationCheckpointing",
+    "ByMicroBatch",
+    "Kind",
+    "Pattern",
+    "Placing",
+    "Schedule",
+    "ScheduleKind",
+    "ScheduleName",
+    "Visit",
+    "check_activation_checkpointing",
+    "check_by_micro_batch",
+    "check_even",
+    "check_planned",
+    "check_schedule_name",
+    "count_recomputed",
+    "counted",
+    "fill_drain",
+    "folded",
+    "is_by_micro_batch",
+    "kind_of",
+    "kinds_for",
+    "looped",
+    "one_each",
+    "predecessors",
+    "schedule_for",
+    "successor",
+]

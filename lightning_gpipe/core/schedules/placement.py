@@ -1,0 +1,56 @@
+"""Placements: the worker of each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Placing = Callable[[int, int], tuple[int, ...]]  # of the numbers of stages and of workers
+
+
+def one_each(n: int) -> tuple[int, ...]:
+    """A worker for each of ``n`` stages."""
+    return tuple(range(n))
+
+
+def looped(n: int, workers: int) -> tuple[int, ...]:
+    """Stage j runs on worker j mod ``workers``: with two, stages 0 to 3 on 0, 1, 0, 1."""
+    return tuple(j % workers for j in range(n))
+
+
+def folded(n: int, workers: int) -> tuple[int, ...]:
+    """Stages go to the last worker and back: with two, stages 0 to 3 on 0, 1, 1, 0.
+
+    Raises:
+        ValueError: If a worker would not have two stages.
+    """
+    if n != 2 * workers:
+        raise ValueError(
+            f"schedule='zero_bubble_v' needs two stages on each device: got {counted(n, 'stage')} "
+            f"on {counted(workers, 'device')}. Write a balance of {2 * workers} numbers."
+        )
+    return *range(workers), *reversed(range(workers))
+
+
+def check_looped(name: str, placement: Sequence[int]) -> None:
+    """Refuse a placement other than :func:`looped` for the schedule of this name."""
+    workers = 1 + max(placement)
+    if tuple(placement) != looped(len(placement), workers):
+        raise ValueError(
+            f"schedule={name!r} needs stage j on device j mod {workers}: got the stages on devices "
+            f"{list(placement)}. schedule='fill_drain' works with any."
+        )
+
+
+def check_even(stages: int, devices: int, way_out: str) -> None:
+    """Refuse a number of devices that does not divide the stages; ``way_out`` says what to do."""
+    if not devices or stages % devices:
+        raise ValueError(
+            "the number of stages must be a multiple of the number of devices, so that each device "
+            f"has equally many: got {counted(stages, 'stage')} for {counted(devices, 'device')}. "
+            f"{way_out}"
+        )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in ``1 stage`` or ``2 stages``."""
+    return f"{number} {noun}{'s' * (number != 1)}"

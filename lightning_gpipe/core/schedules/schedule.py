@@ -1,0 +1,170 @@
+"""The actions that each worker runs, in order.
+
+A pipeline is usually written as loops that mix order, transfers and computation, so its order can
+be neither printed nor proved free of deadlock. Here the order is a value: a :class:`Schedule` has
+one row of actions for each worker, prints as a table, and is the object that workers run.
+
+An action is forward (F), recompute (R) or backward (B) of micro-batch i on stage j, or that part of
+a backward for which nobody waits, the gradients of the weights (W). Transfers are not actions: an
+action's needs follow from the action alone, so a table stays short enough to check by eye::
+
+    stage 0 | F0 F1 F2 .  .  B2 B1 B0
+    stage 1 | .  F0 F1 F2 B2 B1 B0 .
+
+A schedule has phases, between which the caller's code runs. GPipe's has two: the user's code
+computes the loss on the whole mini-batch, so no backward starts before the last forward has ended.
+Where each micro-batch has a loss of its own, forwards and backwards may alternate in one phase.
+Then the caller has a row too: its code up to the call of the pipeline (P), from there to the loss
+and through the loss's backward (L), and backward through the code before the call (B)::
+
+    stage 0 | F0 F1 .  B0 F2 B1 .  B2
+    stage 1 | .  F0 B0 F1 B1 F2 B2 .
+    caller  | P0 P1 L0 P2 L1 L2 B0 B1 B2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, groupby
+
+from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
+from lightning_gpipe.core.schedules.draw import table
+from lightning_gpipe.core.schedules.simulate import Simulation, one, simulate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of one mini-batch: a row for each worker, in order.
+
+    Attributes:
+        m: The number of micro-batches.
+        placement: The worker of each stage.
+        phases: For each phase, one row of actions per worker. A phase starts when the caller has
+            all results of the previous phase.
+        caller: The actions of the caller while the only phase runs, in order; empty if its code
+            runs before, between and after the phases.
+    """
+
+    m: int
+    placement: tuple[int, ...]
+    phases: tuple[tuple[Row, ...], ...]
+    caller: Row = ()
+
+    @property
+    def n(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def workers(self) -> int:
+        """The number of workers; as an index it stands for the caller."""
+        return len(self.phases[0])
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """All actions of each worker, in order."""
+        return tuple(tuple(chain(*parts)) for parts in zip(*self.phases, strict=True))
+
+    def phase(self, k: int) -> Schedule:
+        """One phase as a schedule of its own."""
+        return self._phases[k]
+
+    def phase_of(self, action: Action) -> int:
+        """The index of the phase in which ``action`` runs."""
+        return self._phase_of[action]
+
+    def recomputed(self, j: int) -> frozenset[int]:
+        """The micro-batches that stage ``j`` recomputes."""
+        return self._recomputed[j]
+
+    @cached_property
+    def forwards(self) -> bool:
+        return any(action.kind is Kind.FORWARD for row in self.rows for action in row)
+
+    @cached_property
+    def last_backwards(self) -> Row:
+        """The backwards of the first stage, in order; the caller gets their results."""
+        row = self.rows[self.placement[0]]
+        return tuple(a for a in row if a.kind is Kind.BACKWARD and a.j == 0)
+
+    @cached_property
+    def split(self) -> bool:
+        """True if the gradients of the weights are actions of their own."""
+        return any(action.kind is Kind.WEIGHTS for row in self.rows for action in row)
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        """Yield the actions that must have ended before ``action`` starts.
+
+        They are those of its kind, and the results of the previous phase. Some may be in no row.
+        """
+        yield from predecessors(action)
+        yield from self._results_before.get(action, ())
+
+    def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
+        """Simulate the schedule; see :func:`~lightning_gpipe.core.schedules.simulate.simulate`."""
+        return simulate(self.rows, self.needs, cost, self.caller)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulation in which actions on stages take one unit, and the caller's no time."""
+        return self.simulate()
+
+    @property
+    def bubble(self) -> float:
+        """The share of the workers' idle time, if actions on stages take equally long."""
+        return self.simulation.bubble
+
+    @cached_property
+    def interleaved(self) -> Row:
+        """The actions in a sequence that a single thread can run, clock cycle by clock cycle."""
+        start, end = self.simulation.start, self.simulation.end
+        # Actions that take no time come first: others that start then may need them.
+        return tuple(sorted(start, key=lambda a: (start[a], end[a], self.worker_of(a))))
+
+    @cached_property
+    def turns(self) -> tuple[tuple[int, Row], ...]:
+        """The sequence of :attr:`interleaved` by worker: for each turn, the worker and its actions.
+
+        :attr:`workers` stands for the caller.
+        """
+        groups = groupby(self.interleaved, self.worker_of)
+        return tuple((worker, tuple(row)) for worker, row in groups)
+
+    def worker_of(self, action: Action) -> int:
+        """The worker that runs an action; :attr:`workers` stands for the caller."""
+        return self.placement[action.j] if 0 <= action.j < self.n else self.workers
+
+    def __str__(self) -> str:
+        simulation = self.simulation
+        return table(simulation.start, simulation.makespan, self.placement, self.caller)
+
+    @cached_property
+    def _phases(self) -> tuple[Schedule, ...]:
+        return tuple(replace(self, phases=(rows,)) for rows in self.phases)
+
+    @cached_property
+    def recomputes(self) -> bool:
+        return any(self._recomputed)
+
+    @cached_property
+    def _recomputed(self) -> list[frozenset[int]]:
+        recomputations = [a for row in self.rows for a in row if a.kind is Kind.RECOMPUTE]
+        return [frozenset(a.i for a in recomputations if a.j == j) for j in range(self.n)]
+
+    @cached_property
+    def _phase_of(self) -> dict[Action, int]:
+        phases = enumerate((*rows, self.caller) for rows in self.phases)
+        return {action: k for k, rows in phases for row in rows for action in row}
+
+    @cached_property
+    def _results_before(self) -> dict[Action, tuple[Action, ...]]:
+        """For each action, the actions of the previous phase whose results the caller needs."""
+        needed: dict[Action, tuple[Action, ...]] = {}
+        results: tuple[Action, ...] = ()
+        for rows in self.phases:
+            actions = tuple(chain(*rows))
+            needed |= dict.fromkeys(actions, results)
+            results = tuple(a for a in actions if not 0 <= a.j + a.kind.direction < self.n)
+        return needed

@@ -1,0 +1,240 @@
+"""The table of schedules: each is a module with the rows of its workers, and an entry here.
+
+An entry has all that the rest of the package asks of a schedule. So a new one is a new module, an
+entry in ``SCHEDULES`` and a name in ``ScheduleName``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple, TypeGuard, get_args
+
+from lightning_gpipe.core.schedules.action import Kind, Row
+from lightning_gpipe.core.schedules.caller_row import with_caller
+from lightning_gpipe.core.schedules.fill_drain import fill_drain_patterns
+from lightning_gpipe.core.schedules.one_forward_one_backward import (
+    check_one_forward_one_backward,
+    one_forward_one_backward_patterns,
+)
+from lightning_gpipe.core.schedules.patterns import Pattern
+from lightning_gpipe.core.schedules.schedule import Schedule
+from lightning_gpipe.core.schedules.zero_bubble import check_zero_bubble, zero_bubble_patterns
+from lightning_gpipe.core.schedules.zero_bubble_v import check_zero_bubble_v, zero_bubble_v_rows
+
+# Literals, for the types of arguments; a test compares them with the table.
+ScheduleName = Literal["fill_drain", "1f1b", "zero_bubble", "zero_bubble_v"]
+ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v"]
+
+
+@dataclass(frozen=True)
+class ScheduleDefinition:
+    """An entry of the table.
+
+    Both functions of rows take the number of micro-batches, the worker of each stage, and by name
+    ``recomputed`` and ``split``, as :func:`schedule_for` does.
+
+    Attributes:
+        patterns: Returns the row of each worker in brief; None if rows are no patterns, so that the
+            schedule is not planned.
+        rows: Returns the row of each worker, where there are no patterns.
+        check: Raises a ValueError if the schedule cannot run with a number of micro-batches and a
+            placement.
+        folded: Whether the stages go down the devices and back, two on each.
+        by_micro_batch: Whether each micro-batch has a loss of its own.
+        always_split: Whether backwards are split, whatever is asked for.
+        in_groups: Whether the number of micro-batches must be a multiple of the number of workers,
+            if these have several stages each.
+        defers_weights: Whether stage j computes the gradients of the weights j micro-batches late.
+    """
+
+    patterns: Callable[..., Sequence[Pattern]] | None = None
+    rows: Callable[..., Sequence[Row]] | None = None
+    check: Callable[[int, Sequence[int]], None] = lambda m, placement: None
+    folded: bool = False
+    by_micro_batch: bool = True
+    always_split: bool = False
+    in_groups: bool = False
+    defers_weights: bool = False
+
+
+# The simplest first: it is planned where others are as fast.
+SCHEDULES: Mapping[str, ScheduleDefinition] = {
+    "fill_drain": ScheduleDefinition(fill_drain_patterns, by_micro_batch=False),
+    "1f1b": ScheduleDefinition(
+        one_forward_one_backward_patterns, check=check_one_forward_one_backward, in_groups=True
+    ),
+    "zero_bubble": ScheduleDefinition(
+        zero_bubble_patterns, check=check_zero_bubble, always_split=True, defers_weights=True
+    ),
+    "zero_bubble_v": ScheduleDefinition(
+        rows=zero_bubble_v_rows, check=check_zero_bubble_v, folded=True, always_split=True
+    ),
+}
+ALWAYS_SPLIT = tuple(name for name, each in SCHEDULES.items() if each.always_split)
+
+
+def is_by_micro_batch(name: str) -> TypeGuard[ByMicroBatch]:
+    """Return True for a schedule in which each micro-batch has a loss of its own."""
+    return name in SCHEDULES and SCHEDULES[name].by_micro_batch
+
+
+@lru_cache(maxsize=256)
+def schedule_for(
+    name: ScheduleName,
+    m: int,
+    placement: tuple[int, ...],
+    *,
+    recomputed: int = 0,
+    split: bool = False,
+) -> Schedule:
+    """Return the schedule of one mini-batch.
+
+    Args:
+        name: The name of the schedule, which must fit the placement.
+        m: The number of micro-batches; a short mini-batch may have fewer than others.
+        placement: The worker of each stage.
+        recomputed: An integer k: the first k micro-batches drop their activations.
+        split: Whether the gradients of the weights are an action of their own.
+    """
+    definition = SCHEDULES[name]
+    rows: tuple[Row, ...]
+    if definition.patterns is not None:
+        patterns = definition.patterns(m, placement, recomputed=recomputed, split=split)
+        rows = tuple(tuple(pattern.actions()) for pattern in patterns)
+    else:
+        assert definition.rows is not None, "an entry has patterns or rows"
+        rows = tuple(definition.rows(m, placement, recomputed=recomputed, split=split))
+    if definition.by_micro_batch:
+        return with_caller(Schedule(m, placement, (rows,)))
+    fill, drain = (
+        tuple(tuple(a for a in row if (a.kind is Kind.FORWARD) == forward) for row in rows)
+        for forward in (True, False)
+    )
+    return Schedule(m, placement, (fill, drain))
+
+
+fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one loss
+
+
+class ScheduleKind(NamedTuple):
+    """A schedule of the table, with whole backwards or with split ones.
+
+    Attributes:
+        schedule: The name of the schedule.
+        split: Whether the gradients of the weights are an action of their own; they always are in
+            ``"zero_bubble"`` and ``"zero_bubble_v"``.
+    """
+
+    schedule: ScheduleName = "fill_drain"
+    split: bool = False
+
+    @property
+    def definition(self) -> ScheduleDefinition:
+        return SCHEDULES[self.schedule]
+
+    @property
+    def by_micro_batch(self) -> bool:
+        return self.definition.by_micro_batch
+
+    @property
+    def arguments(self) -> str:
+        """The user's arguments for it, without defaults."""
+        named = [f"schedule={self.schedule!r}"] if self.by_micro_batch else []
+        if self.split and not self.definition.always_split:
+            named.append("split_backward=True")
+        return ", ".join(named)
+
+    def __str__(self) -> str:
+        return self.arguments or "schedule='fill_drain'"
+
+    def patterns(self, m: int, placement: Sequence[int], recomputed: int = 0) -> Sequence[Pattern]:
+        """Return the row of each worker in brief; a ValueError if the schedule has no patterns."""
+        if self.definition.patterns is None:
+            raise ValueError(
+                f"schedule={self.schedule!r} is a table without patterns: got patterns()."
+            )
+        return self.definition.patterns(m, placement, recomputed=recomputed, split=self.split)
+
+    def build(self, m: int, placement: tuple[int, ...], recomputed: int = 0) -> Schedule:
+        """Return the schedule; arguments as for :func:`schedule_for`."""
+        return schedule_for(self.schedule, m, placement, recomputed=recomputed, split=self.split)
+
+    def possible(self, m: int, placement: Sequence[int]) -> bool:
+        """Return True if the schedule can run ``m`` micro-batches with this placement."""
+        try:
+            self.definition.check(m, placement)
+        except ValueError:
+            return False
+        return True
+
+    def group(self, stages: int, workers: int) -> int:
+        """Return the size of a group; the number of micro-batches must be a multiple of it."""
+        return workers if self.definition.in_groups and workers < stages else 1
+
+
+FILL_DRAIN = ScheduleKind()
+
+# The kinds that are planned.
+KINDS = tuple(
+    ScheduleKind(name, split)
+    for name in get_args(ScheduleName)
+    if SCHEDULES[name].patterns is not None
+    for split in ((True,) if SCHEDULES[name].always_split else (False, True))
+)
+
+
+def kind_of(schedule: Schedule) -> ScheduleKind:
+    """Return the kind of a schedule, so that it can be built with other numbers."""
+    m, placement, recomputed = schedule.m, schedule.placement, len(schedule.recomputed(0))
+    if not schedule.caller:
+        return ScheduleKind(split=schedule.split)
+    kinds = (ScheduleKind(name, schedule.split) for name in get_args(ByMicroBatch))
+    # A short mini-batch may have made no whole groups.
+    possible = (kind for kind in kinds if kind.possible(1 + max(placement), placement))
+    return next(kind for kind in possible if kind.build(m, placement, recomputed) == schedule)
+
+
+def check_schedule_name(name: str) -> None:
+    """Refuse a name that is not in the table."""
+    if name not in (*SCHEDULES, "auto"):
+        choices = ", ".join(map(repr, SCHEDULES))
+        raise ValueError(f"schedule must be one of {choices}, or 'auto': got {name!r}.")
+
+
+def check_by_micro_batch(name: str, chunks: int, placement: tuple[int, ...]) -> None:
+    """Refuse a schedule without a loss for each micro-batch, or one that the pipeline cannot run.
+
+    ``chunks`` is the number of micro-batches of a full mini-batch.
+    """
+    names = [other for other, each in SCHEDULES.items() if each.by_micro_batch]
+    if name not in names:
+        choices = ", ".join(map(repr, names))
+        raise ValueError(f"schedule must be one of {choices}: got {name!r}.")
+    SCHEDULES[name].check(chunks, placement)
+
+
+def check_planned(schedule: ScheduleName | Literal["auto"]) -> None:
+    """Refuse a schedule that cannot be planned."""
+    if schedule not in ("auto", *(kind.schedule for kind in KINDS)):
+        raise ValueError(
+            f"schedule={schedule!r} is not planned: got something that is 'auto', or a plan of it. "
+            "Write numbers, or schedule='zero_bubble'."
+        )
+
+
+def kinds_for(
+    schedule: ScheduleName | Literal["auto"], split: bool | None
+) -> tuple[ScheduleKind, ...]:
+    """Return the kinds that the user's arguments leave to choose from.
+
+    ``"auto"`` leaves all schedules; a ``split`` of None leaves whole and split backwards.
+    """
+    check_planned(schedule)
+    return tuple(
+        kind
+        for kind in KINDS
+        if schedule in ("auto", kind.schedule)
+        and (split is None or kind.split == split or kind.definition.always_split)
+    )

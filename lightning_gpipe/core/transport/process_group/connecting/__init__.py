@@ -1,0 +1,1 @@
+"""How processes find one another, and how long they wait."""

@@ -1,0 +1,73 @@
+"""The address at which other processes reach this one.
+
+Gloo uses the address of the host's name, which is often a loopback address that other machines
+cannot reach. The address of the interface that leads to MASTER_ADDR, which all reach, is the right
+one. On the machine that has that name itself, it is a loopback address, too; then the machine's
+only other address is the right one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
+
+
+def device_for() -> Any:
+    """Return Gloo's device for the interface that the user chose, or that leads to the others."""
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    if master := os.environ.get("MASTER_ADDR"):
+        with suppress(OSError):  # the name is unknown here
+            return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0])
+    return ProcessGroupGloo.create_default_device()
+
+
+def own_addresses(other: str) -> list[str]:
+    """Return the address by which machines that reach ``other`` reach this one.
+
+    Args:
+        other: The name or the address of a machine that all reach, which may be this one.
+
+    Returns:
+        The address; several if it may be any of them.
+
+    Raises:
+        OSError: If no interface leads to ``other``.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram: nothing is sent
+        own = str(probe.getsockname()[0])
+    if other == "localhost" or other == address[0] or not _is_loopback(own):
+        return [own]
+    outside = [each for each in addresses_of_interfaces().values() if not _is_loopback(each)]
+    return outside or [own]
+
+
+def addresses_of_interfaces() -> dict[str, str]:
+    """Return the IPv4 addresses of this machine, by the names of its network interfaces."""
+    addresses: dict[str, str] = {}
+    if sys.platform == "win32":
+        return addresses
+    import fcntl  # not on Windows
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with suppress(OSError):  # it has no address
+                answer = fcntl.ioctl(probe.fileno(), _ADDRESS_OF_INTERFACE, request)
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

@@ -1,0 +1,144 @@
+"""The process group of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    _get_default_store,
+)
+
+from lightning_gpipe.core.transport.process_group.connecting.address import device_for
+from lightning_gpipe.core.transport.process_group.connecting.rendezvous import store_barrier
+from lightning_gpipe.core.transport.process_group.connecting.shared_connections import (
+    Connection,
+    Peers,
+    SharedOffice,
+)
+from lightning_gpipe.core.transport.process_group.connecting.timeout import call_with_timeout
+from lightning_gpipe.core.transport.process_group.office import START, Office
+
+_LOST_AFTER = timedelta(seconds=30)
+
+
+def start_timeout(lost_after: timedelta | None) -> timedelta:
+    """Return how long a process may take to start, in which it may load a model."""
+    return START * (lost_after or _LOST_AFTER)
+
+
+def join_processes(
+    owners: Sequence[int] | None,
+    workers: int,
+    group: dist.ProcessGroup | None,
+    lost_after: timedelta | None = None,
+    pipelines: Sequence[str] = ("module",),
+) -> tuple[Connection | None, int]:
+    """Make the process group of a pipeline, in all of its processes at once.
+
+    Args:
+        owners: For each worker, the rank of the process that runs it; None for this process.
+        workers: The number of workers.
+        group: The process group of these ranks; None for all processes.
+        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+        pipelines: The names of the pipelines that are made together.
+
+    Returns:
+        A connection, or None if the pipeline has one process, and the rank of this process in it.
+
+    Raises:
+        ValueError: If the owners do not fit the workers or the group, or ``lost_after`` is not
+            positive.
+        RuntimeError: If there is no process group, or others do not come.
+    """
+    if lost_after is not None and (owners is None or lost_after <= timedelta(0)):
+        raise ValueError(
+            "lost_after must be positive, and is for a pipeline over several processes: got "
+            f"lost_after={lost_after!r}, owners={owners}. Leave it out, or give owners and a "
+            "datetime.timedelta."
+        )
+    if owners is None:
+        return None, 0
+    if len(owners) != workers:
+        raise ValueError(
+            f"owners must have a rank for each worker: got {len(owners)}, owners={list(owners)}, "
+            f"for {workers} workers. Give a rank for each device."
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "a pipeline over several processes needs torch.distributed: got owners="
+            f"{list(owners)} without a process group. Call torch.distributed.init_process_group() "
+            "first, in processes that torchrun has started, or leave owners out."
+        )
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if sorted(set(owners)) != list(range(size)):
+        raise ValueError(
+            "each process must own a worker, and each owner be a process: got owners="
+            f"{list(owners)} for {size} processes. Write the ranks 0 to {size - 1}, each at least "
+            "once."
+        )
+    return connect(group, lost_after, pipelines), rank
+
+
+def connect(
+    group: dist.ProcessGroup | None, lost_after: timedelta | None, pipelines: Sequence[str]
+) -> Connection:
+    """Connect the processes of a group, all at once; see :func:`join_processes`."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    peers = Peers(dist.group.WORLD, tuple(ranks), lost_after or _LOST_AFTER)
+    latest = SharedOffice.enter_latest(peers)
+    try:
+        return Connection(_common_office(peers, dist.get_rank(group), latest), pipelines)
+    finally:
+        if latest is not None:
+            latest.leave()
+
+
+def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> SharedOffice:
+    """Return the latest office of this process if all processes have it, or a new one."""
+    store = PrefixStore("lightning_gpipe", _get_default_store())
+    offer = "" if latest is None else latest.state
+
+    def check() -> None:
+        failure = None if latest is None else latest.office.failure(0.0)
+        if failure is not None:
+            raise failure.error(peers.ranks)
+
+    purpose = "come to make the pipeline, each with the same owners"
+    patience = start_timeout(peers.lost_after)
+    message = f"all processes of a pipeline must be connected: rank {rank} got no answer"
+    agree = partial(store_barrier, store, peers.ranks, rank, patience, purpose, offer, check)
+    # The first process may come last, and then wait itself.
+    name = call_with_timeout(3 * patience, agree, message)
+    if latest is not None and name == offer:
+        return latest
+    members = PrefixStore(name, store), rank, len(peers.ranks), peers.lost_after
+    group = call_with_timeout(patience, partial(_gloo_group, *members), message)
+    return SharedOffice(Office(group, peers.lost_after), peers, name)
+
+
+def _gloo_group(store: Store, rank: int, size: int, lost_after: timedelta) -> ProcessGroupGloo:
+    """Make a group of these processes over Gloo.
+
+    ``torch.distributed.new_group`` names a group by the number of earlier groups, in which ranks
+    may differ, or it waits for all processes, which may not come.
+    """
+    gloo: Any = ProcessGroupGloo  # the stubs have no options
+    options = gloo._Options()
+    options._timeout = lost_after
+    options._devices = [device_for()]
+    try:
+        return ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        seconds = lost_after.total_seconds()
+        raise RuntimeError(
+            f"all processes of a pipeline must be connected within {seconds:g} s: rank {rank} "
+            f"could not be: {error}. If the machine has several networks, set GLOO_SOCKET_IFNAME "
+            "to the interface that reaches the other machines."
+        ) from error

@@ -1,0 +1,103 @@
+"""A barrier that names the missing ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from uuid import uuid4
+
+from torch.distributed.distributed_c10d import Store
+
+_POLL = 0.05  # seconds
+_MISSING = "missing "
+
+
+def store_barrier(
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    timeout: timedelta,
+    purpose: str,
+    offer: str = "",
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """Wait for all processes, and agree on a name: one that all offer, or a new one.
+
+    The first process writes a new name, waits until all have come to it, and answers each. Entries
+    that an earlier run left in the store, such as one that torchrun has ended, have other names. A
+    collective would wait for as long as the user's process group does, and not name the missing.
+
+    Args:
+        store: The store that all of them read and write.
+        ranks: The global ranks of the processes.
+        rank: The number of this process among them.
+        timeout: How long to wait for the others.
+        purpose: Why they come, for the message.
+        offer: The name that this process offers, if any.
+        check: Raises if there is no use in waiting any more.
+
+    Raises:
+        RuntimeError: If some have not come by then.
+    """
+    place, own_name = "-".join(map(str, ranks)), uuid4().hex
+    if rank == 0:
+        store.set(place, own_name)
+        answer = _gather(store, own_name, len(ranks), timeout, offer, check)
+    else:
+        answer = _come(store, place, rank, 2 * timeout, f"{own_name} {offer}", check)
+    if answer.startswith(_MISSING):
+        raise RuntimeError(
+            f"all processes must {purpose}: rank {answer.removeprefix(_MISSING)} did not within "
+            f"{timeout.total_seconds():g} s. Check whether it has failed; if it is slow to start, "
+            "set a longer lost_after, of which this is ten times."
+        )
+    return answer
+
+
+def _gather(
+    store: Store,
+    name: str,
+    size: int,
+    timeout: timedelta,
+    offer: str,
+    check: Callable[[], None],
+) -> str:
+    """Wait for the others at this name; return the answer that they get."""
+    missing, deadline = list(range(1, size)), time.monotonic() + timeout.total_seconds()
+    while missing := [k for k in missing if not store.check([f"{name}/{k}"])]:
+        if time.monotonic() > deadline:
+            break
+        check()
+        time.sleep(_POLL)
+    present = set(range(1, size)).difference(missing)
+    entries = [store.get(f"{name}/{k}").decode().split(" ") for k in present]
+    common = offer if all(other == offer for _, other in entries) else ""
+    answer = _MISSING + ", ".join(map(str, missing)) if missing else common or name
+    for ticket, _ in entries:
+        store.set(f"{name}/{ticket}", answer)
+    return answer
+
+
+def _come(
+    store: Store,
+    place: str,
+    rank: int,
+    timeout: timedelta,
+    entry: str,
+    check: Callable[[], None],
+) -> str:
+    """Come to the first process, which may come last and wait itself; return its answer."""
+    ticket = entry.partition(" ")[0]
+    name, deadline = "", time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        latest = store.get(place).decode() if store.check([place]) else name
+        # The first process answers before it goes on to its next barrier, under another name.
+        if name and store.check([f"{name}/{ticket}"]):
+            return store.get(f"{name}/{ticket}").decode()
+        if latest != name:
+            name = latest
+            store.set(f"{name}/{rank}", entry)
+        check()
+        time.sleep(_POLL)
+    return _MISSING + "0"

@@ -1,0 +1,140 @@
+"""One office for all pipelines over the same processes.
+
+Two pipelines that are made one after another, such as a generator and a discriminator, know nothing
+of one another. But a process that fails in one of them comes to none, so all of them must end. So
+they share an office if all processes have one to share: one process may have freed its earlier
+pipelines, while another one has not yet.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import count
+from typing import NamedTuple
+from weakref import WeakSet
+
+from torch.distributed import ProcessGroup
+
+from lightning_gpipe.core.transport.process_group.office import Office
+
+
+class Peers(NamedTuple):
+    """The processes that an office connects.
+
+    Attributes:
+        world: The process group of all processes.
+        ranks: The ranks of the connected ones in it.
+        lost_after: How long one may be silent until it is lost.
+    """
+
+    world: ProcessGroup | None
+    ranks: tuple[int, ...]
+    lost_after: timedelta
+
+
+class SharedOffice:
+    """An office with a name that is the same in all processes, and the connections that share it.
+
+    Attributes:
+        ranks: The ranks of its processes among all.
+        pipelines: The names of all pipelines so far, by their numbers.
+        keepers: The connections for which other processes hear this one.
+    """
+
+    def __init__(self, office: Office, peers: Peers, name: str) -> None:
+        self.office = office
+        self.ranks = peers.ranks
+        self.pipelines: list[str] = []
+        self.keepers: WeakSet[Connection] = WeakSet()
+        self._peers = peers
+        self._name = name
+        self._process = os.getpid()
+        self._number = next(_NUMBERS)
+        self._users = 0
+        _OFFICES.add(self)
+
+    @classmethod
+    def latest(cls, peers: Peers) -> SharedOffice | None:
+        """Return the latest office between ``peers`` that can be shared, or None.
+
+        Earlier ones may be there in some processes only, where they are not freed yet.
+        """
+        offices = [shared for shared in _OFFICES if shared._connects(peers)]
+        return max(offices, key=lambda shared: shared._number, default=None)
+
+    @classmethod
+    def enter_latest(cls, peers: Peers) -> SharedOffice | None:
+        """Enter the latest office, if there is one, until :meth:`leave`.
+
+        While the processes meet, the garbage collector may free the last pipeline that uses it.
+        """
+        while (shared := cls.latest(peers)) is not None:
+            shared.enter(())
+            if shared.office.lost is None:
+                return shared
+            shared.leave()  # it was freed just before
+        return None
+
+    def _connects(self, peers: Peers) -> bool:
+        sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
+        return sound and self._peers == peers
+
+    @property
+    def state(self) -> str:
+        """A text that is the same in all processes that have done the same."""
+        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.state)))
+
+    def enter(self, pipelines: Sequence[str]) -> int:
+        """Share the office, for pipelines of these names; return the number of the first."""
+        self._users += 1
+        self.pipelines += pipelines
+        return len(self.pipelines) - len(pipelines)
+
+    def leave(self) -> None:
+        """Share the office no more; it ends with the last user."""
+        self._users -= 1
+        if not self._users:
+            self.office.leave()
+
+
+# State of the process, as the process groups of torch.distributed are.
+_OFFICES: WeakSet[SharedOffice] = WeakSet()
+_NUMBERS = count()
+
+
+class Connection:
+    """Connects the processes of one pipeline, or of several that are made together.
+
+    Attributes:
+        office: Sends and receives for all pipelines over these processes.
+        pipelines: The names of all of them, by their numbers.
+        ranks: The ranks of these processes among all.
+    """
+
+    def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:
+        self.ranks = shared.ranks
+        self.office = shared.office
+        self.pipelines = shared.pipelines
+        self._keepers = shared.keepers
+        self._first = shared.enter(pipelines)
+        weakref.finalize(self, shared.leave)
+
+    def number(self, k: int) -> int:
+        """Return the number of pipeline ``k`` among all over these processes."""
+        return self._first + k
+
+    def keep(self) -> None:
+        """Let other processes hear this one for as long as this connection lives, or is open."""
+        self._keepers.add(self)
+        self.office.listen()
+
+    def close(self) -> None:
+        """End the pipelines: ending is no failure from here on."""
+        self._keepers.discard(self)
+        if self._keepers:
+            self.office.pause()
+        else:
+            self.office.close()

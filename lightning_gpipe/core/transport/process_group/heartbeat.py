@@ -1,0 +1,114 @@
+"""Heartbeats: which other processes are alive, however slow they are.
+
+A process may pause for as long as it likes, in a slow loader or while it saves. One that was killed
+closes its connections, but one that was stopped, or that no network reaches any more, does not. So
+each process sends heartbeats from a thread that does nothing else, and counts its own beats since
+it last heard from each of the others::
+
+    rank 0   beat  beat  beat  beat  beat  beat  beat
+    rank 1   beat  beat  stopped
+    missed   0     0     1     2     3     4     5 -> rank 1 is lost
+
+Beats are counted rather than seconds, so no clocks are compared, and a process that was stopped
+itself does not blame the others for it. Any message counts as a beat.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+
+from lightning_gpipe.core.transport.process_group.wire.links import Links
+
+_LONGEST = 1.0  # seconds between two beats
+_BEATS = 12  # at least, in the time after which a silent process is lost
+_SPARE = 2  # of them: the last one may be older than the event, and the next is when it is noticed
+_JOIN = 5.0  # seconds
+
+
+class Heartbeat:
+    """Sends beats, and reports the processes that are silent.
+
+    Args:
+        links: The connections to the others.
+        lost_after: How long a process may be silent.
+        start: How long it may be silent before it is heard for the first time.
+        on_silent: Called with the ranks of those that are lost, once for each.
+        on_beat: Called after each beat.
+
+    Attributes:
+        limit: The number of beats that a process may miss.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        lost_after: timedelta,
+        start: timedelta,
+        on_silent: Callable[[list[int]], None],
+        on_beat: Callable[[], None],
+    ) -> None:
+        self._links = links
+        self._interval = min(_LONGEST, lost_after / timedelta(seconds=_BEATS))
+        self.limit = int(lost_after.total_seconds() / self._interval) - _SPARE
+        first_limit = int(start.total_seconds() / self._interval)
+        # The number of beats that each may miss; None if nothing is expected of it.
+        self._allowed: dict[int, int | None] = {link.rank: first_limit for link in links}
+        self._missed = dict.fromkeys(self._allowed, 0)
+        self._on_silent = on_silent
+        self._on_beat = on_beat
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None:
+            self._missed = dict.fromkeys(self._missed, 0)
+            self._stop = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._stop,), name="gpipe-watch", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; after the next start, beats are expected of the same processes."""
+        thread, self._thread = self._thread, None
+        self._stop.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN)
+
+    def reset(self, rank: int) -> None:
+        """Record that a process is alive."""
+        self._missed[rank] = 0
+        self._allowed[rank] = self.limit
+
+    def excuse(self, rank: int) -> None:
+        """Expect nothing of a process until it is heard again."""
+        self._allowed[rank] = None
+
+    def _run(self, stop: threading.Event) -> None:
+        self._beat()  # at once: from then on the others expect beats of this process
+        while not stop.wait(self._interval):
+            self._beat()
+            for rank in self._missed:
+                self._missed[rank] += 1
+            if self._over(0):
+                # A lost network loses several processes, of which some were heard a little later.
+                silent = self._over(_SPARE)
+                for rank in silent:
+                    self.excuse(rank)
+                self._on_silent(silent)
+            self._on_beat()
+
+    def _beat(self) -> None:
+        for link in self._links:
+            link.beat()
+
+    def _over(self, spare: int) -> list[int]:
+        """Return the ranks that have missed as many beats as they may, or ``spare`` less."""
+        return [
+            rank
+            for rank, allowed in self._allowed.items()
+            if allowed is not None and self._missed[rank] >= allowed - spare
+        ]

@@ -1,0 +1,69 @@
+"""Describes how two processes of a pipeline differ that should have done the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from lightning_gpipe.core.transport.interface import BETWEEN, NO_RUN, Label
+
+_PHASES = {  # of a mini-batch, and exchanges outside of one
+    0: "a forward",
+    1: "a backward",
+    BETWEEN: "a rehearsal of blocks",
+    NO_RUN: "a step without a pipeline",
+}
+
+
+def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequence[str]) -> str:
+    """Return an error message that says what the other process did, and what this one did."""
+    if NO_RUN in (theirs.phase, ours.phase):  # a step without a run has no other fields
+        theirs, ours = (Label(phase=label.phase, step=label.step) for label in (theirs, ours))
+    details = "".join(f", {text}" for text in _others(theirs, ours))
+    they, we = _described(theirs, ours, pipelines), _described(ours, theirs, pipelines)
+    return (
+        "all processes of a pipeline must run the same mini-batches in the same order, in the same "
+        f"mode and with the same random numbers: {them} runs {they}, and {us} "
+        f"{we}{details}. Let each process run the same code on the same "
+        "values, with the same seed."
+    )
+
+
+def _described(label: Label, other: Label, pipelines: Sequence[str]) -> str:
+    """Describe a process by the fields in which the other one differs."""
+    words = [_PHASES[label.phase]]
+    if label.pipeline != other.pipeline:
+        named = pipelines[label.pipeline : label.pipeline + 1] or ["one that is not here"]
+        words.append(f"of pipeline {label.pipeline} ({named[0]})")
+    if label.minibatch != other.minibatch:
+        later = label.minibatch > other.minibatch
+        words.append(f"of {'a later' if later else 'an earlier'} mini-batch")
+    if label.step != other.step:
+        words.append(f"of step {label.step}")
+    for name, describe in _MODES.items():
+        own, others = (describe(getattr(one, name)) for one in (label, other))
+        if own != others:
+            words.append(own)
+    return " ".join(words)
+
+
+def _others(one: Label, two: Label) -> Iterator[str]:
+    """Describe differences of checksums, of which no more can be said."""
+    if one.training >> _COUNT == two.training >> _COUNT and one.training != two.training:
+        yield "with other modules in training mode"
+    if one.program != two.program:
+        yield "with other calls of layers"
+    if one.state != two.state:
+        yield "with the random generators in other states"
+
+
+def _training(value: int) -> str:
+    number = value >> _COUNT
+    return f"with {number or 'no'} module{'s' * (number > 1)} in training mode"
+
+
+_COUNT = 32  # the bits below the number of modules in training mode
+_MODES: dict[str, Callable[[int], str]] = {
+    "training": _training,
+    "grad": lambda value: "with gradients" if value else "without gradients",
+    "microbatches": lambda value: f"in {value} micro-batch{'es' * (value != 1)}",
+}

@@ -1,0 +1,1 @@
+"""What one process sends to another, and the connection that carries it."""

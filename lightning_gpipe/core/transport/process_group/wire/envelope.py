@@ -1,0 +1,117 @@
+"""One message: a header, and behind it as many small values as there are.
+
+A message costs two processes some system calls and a handover between threads each, whatever its
+size: next to that, copying some hundred kilobytes is little. So the bytes of small tensors go with
+the header, and only large ones by themselves, straight from their memory. The results of a run,
+which the others need at its end only, go together::
+
+    header | slot, size, body, small tensors | slot, size, body, small tensors | ...
+    large tensor
+    large tensor
+
+The receiver cannot know the length of a message, so it receives into a frame that is long enough
+for most messages. The header says how many bytes follow it; those that do not fit into a frame go
+like a large tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.transport.process_group.wire.message import HEADER_SIZE, Header
+
+FRAME = 1 << 21  # bytes
+LARGE = 1 << 19  # bytes; a larger tensor goes by itself
+
+_ITEM = struct.Struct("=qq")  # the slot of a body, and its size: 0 if it is remembered
+
+
+class Envelope:
+    """Collects values that go in one message.
+
+    Attributes:
+        large: The bytes of the large tensors, which go after the message.
+    """
+
+    def __init__(self) -> None:
+        self.large: list[Tensor] = []
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, slot: int, body: bytes, tensors: Sequence[Tensor]) -> None:
+        """Add a value: its body, empty if the receiver has it, and its tensors as bytes."""
+        small = [tensor.numpy().tobytes() for tensor in tensors if not _is_large(tensor)]
+        self._parts += (_ITEM.pack(slot, len(body)), body, *small)
+        self._size += _ITEM.size + len(body) + sum(map(len, small))
+        self.large += filter(_is_large, tensors)
+
+    @property
+    def full(self) -> bool:
+        """True if the message should go before more is added."""
+        return bool(self.large) or self._size > FRAME // 2
+
+    def seal(self, header: Header) -> tuple[Tensor, Tensor | None]:
+        """Return the message, and its content apart if that does not fit into a frame."""
+        return seal(header, *self._parts)
+
+
+def seal(header: Header, *content: bytes) -> tuple[Tensor, Tensor | None]:
+    """Return a message of a header and any content, see :meth:`Envelope.seal`."""
+    size = sum(map(len, content))
+    first = header._replace(size=size).encode()
+    if len(first) + size > FRAME:
+        return _join(first), _join(*content)
+    return _join(first, *content), None
+
+
+def open_message(frame: Tensor, receive: Callable[[Tensor], None]) -> tuple[Header, memoryview]:
+    """Return the header and the content of a message; ``receive`` gets bytes that follow it."""
+    message = frame.numpy().data
+    header = Header.decode(message)
+    end = HEADER_SIZE + header.size
+    if end <= FRAME:
+        return header, message[HEADER_SIZE:end]
+    content = torch.empty(header.size, dtype=torch.uint8)
+    receive(content)
+    return header, content.numpy().data
+
+
+class Reader:
+    """Reads the values of a message, one after another; ``receive`` gets bytes that follow it."""
+
+    def __init__(self, content: memoryview, receive: Callable[[Tensor], None]) -> None:
+        self._content = content
+        self._receive = receive
+        self._at = 0
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Yield for each value the slot of its body, and the body if it came.
+
+        Then :meth:`fill` must read its tensors.
+        """
+        while self._at < len(self._content):
+            slot, size = _ITEM.unpack(self._next(_ITEM.size))
+            yield slot, bytes(self._next(size))
+
+    def fill(self, room: Tensor) -> None:
+        """Write the bytes of the next tensor into ``room``."""
+        if _is_large(room):
+            self._receive(room)
+        else:
+            room.numpy().data[:] = self._next(room.numel())
+
+    def _next(self, size: int) -> memoryview:
+        start, self._at = self._at, self._at + size
+        return self._content[start : self._at]
+
+
+def _is_large(content: Tensor) -> bool:
+    return content.numel() > LARGE
+
+
+def _join(*parts: bytes) -> Tensor:
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)

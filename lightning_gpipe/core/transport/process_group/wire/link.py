@@ -1,0 +1,238 @@
+"""The connection to one other process.
+
+Sending returns at once; the memory must stay unchanged until the send has completed. A thread
+receives all messages in order, and delivers them. Both need a backend that sends and receives host
+tensors, such as Gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.schedules import Action
+from lightning_gpipe.core.transport.process_group.wire.abort import abort_gloo
+from lightning_gpipe.core.transport.process_group.wire.bodies import ReceivedBodies, SentBodies
+from lightning_gpipe.core.transport.process_group.wire.envelope import (
+    FRAME,
+    Envelope,
+    Reader,
+    open_message,
+    seal,
+)
+from lightning_gpipe.core.transport.process_group.wire.message import (
+    Header,
+    MessageCode,
+    RouteId,
+    pack,
+    unpack,
+)
+
+_TAG, _TAG_AFTER = 7_300, 7_301  # of messages, and of the bytes that go after them
+# A process may pause for as long as it likes: the group's timeout is for its connection only.
+_PATIENCE = timedelta(days=365)
+_PIECE = 1 << 24  # bytes that are sent at a time, so that something is heard while much is sent
+_BEATS = 1_000  # the most that may be on their way
+_AHEAD = 2  # receives in flight: the next message arrives while one is read
+
+
+class PendingSend(NamedTuple):
+    """Bytes on their way.
+
+    Attributes:
+        work: The send in torch.distributed.
+        content: The bytes, which must live until it has completed.
+        copied: True if nobody else has them; else they must not be changed until then.
+    """
+
+    work: Any
+    content: Tensor
+    copied: bool
+
+    def wait(self) -> None:
+        """Wait until the send has completed; raise RuntimeError if the connection has ended."""
+        self.work.wait(_PATIENCE)
+
+
+class Mail(NamedTuple):
+    """A value from another process.
+
+    Attributes:
+        to: The action that needs it.
+        route: The route by which it came.
+        value: The value, on the host.
+        on_device: For each leaf, True if it goes to the device of the stage.
+    """
+
+    to: Action
+    route: RouteId
+    value: FlatTree
+    on_device: list[bool]
+
+
+class ConnectionBroken(RuntimeError):
+    """Raised where a connection to another process has ended."""
+
+
+class Link:
+    """Sends to one other process, and receives from it; see :class:`Links` for the callbacks."""
+
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        rank: int,
+        deliver: Callable[[int, Header, Mail | str], bool],
+        on_message: Callable[[int], None],
+        on_lost: Callable[[int, BaseException], None],
+    ) -> None:
+        self.rank = rank
+        self._group: Any = group  # the stubs have neither send nor recv
+        self._deliver = deliver
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._lock = threading.RLock()  # the parts of a message must stay together
+        self._sent_bodies = SentBodies()
+        self._received_bodies = ReceivedBodies()  # outlive the thread, as the sender's do
+        self._beats: deque[PendingSend] = deque()
+        self._envelope = Envelope()  # the values that are held back
+        self._envelope_header: Header | None = None  # None if the envelope is empty
+        self._receives: deque[tuple[Any, Tensor]] = deque()  # in flight, with their frames
+        self._last_frame = _frame()  # of the last message; it is used again for the next receive
+        self._thread: threading.Thread | None = None
+        self._rests = True
+
+    def start(self) -> None:
+        """Start the receiving thread, unless it runs."""
+        if self._rests:
+            self._rests = False
+            # A daemon: no signal reaches a thread that waits for another process.
+            self._thread = threading.Thread(
+                target=self._receive, name=f"gpipe-from-rank-{self.rank}", daemon=True
+            )
+            self._thread.start()
+
+    def rest(self) -> None:
+        """Receive nothing until :meth:`start`; called on the receiving thread, which returns."""
+        self._rests = True
+
+    def post(
+        self, header: Header, to: Action, route: RouteId, value: FlatTree, *, hold: bool = False
+    ) -> list[PendingSend]:
+        """Send a header and a value; ``hold`` it for the next value or :meth:`flush` to go with it.
+
+        Raises:
+            TypeError: If something in the value cannot be sent.
+            ConnectionBroken: If the connection has ended.
+        """
+        body, tensors = pack(to, route, value)
+        with self._lock:
+            first = self._envelope_header
+            same = first is None or (first.serial, first.label) == (header.serial, header.label)
+            sends = [] if same else self.flush()
+            slot, content = self._sent_bodies.slot_for(body, header.label.pipeline)
+            self._envelope.add(slot, content, tensors)
+            self._envelope_header = header
+            return sends if hold and not self._envelope.full else sends + self.flush()
+
+    def flush(self) -> list[PendingSend]:
+        """Send the values that were held back."""
+        with self._lock:
+            if self._envelope_header is None:
+                return []
+            envelope, header = self._envelope, self._envelope_header
+            self._envelope, self._envelope_header = Envelope(), None
+            sends = self._send_message(*envelope.seal(header))
+            return sends + [send for large in envelope.large for send in self._send_pieces(large)]
+
+    def tell(self, header: Header, text: str = "") -> list[PendingSend]:
+        """Send a header that announces no value, and a text."""
+        with self._lock:
+            return self.flush() + self._send_message(*seal(header, text.encode()))
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        with suppress(RuntimeError):  # the receiving thread notices the loss too
+            self._beats += self._send_message(*seal(Header(MessageCode.BEAT, 0)))
+            while len(self._beats) > _BEATS:  # the first was sent long ago
+                self._beats.popleft().wait()
+
+    def abort(self) -> None:
+        """End all connections of the group, and with them all waits for them."""
+        abort_gloo(self._group, self.rank)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the receiving thread to end, which it does when the other process closes."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _send(self, content: Tensor, tag: int, *, copied: bool) -> PendingSend:
+        try:
+            return PendingSend(self._group.send([content], self.rank, tag), content, copied)
+        except RuntimeError as error:
+            raise ConnectionBroken(str(error)) from error
+
+    def _send_message(self, message: Tensor, after: Tensor | None) -> list[PendingSend]:
+        sends = [self._send(message, _TAG, copied=True)]
+        return sends if after is None else sends + self._send_pieces(after, copied=True)
+
+    def _send_pieces(self, content: Tensor, *, copied: bool = False) -> list[PendingSend]:
+        return [self._send(piece, _TAG_AFTER, copied=copied) for piece in _pieces(content)]
+
+    def _next_frame(self) -> Tensor:
+        """Wait for the next message."""
+        while len(self._receives) < _AHEAD:
+            self._receive_into(_frame())
+        work, frame = self._receives.popleft()
+        work.wait(_PATIENCE)
+        self._on_message(self.rank)
+        self._receive_into(self._last_frame)  # before this message is read: the next comes sooner
+        self._last_frame = frame
+        return frame
+
+    def _receive_into(self, frame: Tensor) -> None:
+        self._receives.append((self._group.recv([frame], self.rank, _TAG), frame))
+
+    def _receive_after(self, content: Tensor) -> None:
+        """Receive bytes that go after a message."""
+        for piece in _pieces(content):
+            self._group.recv([piece], self.rank, _TAG_AFTER).wait(_PATIENCE)
+            self._on_message(self.rank)
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                header, content = open_message(self._next_frame(), self._receive_after)
+                if header.code == MessageCode.BEAT:
+                    continue
+                if header.code == MessageCode.VALUES:
+                    self._receive_values(header, content)
+                elif not self._deliver(self.rank, header, bytes(content).decode()):
+                    return
+        except BaseException as error:
+            self._on_lost(self.rank, error)
+
+    def _receive_values(self, header: Header, content: memoryview) -> None:
+        reader = Reader(content, self._receive_after)
+        for slot, encoded in reader:
+            body = self._received_bodies.body(slot, encoded)
+            value, on_device = unpack(body, reader.fill)
+            self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
+
+
+def _frame() -> Tensor:
+    return torch.empty(FRAME, dtype=torch.uint8)
+
+
+def _pieces(content: Tensor) -> Iterator[Tensor]:
+    size = _PIECE // content.element_size()
+    for start in range(0, content.numel(), size):
+        yield content[start : start + size]

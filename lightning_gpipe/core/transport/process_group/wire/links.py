@@ -1,0 +1,183 @@
+"""The connections to all other processes, and the sends that have not completed.
+
+A send returns at once, and reads its memory later. Copies in messages only have to live so long.
+Other memory must stay unchanged until then, so a phase ends when its sends have completed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.schedules import Action
+from lightning_gpipe.core.transport.process_group.wire.link import (
+    ConnectionBroken,
+    Link,
+    Mail,
+    PendingSend,
+)
+from lightning_gpipe.core.transport.process_group.wire.message import Header, RouteId
+from lightning_gpipe.core.transport.threads import WorkerThread
+
+_POLL = 0.2  # seconds
+_MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
+_JOIN = 5.0  # seconds
+
+
+class Links:
+    """Sends to all other processes, and receives from them.
+
+    Args:
+        group: The process group of all.
+        deliver: Called with a rank, a header, and the value or the text that came after it; returns
+            False if nothing more will come.
+        on_message: Called with the rank when anything has come.
+        on_lost: Called with the rank and the error when a connection has ended.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroupGloo,
+        deliver: Callable[[int, Header, Mail | str], bool],
+        on_message: Callable[[int], None],
+        on_lost: Callable[[int, BaseException], None],
+    ) -> None:
+        self._by_rank = {
+            rank: Link(group, rank, deliver, on_message, on_lost)
+            for rank in range(group.size())
+            if rank != group.rank()
+        }
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._sends: list[PendingSend] = []  # of memory that must stay unchanged
+        self._copies: list[PendingSend] = []
+        self._waiter: WorkerThread | None = None
+
+    def __getitem__(self, rank: int) -> Link:
+        return self._by_rank[rank]
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self._by_rank.values())
+
+    def start(self) -> None:
+        """Start the threads that receive, and the one that waits for sends, unless they run."""
+        if self._waiter is None or not self._waiter.is_alive():
+            self._waiter = WorkerThread("gpipe-sent")
+        for link in self:
+            link.start()
+
+    def post(
+        self,
+        rank: int,
+        header: Header,
+        to: Action,
+        route: RouteId,
+        value: FlatTree,
+        *,
+        hold: bool = False,
+    ) -> None:
+        """Send a value to another process, see :meth:`Link.post`."""
+        try:
+            sends = self._by_rank[rank].post(header, to, route, value, hold=hold)
+        except ConnectionBroken as error:  # before the thread that receives has noticed
+            self._on_lost(rank, error)
+        else:
+            self._add(sends)
+
+    def broadcast(
+        self, header: Header, to: Action, route: RouteId, value: FlatTree, *, hold: bool = False
+    ) -> None:
+        """Send a value to all other processes, see :meth:`Link.post`."""
+        for rank in self._by_rank:
+            self.post(rank, header, to, route, value, hold=hold)
+
+    def flush(self) -> None:
+        """Send all values that were held back."""
+        for link in self:
+            try:
+                self._add(link.flush())
+            except ConnectionBroken as error:
+                self._on_lost(link.rank, error)
+
+    def tell(
+        self, header: Header, text: str = "", *, but: Collection[int] = ()
+    ) -> list[PendingSend]:
+        """Send a header and a text to all processes but some."""
+        sends: list[PendingSend] = []
+        for link in self:
+            if link.rank not in but:
+                with suppress(RuntimeError):  # the receiving thread notices the loss too
+                    sends += link.tell(header, text)
+        return sends
+
+    def settle(self, check: Callable[[], None]) -> None:
+        """Wait until all sends of values but copies have completed, or ``check`` raises."""
+        with self._lock:
+            sends, self._sends = self._sends, []
+            copies = self._copies if len(self._copies) > _MOST_COPIES else []
+            self._copies = [] if copies else self._copies
+        if copies:
+            self.completed(copies)  # nobody waits for this event: the thread frees the copies
+        if sends:
+            completed = self.completed(sends)
+            while not completed.wait(_POLL):
+                check()
+
+    def completed(self, sends: Sequence[PendingSend]) -> threading.Event:
+        """Return an event that is set once all of the sends have completed."""
+        return self._event(sends, all)
+
+    def over(self, sends: Sequence[PendingSend]) -> threading.Event:
+        """Return an event that is set once each of the sends has completed or failed."""
+        return self._event(sends, lambda completed: True)
+
+    def join(self, timeout: float, *, but: Collection[int] = ()) -> None:
+        """Wait until nothing more is received from any process but some."""
+        deadline = time.monotonic() + timeout
+        for link in self:
+            if link.rank not in but:
+                link.join(max(0.0, deadline - time.monotonic()))
+
+    def abort(self) -> None:
+        """End all connections."""
+        for link in self:
+            link.abort()
+
+    def end(self) -> None:
+        """End the thread that waits for sends."""
+        if self._waiter is not None:
+            self._waiter.end(_JOIN)
+            self._waiter = None
+
+    def _add(self, sends: Sequence[PendingSend]) -> None:
+        with self._lock:
+            self._sends += (send for send in sends if not send.copied)
+            self._copies += (send for send in sends if send.copied)
+
+    def _event(
+        self, sends: Sequence[PendingSend], suffices: Callable[[list[bool]], bool]
+    ) -> threading.Event:
+        """Return an event that is set after all sends, if their outcomes suffice."""
+        event = threading.Event()
+
+        def wait_for_all() -> None:
+            if suffices(list(map(_completes, sends))):
+                event.set()
+
+        assert self._waiter is not None, "it was started"
+        self._waiter.put(wait_for_all)
+        return event
+
+
+def _completes(send: PendingSend) -> bool:
+    """Wait for a send; return False if the connection is lost."""
+    try:
+        send.wait()
+    except RuntimeError:  # the receiving thread notices it too
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""Isolates the runs of a verification from training and from one another.
+
+Running a pipeline changes buffers, random generators and the pipeline's records. A training run
+that is verified must be equal to the bit to one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from lightning_gpipe.core.faithful import (
+    Attributes,
+    Context,
+    Journal,
+    Manager,
+    Write,
+    preserved,
+)
+from lightning_gpipe.core.pipeline import Pipeline
+
+
+@contextmanager
+def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
+    """Let no other thread run the pipelines in a ``with`` block."""
+    with ExitStack() as stack:
+        for pipeline in pipelines:
+            stack.enter_context(pipeline.engine.exclusive())
+            pipeline.patches.reset()  # changes that an interrupted verification left
+        yield
+
+
+@contextmanager
+def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Iterator[None]:
+    """Restore at the end of a ``with`` block what running modules and pipelines has changed.
+
+    The pipelines' records are restored, and what
+    :func:`~lightning_gpipe.core.faithful.preserved` restores of the modules.
+    """
+    with preserved(modules, pipelines[0].layout.devices), ExitStack() as stack:
+        for pipeline in pipelines:
+            stack.enter_context(pipeline.engine.unchanged())
+        yield
+
+
+def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:
+    """Disable the dropouts among ``modules`` in a ``with`` block, so that they draw nothing."""
+    return journal.changed(chain.from_iterable(map(_without_dropout, modules)))
+
+
+def _without_dropout(module: nn.Module) -> Iterator[Write]:
+    match module:
+        case _DropoutNd():
+            yield Attributes(module), "p", 0.0  # for layers that read p and do not call the module
+            # With other training flags, a stage records another behavior than that of training.
+            yield Attributes(module), "training", False
+        case nn.RNNBase() | nn.MultiheadAttention():
+            yield Attributes(module), "dropout", 0.0
+
+
+def saving_as_caller(devices: Iterable[torch.device]) -> Manager:
+    """Apply the caller's hooks on saved tensors in a ``with`` block, except checkpointing's.
+
+    Checkpointing's hooks count the saved tensors, and would run the caller's forward again to get
+    them back.
+    """
+    hooks = Context.capture(devices).saved_tensors_hooks or (_unchanged, _unchanged)
+    return torch.autograd.graph.saved_tensors_hooks(*hooks)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,86 @@
+"""The values by which runs are compared: named tensors on the CPU.
+
+On the CPU they use no memory of the devices, layers cannot edit them in place, and reading them
+waits for no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
+
+# The values that a pipeline must compute, in the order in which differences are searched.
+OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS, LOSS_TERMS = KINDS = (
+    "output",
+    "gradients",
+    "buffers",
+    "input gradients",
+    "loss terms",
+)
+LOSS = "loss"  # of a step
+
+Values = Mapping[str, Tensor | None]
+Mask = Mapping[str, Tensor]  # True for elements to compare; without a mask all are compared
+
+
+def on_cpu(tree: Any) -> Any:
+    """Return the tree with a copy of each tensor on the CPU, in no graph."""
+    return map_tensors(lambda x: copy_marks(x, x.detach().to("cpu", copy=True)), tree)
+
+
+def tensors(tree: Any) -> dict[str, Tensor]:
+    """Return the tensors of a tree by their path in it."""
+    return {path: leaf for path, leaf in named_leaves(tree) if isinstance(leaf, Tensor)}
+
+
+def unpacked(values: Sequence[Any]) -> Any:
+    """Return the only value, or a list of several."""
+    return values[0] if len(values) == 1 else list(values)
+
+
+def inexact(tree: Any) -> dict[str, Tensor]:
+    """Return the tensors of a tree that are subject to rounding, by their path in it."""
+    return {path: x for path, x in tensors(tree).items() if x.is_floating_point() or x.is_complex()}
+
+
+def merged(outputs: Sequence[Any]) -> Values | None:
+    """Merge the inexact tensors of a layer's outputs for all micro-batches; None if impossible.
+
+    Layers may pass anything to one another, so their outputs need not have rows to concatenate.
+    """
+    groups = list(map(inexact, outputs))
+    if any(group.keys() != groups[0].keys() for group in groups):
+        return None
+    try:
+        return {path: Rows().merge([group[path] for group in groups], None) for path in groups[0]}
+    except (ValueError, RuntimeError):
+        return None
+
+
+def computed(microbatching: MicroBatching, outputs: Sequence[Any], batch: Any) -> Mask:
+    """Return which elements of a merged output come from a layer, and not from padding.
+
+    Elements of a layer are one when ones are merged, and zero when zeros are merged.
+    """
+
+    def filled(value: int) -> dict[str, Tensor]:
+        fill = [map_tensors(lambda x: copy_marks(x, torch.full_like(x, value)), o) for o in outputs]
+        return tensors(microbatching.merge(fill, batch))
+
+    zeros = filled(0)
+    return {path: ones != zeros[path] for path, ones in filled(1).items()}
+
+
+def masked(values: Mapping[str, Tensor], mask: Mask) -> dict[str, Tensor]:
+    """Return the values, with zeros where the mask is False."""
+    return {
+        path: value.where(mask[path], torch.zeros_like(value))
+        if path in mask and mask[path].shape == value.shape
+        else value
+        for path, value in values.items()
+    }

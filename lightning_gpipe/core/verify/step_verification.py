@@ -1,0 +1,232 @@
+"""Verifies that a loss for each micro-batch makes the loss of the batch.
+
+The mean of the losses of micro-batches, weighted by rows, is the loss of the batch where that is a
+mean over rows. A sum over rows, a mean over tokens of which some are padding, or a loss that
+compares rows with one another raise no error: they train something else.
+
+So a step runs on one batch both ways: on all of it, where the layers run as by fill-drain, and for
+each micro-batch. Its loss and the gradients of all parameters are compared. The layers are verified
+in the first of these runs, as :func:`~lightning_gpipe.verify` does it, and reported apart: any
+other difference is due to the loss. As there, dropouts are disabled, a known reason for a
+difference is named, and afterwards the state is restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gpipe.core.faithful import Journal, RandomState
+from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.profile import change_tensors
+from lightning_gpipe.core.run import loss_and_weight
+from lightning_gpipe.core.schedules import ByMicroBatch
+from lightning_gpipe.core.verify.compare import deviations
+from lightning_gpipe.core.verify.difference import (
+    BY_MICRO_BATCH,
+    Difference,
+    compare,
+    first_kind,
+    normalises_by_batch,
+    unlocated,
+)
+from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
+from lightning_gpipe.core.verify.isolation import (
+    exclusive,
+    isolated,
+    without_dropout,
+)
+from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, Values, on_cpu
+from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
+from lightning_gpipe.core.verify.rounding import perturbed
+from lightning_gpipe.core.verify.runs import Run, gradients_of, tolerance_for
+
+_DRAWS = "it draws random numbers, others for each micro-batch"
+
+
+def verify_step(
+    pipeline: GPipe,
+    step: Callable[[Any], Any],
+    batch: Any,
+    *,
+    schedule: ByMicroBatch = "1f1b",
+    around: nn.Module | None = None,
+    scale: float | Tensor = 1.0,
+    tolerance: float | None = None,
+) -> StepParity | None:
+    """Compare a step on a batch with the same step for each micro-batch, before training.
+
+    Example::
+
+        parity = verify_step(model, step, (x, y), schedule="1f1b", around=head)
+        parity.check()  # raises RuntimeError if the loss is no mean over rows
+        outcome = model.by_micro_batch(step, (x, y), schedule="1f1b", around=head)
+
+    Buffers, attributes of modules, generators, ``.grad`` and the pipeline are the same afterwards.
+    Other changes by the step are not undone: it runs for the whole batch and for each
+    micro-batch, and up to two more times for the whole batch if there is a difference. That needs
+    the memory of a forward and backward of the whole batch.
+
+    Args:
+        pipeline: The pipeline.
+        step: As for :meth:`~lightning_gpipe.GPipe.by_micro_batch`.
+        batch: A batch.
+        schedule: As for :meth:`~lightning_gpipe.GPipe.by_micro_batch`.
+        around: A module with all that the step uses besides the model; None if there is nothing.
+        scale: The factor of gradients while they are computed.
+        tolerance: As for :func:`~lightning_gpipe.verify`.
+
+    Returns:
+        The results for the layers and for the loss; None if the step skips the batch.
+    """
+    runs = StepRuns(pipeline, step, batch, around, scale)
+    parities: list[Parity] = []
+    # Not the pipeline's journal: a call of the pipeline resets that.
+    with exclusive([pipeline.only]), without_dropout(runs.modules, Journal()):
+        pieces = runs.by_micro_batch(schedule)
+        if not runs.losses:
+            return None
+        whole = runs.whole(parities=parities)
+        if tolerance is None:
+            tolerance = tolerance_for(whole, runs.parameters.values(), runs.devices)
+        value = whole.values[LOSS][""]
+        assert value is not None, "the step does not skip the batch"
+        loss = float(value)
+        summed = abs(sum(runs.losses) - loss) <= tolerance * abs(loss)
+        search = partial(runs.first_difference, tolerance, summed)
+        difference, unrepeatable = compare(whole, pieces, runs.whole, search)
+    loss_parity = LossParity(
+        len(runs.losses),
+        {kind: deviations(whole.values[kind], pieces.values[kind]) for kind in whole.values},
+        tolerance,
+        difference,
+        unrepeatable,
+        summed=summed,
+        weighted=runs.weighted,
+    )
+    return StepParity(tuple(parities), loss_parity)
+
+
+class StepRuns:
+    """Runs of one step on one batch, each from the same state.
+
+    Attributes:
+        modules: The modules that the step uses.
+        parameters: The trained parameters by their names, each once.
+        losses: The loss of each micro-batch, after its run; none if the step skips the batch.
+        weighted: Whether the step then has returned the weight of each loss.
+    """
+
+    def __init__(
+        self,
+        pipeline: GPipe,
+        step: Callable[[Any], Any],
+        batch: Any,
+        around: nn.Module | None,
+        scale: float | Tensor,
+    ) -> None:
+        self._pipeline = pipeline
+        self._step = step
+        self._batch = batch
+        self._around = around
+        self._scale = scale
+        models = [pipeline] if around is None else [around, pipeline]
+        self._names = list(chain.from_iterable(model.named_modules() for model in models))
+        self.modules = list(dict.fromkeys(module for _, module in self._names))
+        self.parameters = _named_parameters(models)
+        self.devices = pipeline.layout.devices
+        self.losses: list[float] = []
+        self.weighted = False
+        self._even = False  # whether all micro-batches have equally many rows
+        self._drew = False
+
+    def by_micro_batch(self, schedule: ByMicroBatch) -> Run:
+        """Run the step for each micro-batch, and record the losses."""
+        with isolated(self.modules, [self._pipeline.only]):
+            outcome = self._pipeline.by_micro_batch(
+                self._step, self._copy(), schedule=schedule, around=self._around, scale=self._scale
+            )
+            losses_and_weights = list(map(loss_and_weight, outcome.results))
+            self.losses = [float(loss) for loss, _ in losses_and_weights if loss is not None]
+            self.weighted = losses_and_weights[0][1] is not None
+            self._even = outcome.rows is not None and len(set(outcome.rows)) == 1
+            return self._run(outcome.loss)
+
+    def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
+        """Run the step on the whole batch.
+
+        Args:
+            perturb: Whether to add rounding errors to the outputs of layers.
+            parities: A list for the results of verifying the layers; None not to verify them.
+        """
+        with isolated(self.modules, [self._pipeline.only]), ExitStack() as stack:
+            if parities is not None:
+                verifier = FirstBatchVerifier(self._pipeline.taken, parities.append)
+                stack.callback(verifier.remove)
+            if perturb:
+                stack.enter_context(perturbed(self._pipeline))
+            before = RandomState.capture(self.devices)
+            loss, _ = loss_and_weight(self._step(self._copy()))
+            run = self._run(loss)
+            self._drew = bool(before.differences())
+            return run
+
+    def first_difference(
+        self, tolerance: float, summed: bool, whole: Run, other: Run, amplified: Run | None
+    ) -> Difference | None:
+        """Return the first value that differs; of a ``summed`` loss no other reason is searched."""
+        differing = first_kind(tolerance, whole, other, amplified)
+        if differing is None:
+            return None
+        kind, [deviation, *_] = differing
+        return unlocated(kind, deviation, None if summed else self._reason())
+
+    def _reason(self) -> str | None:
+        """Return why a step for each micro-batch may differ, if that is known.
+
+        The layers run in micro-batches in both, of the same rows if these are equally many.
+        """
+        stages = self._pipeline.stages if self._even else ()
+        same = {module for stage in stages for module in stage.modules}
+        reasons = [
+            f"{name!r} is a {type(module).__name__}, {BY_MICRO_BATCH}"
+            for name, module in self._names
+            if normalises_by_batch(module) and module not in same
+        ]
+        return "; ".join([*reasons[:1], *[_DRAWS] * self._drew]) or None
+
+    def _copy(self) -> Any:
+        """Return a copy of the batch, which the step may edit."""
+        return change_tensors(self._batch, torch.clone)
+
+    def _run(self, loss: Tensor | None) -> Run:
+        """Return the loss, and the gradients of all parameters, which are not accumulated."""
+        values: dict[str, Values] = {LOSS: {}, GRADIENTS: {}}
+        if loss is not None:
+            seed = torch.as_tensor(self._scale).to(loss)
+            roots = [loss] if loss.requires_grad else []
+            sources = list(self.parameters.values())
+            gradients = gradients_of(roots, sources, [seed.expand_as(loss)], self.devices)
+            scale = float(seed)
+            scaled = [None if gradient is None else gradient / scale for gradient in gradients]
+            values = {
+                LOSS: {"": on_cpu(loss)},
+                GRADIENTS: dict(zip(self.parameters, scaled, strict=True)),
+            }
+        return Run(values)
+
+
+def _named_parameters(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    named: dict[str, nn.Parameter] = {}
+    known: set[nn.Parameter] = set()
+    for name, parameter in chain.from_iterable(model.named_parameters() for model in models):
+        if parameter.requires_grad and parameter not in known:
+            known.add(parameter)
+            named[f"{name} of the pipeline" if name in named else name] = parameter
+    return named

@@ -1,0 +1,106 @@
+"""The subject of a verification: a pipeline, a program, and the units in which runs are compared.
+
+The layers of an nn.Sequential have one input and one output each, so they are compared one by one.
+The steps of any other program are compared stage by stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lightning_gpipe.core.layout import layers_of
+from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.profile import Visit, walk_program
+from lightning_gpipe.core.programs import Program, chain
+from lightning_gpipe.core.run import Stage
+from lightning_gpipe.core.verify.named_values import unpacked
+
+
+class VerifiedUnit(NamedTuple):
+    """A layer of an nn.Sequential, or a stage of another program.
+
+    Attributes:
+        name: The path in the program's module.
+        title: The name in messages.
+        module: The layer, or a module with the layers of the stage.
+        stage: The stage that runs it.
+    """
+
+    name: str
+    title: str
+    module: nn.Module
+    stage: Stage
+
+
+class VerifiedProgram:
+    """A pipeline and a program of it.
+
+    Args:
+        pipeline: The pipeline.
+        program: The program.
+        sequential: The nn.Sequential whose layers the program calls; None for another program.
+
+    Attributes:
+        kind: ``"layer"`` or ``"stage"``.
+        module: The module that holds the units.
+        units: The layers or stages, in order.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, program: Program, sequential: nn.Module | None = None
+    ) -> None:
+        stages = pipeline.stages
+        self.pipeline = pipeline
+        self._program = program
+        if sequential is not None:
+            self.kind, self.module = "layer", sequential
+            self.units = list(_layers(sequential, stages))
+            self._by_unit = chain([(unit.module, unit.title)] for unit in self.units)
+        else:
+            self.kind, self.module = "stage", nn.Module()
+            self.units = list(map(_stage, stages))
+            self.module._modules.update({unit.name: unit.module for unit in self.units})
+            self._by_unit = program
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each worker."""
+        return list(self.pipeline.layout.devices)
+
+    def run(self, input: Any) -> Any:
+        """Run the program in micro-batches; several inputs or outputs are a list."""
+        values, stacked = self._values(input), self.kind == "layer"
+        return unpacked(self.pipeline.run_program(self._program, values, stacked=stacked))
+
+    def walk(self, input: Any, visit: Visit) -> Any:
+        """Run the units on the whole input, each by ``visit``."""
+        stages = [unit.stage for unit in self.units]
+        return unpacked(walk_program(stages, self._by_unit, self._values(input), visit))
+
+    def owner_of(self, name: str) -> int:
+        """Return the index of the unit that has a parameter or buffer."""
+        return next(k for k, unit in enumerate(self.units) if name.startswith(f"{unit.name}."))
+
+    def _values(self, input: Any) -> list[Any]:
+        return [input] if len(self._program.inputs) == 1 else input
+
+
+def _layers(sequential: nn.Module, stages: Sequence[Stage]) -> Iterator[VerifiedUnit]:
+    assert isinstance(sequential, nn.Sequential)
+    stage_of = [stage for stage in stages for _ in stage.partition.layers]
+    for k, (name, layer) in enumerate(layers_of(sequential).items()):
+        stage = stage_of[k]
+        kind, where = type(layer).__name__, f"stage {stage.partition.index}, {stage.device}"
+        yield VerifiedUnit(name, f"layer {k} ({name!r}, {kind}, {where})", layer, stage)
+
+
+def _stage(stage: Stage) -> VerifiedUnit:
+    part = stage.partition
+    module = nn.Module()
+    names = part.names or map(str, part.indices)
+    module._modules.update(zip(names, part.layers, strict=True))  # names may have dots
+    return VerifiedUnit(f"stage {part.index}", str(stage), module, stage)

@@ -1,0 +1,53 @@
+"""A Trainer in several processes, which run a pipeline together, or replicas of it.
+
+Each process of a pipeline runs the same code on the same values, and has the parameters of its own
+stages only. Here they agree on batches, random numbers, norms, decisions, checkpoints, and the
+gradients of shared parameters; the engine sends the tensors between stages. Replicas have batches
+of their own, and average their gradients.
+"""
+
+from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
+from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
+from lightning_gpipe.distributed.gathering import (
+    own_optimizer_keys,
+    own_state,
+    whole_optimizer_state,
+    whole_state,
+)
+from lightning_gpipe.distributed.gradients import Together
+from lightning_gpipe.distributed.group import Group
+from lightning_gpipe.distributed.groups import ProcessGroups, connect
+from lightning_gpipe.distributed.network import choose_interface
+from lightning_gpipe.distributed.ranks import Arrangement, Mode
+from lightning_gpipe.distributed.rendezvous import start_together
+from lightning_gpipe.distributed.same_script import check_same, shapes, versions
+from lightning_gpipe.distributed.same_steps import SameSteps
+from lightning_gpipe.distributed.shared_batches import original_loader, shared
+
+__all__ = [
+    "AFTER_FAILURE",
+    "Arrangement",
+    "Group",
+    "Mode",
+    "ProcessGroups",
+    "SameSteps",
+    "Scripts",
+    "Together",
+    "check_options",
+    "check_same",
+    "check_static_graph",
+    "choose_interface",
+    "connect",
+    "end",
+    "equalise",
+    "original_loader",
+    "own_optimizer_keys",
+    "own_state",
+    "replicated",
+    "shapes",
+    "shared",
+    "start_together",
+    "versions",
+    "whole_optimizer_state",
+    "whole_state",
+]

@@ -1,0 +1,137 @@
+"""Ends the processes that this one has started, so that none outlives it.
+
+When a process fails, the others hear of it and end by themselves. One that is stopped or hangs does
+not, and may heed no signal but SIGKILL: it would stay on the machine for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from subprocess import Popen
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_info
+from torch.distributed.distributed_c10d import _world
+from typing_extensions import override
+
+from lightning_gpipe.core.transport import abort_group
+
+Process = Popen[Any] | BaseProcess
+
+AFTER_FAILURE = timedelta(seconds=30)  # to end by themselves, which torchrun gives them too
+_GRACE = timedelta(seconds=5)  # from SIGTERM to SIGKILL
+_POLL = 0.05  # seconds
+
+
+class Scripts(_SubprocessScriptLauncher):
+    """Starts the script again for each process, and ends those that outlive this one.
+
+    Args:
+        cluster_environment, num_processes, num_nodes: See Lightning's launcher.
+        timeout: How long the others may go on when this process ends without an error.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        timeout: timedelta,
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._timeout = timeout
+        self._failed = False
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self._failed = True
+            self._dismiss_observer()
+            raise
+
+    @override
+    def _call_children_scripts(self) -> None:
+        # Finalizers run at exit, the last one first: so the connections, which are made later, tell
+        # the others before this that the process ends, and why.
+        weakref.finalize(Scripts, self._end, os.getpid())
+        super()._call_children_scripts()
+
+    def _dismiss_observer(self) -> None:
+        """Let this process end by its own error: Lightning's observer would kill it before."""
+        observed, self.procs = self.procs, [*self.procs]
+        observed.clear()
+
+    def _end(self, process: int) -> None:
+        if os.getpid() != process:  # it was forked
+            return
+        self._dismiss_observer()
+        if _wait_for(self.procs, _GRACE):  # the rest may wait for this process
+            for group in list(_world.pg_map):
+                abort_group(group)
+        failed = self._failed or getattr(sys, "last_value", None) is not None
+        end(self.procs, AFTER_FAILURE if failed else self._timeout)
+
+
+def end(processes: Sequence[Process], patience: timedelta) -> None:
+    """End processes that this one has started, unless they end by themselves.
+
+    Args:
+        processes: The processes.
+        patience: How long to wait for those that are not stopped.
+    """
+    try:
+        rest = _wait_for(processes, patience)
+        for process in rest:
+            rank_zero_info(
+                "processes must end with the one that has started them: process "
+                f"{process.pid} is stopped, or has not ended for {patience.total_seconds():g} s. "
+                "It is ended now."
+            )
+            process.terminate()
+        _wait_for(rest, _GRACE)
+    finally:  # Ctrl-C ends the wait
+        rest = list(filter(_is_alive, processes))
+        for process in rest:
+            process.kill()
+    _wait_for(rest, _GRACE)  # so that none is a zombie, if this process goes on
+
+
+def _wait_for(processes: Sequence[Process], patience: timedelta) -> list[Process]:
+    """Wait for processes to end; return the rest, at once if all of them are stopped."""
+    deadline = time.monotonic() + patience.total_seconds()
+    while True:
+        rest = list(filter(_is_alive, processes))
+        if all(map(_is_stopped, rest)) or time.monotonic() > deadline:
+            return rest
+        time.sleep(_POLL)
+
+
+def _is_alive(process: Process) -> bool:
+    return process.is_alive() if isinstance(process, BaseProcess) else process.poll() is None
+
+
+def _is_stopped(process: Process) -> bool:
+    """Return True if a process is stopped, and the system can tell."""
+    if sys.platform == "win32" or not hasattr(os, "waitid") or process.pid is None:
+        return False
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it is a child of a forkserver
+        return False

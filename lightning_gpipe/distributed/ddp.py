@@ -1,0 +1,94 @@
+"""Replicas of a pipeline, whose gradients PyTorch's DistributedDataParallel averages.
+
+A pipeline is one autograd node, which gives each parameter its gradient once for each backward. To
+the wrapper only two things are unusual: parameters on several devices, which it allows, and those
+of other processes' stages on the meta device, which it is told to ignore.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parallel import DistributedDataParallel
+
+_OWN = {"self", "module", "device_ids", "output_device", "dim", "process_group", "device_mesh"}
+_BUCKET = 250 * 2**20  # bytes that are sent at a time, as DistributedDataParallel does
+
+
+def check_options(ddp: Mapping[str, Any] | None, replicas: int) -> None:
+    """Raise ValueError for options that the wrapper does not have, or that have no effect."""
+    supported = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN
+    if ddp is not None and replicas == 1:
+        raise ValueError(
+            f"ddp has options for replicas of the pipeline: got ddp={ddp!r} with replicas=1. "
+            "Write replicas=2 or more, or leave ddp out."
+        )
+    if unknown := sorted(set(ddp or ()) - supported):
+        raise ValueError(
+            f"ddp must have options of DistributedDataParallel: got {', '.join(unknown)}. Known "
+            f"are {', '.join(sorted(supported))}."
+        )
+
+
+def check_static_graph(
+    ddp: Mapping[str, Any], callbacks: Iterable[Callback], accumulated: int, *, automatic: bool
+) -> None:
+    """Raise ValueError for a static graph if some backwards average no gradients."""
+    if not ddp.get("static_graph"):
+        return
+    reasons = [f"accumulate_grad_batches={accumulated}"] if accumulated > 1 else []
+    kind = GradientAccumulationScheduler
+    reasons += [kind.__name__ for each in callbacks if isinstance(each, kind)]
+    reasons += [] if automatic else ["automatic_optimization=False"]
+    if reasons:
+        raise ValueError(
+            "ddp={'static_graph': True} needs steps that are all alike, each with one backward "
+            f"that averages the gradients: got {', '.join(reasons)}. Leave out static_graph."
+        )
+
+
+def replicated(
+    module: nn.Module, group: ProcessGroup, options: Mapping[str, Any]
+) -> DistributedDataParallel | None:
+    """Give all replicas the values of the first, and wrap a model that averages their gradients.
+
+    Args:
+        module: The model, with the stages of other processes on the meta device.
+        group: The processes that have the same stages.
+        options: The options of the wrapper.
+
+    Returns:
+        The wrapper; None if no parameter here needs a gradient.
+    """
+    elsewhere = _names_on_meta(module)
+    if not any(each.requires_grad and not each.is_meta for each in module.parameters()):
+        equalise(module, group)
+        return None
+    wrap = DistributedDataParallel
+    wrap._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
+    try:
+        return wrap(module, process_group=group, **options)
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
+
+
+def equalise(module: nn.Module, group: ProcessGroup) -> None:
+    """Give all replicas the values of the first."""
+    _sync_module_states(module, group, _BUCKET, 0, _names_on_meta(module), True)
+
+
+def _names_on_meta(module: nn.Module) -> list[str]:
+    """Return the names of other processes' tensors, in the forms that the wrapper compares."""
+    names = []
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, tensor in chain(owner._parameters.items(), owner._buffers.items()):
+            if tensor is not None and tensor.is_meta:
+                names += [f"{path}.{name}", f"{path}.{name}".removeprefix(".")]
+    return names

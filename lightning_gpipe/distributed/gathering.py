@@ -1,0 +1,115 @@
+"""Checkpoints of which each process has a part, gathered in the first process.
+
+Each process has all keys and all parameters, those of other processes on the meta device. The first
+process asks for the values that it does not have, and each of the others sends those that it has,
+one after another: the first never has more than a whole checkpoint and the part of one other.
+
+Where each process saves its part itself, the parts are the same, and only the names are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.distributed.group import Group
+
+
+def whole_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> dict[str, Any]:
+    """Return a module's state dict with the values of all processes; empty in all but the first.
+
+    Args:
+        module: The module.
+        group: The processes.
+        elsewhere: The paths of the modules in stages of other processes.
+    """
+    state: dict[str, Any] = module.state_dict()
+    missing, part = _parts(state, group, elsewhere)
+    values = _gather(part, group)
+    if group.rank:
+        return {}
+    _check_complete(missing, values)
+    state.update(values)
+    return state
+
+
+def own_state(module: nn.Module, group: Group, elsewhere: Collection[str]) -> dict[str, Any]:
+    """Return the part of a module's state dict that this process saves, see :func:`whole_state`."""
+    state: dict[str, Any] = module.state_dict()
+    missing, part = _parts(state, group, elsewhere)
+    names = _gather(dict.fromkeys(part), group)
+    if group.rank:
+        return part
+    _check_complete(missing, names)
+    return {name: value for name, value in state.items() if name not in set(missing)}
+
+
+def own_optimizer_keys(optimizer: Optimizer, own: Mapping[Any, Any], group: Group) -> list[Any]:
+    """Return the keys of the part of an optimizer's ``own`` state that this process saves."""
+    missing, part = _optimizer_parts(optimizer, own, group)
+    return list(part) if group.rank else [key for key in own if key not in missing]
+
+
+def whole_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], group: Group
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with the states of all processes; empty but in the first."""
+    own = state["state"]
+    missing, part = _optimizer_parts(optimizer, own, group)
+    values = _gather(part, group)
+    if group.rank:
+        return {}
+    whole = {k: own[k] for k in own if k not in missing} | values
+    in_order = {k: whole[k] for k in sorted(whole, key=_order)}
+    return {**state, "state": in_order}
+
+
+def _parts(
+    state: Mapping[str, Any], group: Group, elsewhere: Collection[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the names whose values the first process lacks, and the values that this one has."""
+
+    def is_missing(name: str) -> bool:
+        if isinstance(state[name], Tensor):
+            return bool(state[name].is_meta)
+        return name.rpartition(".")[0] in elsewhere  # an entry of a module that is no tensor
+
+    missing: list[str] = group.broadcast(list(filter(is_missing, state)))
+    return missing, {name: state[name] for name in missing if not is_missing(name)}
+
+
+def _optimizer_parts(
+    optimizer: Optimizer, own: Mapping[Any, Any], group: Group
+) -> tuple[set[int], dict[int, Any]]:
+    """Return the parameters that the first process lacks, and the states that this one has."""
+    parameters = [each for one in optimizer.param_groups for each in one["params"]]
+    missing = group.broadcast([k for k, each in enumerate(parameters) if each.is_meta])
+    return set(missing), {k: own[k] for k in missing if k in own and not parameters[k].is_meta}
+
+
+def _check_complete(missing: Collection[str], values: Collection[str]) -> None:
+    for name in missing:
+        if name not in values:
+            raise RuntimeError(
+                "the values of each parameter and buffer must be in some process: got none for "
+                f"{name!r}. Load them from a checkpoint, or build the model on the CPU."
+            )
+
+
+def _gather(part: dict[Any, Any], group: Group) -> dict[Any, Any]:
+    """Return the parts of the other processes, in the first one."""
+    if group.rank:
+        group.send(part, 0)
+        return {}
+    values: dict[Any, Any] = {}
+    for rank in range(1, group.size):
+        values |= group.receive(rank)
+    return values
+
+
+def _order(key: Any) -> tuple[bool, Any]:
+    """Sort by the numbers of parameters, then by an optimizer's other names."""
+    return (False, key) if isinstance(key, int) else (True, str(key))

@@ -1,0 +1,94 @@
+"""Gradients of parameters, of which each process has only some.
+
+A norm is that of all gradients, and an infinity in any of them skips the step of all. The numbers
+are those of one process: a norm is made of the norms of the single parameters, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_gpipe.distributed.group import Group
+
+
+class Together:
+    """Keeps the parameters that each process has equal in all of them, while a model trains.
+
+    Gradients are clipped and unscaled by methods that stand in for those of the precision plugin
+    and its scaler. The plugin stays the same object, since its class is a key in checkpoints.
+
+    Args:
+        group: The processes.
+        around: The parameters that each process has.
+        plugin: The precision plugin.
+    """
+
+    def __init__(self, group: Group, around: Sequence[nn.Parameter], plugin: Precision) -> None:
+        self._group = group
+        self._around = around
+        self._around_ids = {id(parameter) for parameter in around}
+        self._plugin = plugin
+        self._replaced: list[tuple[Any, str]] = []
+        for parameter in around:
+            group.overwrite(parameter)
+        self._replace(plugin, "clip_grad_by_norm", self._clip)
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            self._scaler = plugin.scaler
+            self._unscale_here = plugin.scaler._unscale_grads_
+            self._replace(plugin.scaler, "_unscale_grads_", self._unscale)
+
+    def equalise(self) -> None:
+        """Give all processes the gradients of the first one.
+
+        They are the same but for rounding, which depends on the number of threads.
+        """
+        for parameter in self._around:
+            if parameter.grad is not None:
+                self._group.overwrite(parameter.grad)
+
+    def release(self) -> None:
+        """Restore the methods of the plugin and its scaler."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced = []
+
+    def _replace(self, owner: Any, name: str, method: Any) -> None:
+        vars(owner)[name] = method
+        self._replaced.append((owner, name))
+
+    def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm of the gradients of all processes."""
+        parameters = list(self._plugin.main_params(optimizer))
+        total = self._total_norm(parameters)
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+
+    def _unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        """Find infinities in the gradients of all processes."""
+        infinite_on = self._unscale_here(*args, **kwargs)
+        infinite = self._group.decide(any(map(bool, infinite_on.values())), all=False)
+        if not infinite_on:  # a process may have no parameters
+            assert self._scaler._scale is not None, "a loss was scaled"
+            device = self._scaler._scale.device
+            infinite_on = {device: torch.zeros((), device=device)}
+        for flag in infinite_on.values():
+            flag.fill_(float(infinite))
+        return infinite_on
+
+    def _total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of the gradients of all processes, which have them in the same order."""
+        norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # and 1 if there is a gradient
+        dtype = torch.float32
+        for k, parameter in enumerate(parameters):
+            dtype = parameter.dtype if k == 0 else torch.promote_types(dtype, parameter.dtype)
+            counts_here = self._group.rank == 0 or id(parameter) not in self._around_ids
+            if parameter.grad is not None and counts_here:
+                norm = torch.linalg.vector_norm(parameter.grad)
+                norms[:, k] = torch.tensor([float(norm), 1.0], dtype=torch.float64)
+        sums, there = self._group.sum(norms)
+        return torch.linalg.vector_norm(sums[there > 0].to(dtype))

@@ -1,0 +1,181 @@
+"""A process group for what the processes of a pipeline exchange beside its tensors.
+
+Batches before they are on a device, norms, decisions and checkpoints go through the memory of the
+hosts, over Gloo.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_gpipe.core.transport import RankFailed, abort_group, bytes_in
+from lightning_gpipe.distributed.pickling import pack, unpack
+
+_FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
+_POLL = 0.1  # seconds
+
+
+class Watcher(Protocol):
+    """Knows which process has failed: a pipeline, or a lifeline."""
+
+    def failure(self, within: float) -> RankFailed | None:
+        """Return how another process has failed, or None after ``within`` seconds."""
+        ...
+
+    def on_lost_wait(self, act: Callable[[], None]) -> None:
+        """Call ``act``, a method of a living object, when waiting for a process is in vain."""
+
+
+class Group:
+    """A process group over Gloo, made in all processes at once.
+
+    Args:
+        timeout: How long to wait for the other processes.
+        ranks: The global ranks of each group of them; None for one of all.
+
+    Attributes:
+        rank: The number of this process in the group.
+        ranks: The global rank of each process.
+        size: The number of processes.
+        watchers: Those that know which process has failed.
+    """
+
+    def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
+        self._timeout = timeout
+        self._group: Any
+        self._group, _ = dist.new_subgroups_by_enumeration(
+            ranks or [list(range(dist.get_world_size()))], timeout=timeout, backend="gloo"
+        )
+        self.watchers: Sequence[Watcher] = ()
+        self.rank = dist.get_rank(self._group)
+        self.ranks: list[int] = dist.get_process_group_ranks(self._group)
+        self.size = len(self.ranks)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group of torch.distributed."""
+        group: dist.ProcessGroup = self._group
+        return group
+
+    def abort(self) -> None:
+        """End all waits in the group with errors; it is of no use any more."""
+        if self._group is not None:
+            abort_group(self._group)
+
+    @contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Replace an error of the network in a ``with`` block by the failure of a process.
+
+        Raises:
+            RankFailed: Names that process, and ``what`` was awaited.
+        """
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            timed_out = time.monotonic() - began >= self._timeout.total_seconds()
+            failure = None if timed_out else self._failure()
+            if failure is not None:
+                raise RankFailed(f"{failure}, while {what} was awaited") from error
+            raise
+
+    def _failure(self) -> RankFailed | None:
+        """Return how another process has failed, as soon as it is known."""
+        deadline = time.monotonic() + _FAILURE_TIMEOUT
+        while self.watchers and time.monotonic() < deadline:
+            for watcher in self.watchers:
+                if (failure := watcher.failure(_POLL)) is not None:
+                    return failure
+        return None
+
+    def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
+        """Return the value of process ``source``; in all others its tensors are on the CPU."""
+        with self.waiting_for(what):
+            exchange = partial(dist.broadcast, group_src=source, group=self._group)
+            if self.rank != source:
+                return _receive_with(exchange)
+            _send_with(exchange, value)
+            return value
+
+    def all(self, own: Any) -> list[Any]:
+        """Return the value of each process, in the order of their ranks."""
+        return [self.broadcast(own, rank) for rank in range(self.size)]
+
+    def overwrite(self, tensor: Tensor, source: int = 0) -> None:
+        """Give ``tensor`` the values that it has in process ``source``."""
+        if not tensor.numel():
+            return
+        with self.waiting_for("a broadcast"):
+            host = tensor.detach().cpu().contiguous()
+            dist.broadcast(bytes_in(host), group_src=source, group=self._group)
+            if self.rank != source:
+                with torch.no_grad():
+                    tensor.copy_(host)
+
+    def send(self, value: Any, to: int) -> None:
+        """Send a value to process ``to``, which calls :meth:`receive`."""
+        with self.waiting_for("the receiver of a part of a checkpoint"):
+            _send_with(partial(dist.send, group_dst=to, group=self._group), value)
+
+    def receive(self, source: int) -> Any:
+        """Return the value that process ``source`` sends, with its tensors on the CPU."""
+        with self.waiting_for("a part of a checkpoint"):
+            return _receive_with(partial(dist.recv, group_src=source, group=self._group))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum over all processes of a tensor on the CPU, which is changed."""
+        with self.waiting_for("a sum over all"):
+            dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def decide(self, decision: bool, *, all: bool) -> bool:
+        """Return True if all processes decide so, or any."""
+        votes = int(self.sum(torch.tensor(int(decision))))
+        return votes == self.size if all else votes > 0
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all processes are here, for as long as the timeout.
+
+        Raises:
+            RuntimeError: Names those that do not come, and the purpose.
+        """
+        began = time.monotonic()
+        with self.waiting_for(f"the last process to {purpose}"):
+            try:
+                dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+            except RuntimeError as error:
+                waited = min(time.monotonic() - began, self._timeout.total_seconds())
+                raise RuntimeError(
+                    f"all processes must {purpose} together: rank {self.rank} of {self.size} "
+                    f"waited for {waited:.3g} s. {error}"
+                ) from error
+
+    def leave(self) -> None:
+        """Close the connections; a process that waits for this one gets an error."""
+        group, self._group = self._group, None  # they close when nothing refers to the group
+        dist.destroy_process_group(group)
+
+
+def _send_with(send: Callable[[Tensor], object], value: Any) -> None:
+    text, contents = pack(value)
+    send(torch.tensor(len(text)))
+    send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    for content in contents:
+        send(content)
+
+
+def _receive_with(receive: Callable[[Tensor], object]) -> Any:
+    size = torch.tensor(0)
+    receive(size)
+    text = torch.empty(int(size), dtype=torch.uint8)
+    receive(text)
+    return unpack(text.numpy().tobytes(), receive)

@@ -1,0 +1,127 @@
+"""Batches that one process loads and sends to the others.
+
+If each process loaded its batches, random augmentation or a stream of unknown length would make
+them differ, and a run would hang or, worse, go on with rows of two batches. So the first process
+loads them, and tells the others when there are no more. It also sends the states of the random
+generators that loading has changed, and in a prediction the indices of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+from lightning_gpipe.core.faithful import RandomState
+from lightning_gpipe.distributed.group import Group
+
+_INDICES = "seen_batch_indices"  # of a prediction's batch sampler, for callbacks that write
+
+
+class SharedLoader:
+    """A dataloader whose batches the first process loads, and all processes get."""
+
+    def __init__(self, loader: Any, group: Group) -> None:
+        self.loader = loader
+        self._group = group
+        # The first one's length for all: a shorter loop would take another broadcast for a batch.
+        self._length: int | None = group.broadcast(sized_len(loader))
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the dataloader, or None."""
+        return getattr(self.loader, "dataset", None)
+
+    @property
+    def sampler(self) -> Any:
+        """The dataloader's sampler, whose epoch the Trainer sets."""
+        return getattr(self.loader, "sampler", None)
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The dataloader's batch sampler, whose epoch the Trainer sets."""
+        return getattr(self.loader, "batch_sampler", None)
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the dataloader of the first process has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._group.rank:
+            return self._receive()
+        loading = self._load()
+        next(loading)
+        return loading
+
+    def _load(self) -> Iterator[Any]:
+        """Yield None once there is an iterator, which may draw random numbers; then the batches."""
+        before, failure, count = RandomState.capture(), None, 0
+        batches: Iterator[Any] = iter(())
+        try:
+            batches = iter(self.loader)
+        except BaseException as error:
+            failure = error
+        yield None
+        while True:
+            try:
+                if failure is not None:
+                    raise failure
+                batch = [next(batches)]
+            except StopIteration:
+                batch = []
+            except BaseException as error:
+                self._share((f"{type(error).__name__}: {error}", None, [], []))
+                raise
+            states = RandomState.capture().states if before.differences() else None
+            indices = getattr(self.batch_sampler, _INDICES, [])
+            self._share((None, states, batch, indices[count:]))
+            count = len(indices)
+            if not batch:
+                return
+            yield batch[0]
+            before = RandomState.capture()
+
+    def _receive(self) -> Iterator[Any]:
+        indices: list[list[int]] = []
+        if isinstance(self.batch_sampler, _IndexBatchSamplerWrapper):
+            setattr(self.batch_sampler, _INDICES, indices)
+        while True:
+            failure, states, batch, new_indices = self._share(None)
+            if failure is not None:
+                first = f"rank {self._group.ranks[0]}, which loads the batches"
+                raise RuntimeError(f"{first}, failed: {failure}")
+            if states is not None:
+                RandomState.capture()._replace(states=states).restore()
+            indices += new_indices
+            if not batch:
+                return
+            yield batch[0]
+
+    def _share(self, value: Any) -> Any:
+        return self._group.broadcast(value, what="the next batch")
+
+
+class StatefulLoader(SharedLoader):
+    """A shared dataloader with a state, which checkpoints keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def shared(loader: Any, group: Group) -> SharedLoader:
+    """Wrap a dataloader so that all processes get the batches of the first."""
+    kind = StatefulLoader if isinstance(loader, _Stateful) else SharedLoader
+    return kind(loader, group)
+
+
+def original_loader(loader: Any) -> Any:
+    """Return the dataloader itself, without the wrapper that shares its batches."""
+    return loader.loader if isinstance(loader, SharedLoader) else loader

@@ -1,0 +1,133 @@
+"""The stages in Lightning's profilers.
+
+Lightning's profilers time the Trainer's calls on the Trainer's thread; a pipeline is one of these
+calls, and its stages run on other threads. So PyTorch's profiler records all threads, where each
+action has its name. The simple and advanced profilers, which must not be used from two threads, get
+a row for each stage and kind of action, from the timeline that the pipeline records anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from cProfile import Profile
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_gpipe.core.pipeline import GPipe, Handles
+from lightning_gpipe.core.run import Timeline
+
+_ALL_THREADS = "experimental_config"
+_AT_ONCE = 16  # mini-batches that are read together: to read one waits for the GPUs
+
+
+def profiler_of(model: L.LightningModule) -> Profiler:
+    """The profiler of the model's Trainer."""
+    profiler: Profiler = model.trainer.profiler  # type: ignore[attr-defined]  # a connector sets it
+    return profiler
+
+
+class Profiling:
+    """The stages in the profiler of a Trainer; with another profiler nothing happens."""
+
+    def __init__(self) -> None:
+        self._recording: PyTorchProfiler | None = None
+        self._timing: SimpleProfiler | AdvancedProfiler | None = None
+        self._pending: deque[tuple[str, Timeline]] = deque()
+        self._handle: RemovableHandle | Handles | None = None
+
+    def record_threads(self, profiler: Profiler) -> None:
+        """Let a PyTorchProfiler that has not begun record all threads, unless the user chose."""
+        if not isinstance(profiler, PyTorchProfiler) or profiler.profiler is not None:
+            return
+        options = profiler._profiler_kwargs
+        if _ALL_THREADS not in options:
+            options[_ALL_THREADS] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+            self._recording = profiler
+
+    def follow(self, profiler: Profiler, pipeline: GPipe) -> None:
+        """Give a SimpleProfiler or AdvancedProfiler rows for the stages' actions from now on."""
+        if not isinstance(profiler, SimpleProfiler | AdvancedProfiler):
+            return
+
+        def observe(timeline: Timeline) -> None:
+            self._pending.append((path_of(pipeline, timeline), timeline))
+            if len(self._pending) > 2 * _AT_ONCE:  # the backward of the latest has not run
+                self._read(_AT_ONCE)
+
+        self._timing = profiler
+        self._handle = pipeline.observe(observe)
+
+    def abort(self) -> None:
+        """End a recording of all threads, of a fit that has failed.
+
+        It would last until the profiler is deleted, with other threads at work.
+        """
+        if self._recording is not None:
+            self._recording.teardown(None)
+
+    def release(self) -> None:
+        """Leave the profiler as the user made it, with the rows."""
+        if self._recording is not None:
+            self._recording._profiler_kwargs.pop(_ALL_THREADS, None)
+        if self._handle is not None:
+            self._handle.remove()
+            self._read(len(self._pending))
+        self._recording = self._timing = self._handle = None
+
+    def _read(self, count: int) -> None:
+        for _ in range(count):
+            path, timeline = self._pending.popleft()
+            prefix = f"[GPipe]{path}." if path else "[GPipe]"
+            for span in timeline.spans:
+                action = span.action
+                row = f"{prefix}stage {action.j} {action.kind.verb}"
+                self._add(row, span.end - span.start)
+
+    def _add(self, row: str, seconds: float) -> None:
+        if isinstance(self._timing, SimpleProfiler):
+            self._timing.recorded_durations[row].append(seconds)
+        elif self._timing is not None:
+            actions = self._timing.profiled_actions
+            profile = actions.get(row)
+            if not isinstance(profile, _Timed):
+                profile = actions[row] = _Timed(row)
+            profile.add(seconds)
+
+
+class _Timed(Profile):
+    """A profile of one function, whose calls were timed elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._calls, self._seconds = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        """Add a call."""
+        self._calls += 1
+        self._seconds += seconds
+
+    @override
+    def create_stats(self) -> None:
+        # For a file, line and function: calls, calls that are no recursion, time without and with
+        # the functions that it calls, and callers; "~" and 0 stand for a function without source.
+        numbers: Any = (self._calls, self._calls, self._seconds, self._seconds, {})
+        self.stats = {("~", 0, self._name): numbers}
+
+
+def path_of(pipeline: GPipe, timeline: Timeline) -> str:
+    """The path of the module that ran; empty if there is only one pipeline."""
+    if len(pipeline.layouts) == 1:
+        return ""
+    pairs = zip(pipeline.taken, pipeline.layouts, strict=True)
+    return next((taken.path for taken, layout in pairs if layout is timeline.layout), "")

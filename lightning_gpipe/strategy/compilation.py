@@ -1,0 +1,172 @@
+"""Compiles layers in place with torch.compile.
+
+``layer.compile()`` compiles nothing of a layer whose class is PyTorch's own, such as an nn.Linear
+or an nn.TransformerEncoderLayer: the compiler skips code of torch that is called by code of torch.
+So the compiled function is one of ours that calls the layer.
+
+The compiler keeps a few variants of a function, and gives up if it needs more. One function for all
+layers would reach that limit with the ninth kind of layer; one for each layer would compile forty
+equal blocks forty times. So there is one for each kind of layer, on each device, in each mode.
+
+The list of variants is searched on several threads, and each search reorders it: a thread may miss
+its variant, and compile it again in mid-training. So there are also functions of their own for
+inputs with and without gradients. The only variants left are micro-batches of one row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_gpipe.core.layout import layers_of
+from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.core.profile import kind_of
+
+_Call = Callable[..., Any]
+_OPTIONS = ("backend", "dynamic", "fullgraph", "mode", "options")
+# Modes that record CUDA graphs, which belong to the thread that records them, and what to write.
+_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+class Compilation:
+    """The layers that are compiled, from :meth:`begin` to :meth:`release`.
+
+    Args:
+        options: Options of torch.compile; True for the defaults, False to compile nothing.
+
+    Raises:
+        TypeError, ValueError: If torch.compile does not have an option, or it does not work on
+            several threads.
+    """
+
+    def __init__(self, options: bool | dict[str, Any]) -> None:
+        _check(options)
+        self._options: dict[str, Any] | None = None
+        if options is not False:
+            self._options = {"dynamic": True, **(options if isinstance(options, dict) else {})}
+        self._functions: dict[Hashable, _Call] = {}
+        self._layers: list[nn.Module] = []
+        self._began: float | None = None  # the first batch; 0.0 once it has ended
+
+    def begin(self, modules: Callable[[], Sequence[PipedModule]]) -> None:
+        """Let the layers of modules that run as pipelines be compiled when they are called first.
+
+        Raises:
+            ValueError: If one of the modules has no layers.
+        """
+        if self._options is None:
+            return
+        layers = [layer for taken in modules() for layer in _layers_of(taken)]
+        # Layers that the user compiles stay as they are.
+        self._layers = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
+        kinds: dict[Hashable, int] = {}
+        for layer in self._layers:
+            kind = kinds.setdefault(kind_of(layer), len(kinds))
+            vars(layer)["_compiled_call_impl"] = _Compiled(layer, kind, self._function)
+        backend = self._options.get("backend", "inductor")
+        rank_zero_info(
+            f"GPipe compiles {len(self._layers)} layers of {len(kinds)} kinds with torch.compile, "
+            f"backend {_name(backend)}, when they run first: the first training batch, and the "
+            "first evaluation, take longer."
+        )
+        self._began = None
+
+    def begin_batch(self) -> None:
+        """Say how long the first training batch took, once the second begins."""
+        if not self._layers:
+            return
+        if self._began is None:
+            self._began = time.perf_counter()
+        elif self._began:
+            seconds, self._began = time.perf_counter() - self._began, 0.0
+            rank_zero_info(
+                f"GPipe: the first training batch took {seconds:.1f} s, to compile "
+                f"{len(self._functions)} functions included. Others of these kinds, on "
+                "micro-batches of other sizes, use the same code; one row has code of its own."
+            )
+
+    def release(self) -> None:
+        """Let the layers run as they are."""
+        for layer in self._layers:
+            if isinstance(vars(layer).get("_compiled_call_impl"), _Compiled):
+                del vars(layer)["_compiled_call_impl"]
+        self._layers, self._functions = [], {}
+
+    def _function(self, key: Hashable) -> _Call:
+        """The function that calls layers of a kind, on a device, in a mode."""
+        function = self._functions.get(key)
+        if function is None:
+            assert self._options is not None
+            function = self._functions.setdefault(key, torch.compile(_caller(), **self._options))
+        return function
+
+
+class _Compiled:
+    """Runs the code that was compiled for a layer's kind, when the layer is called."""
+
+    def __init__(self, layer: nn.Module, kind: int, function: Callable[[Hashable], _Call]) -> None:
+        self._layer, self._kind, self._function = layer, kind, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
+        device = next((tensor.device for tensor in tensors), None)
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
+        inputs = tuple(_needs_gradient(value) for value in (*args, *kwargs.values()))
+        return self._function((self._kind, device, mode, inputs))(layer, *args, **kwargs)
+
+
+def _check(options: Any) -> None:
+    if isinstance(options, bool):
+        return
+    if not isinstance(options, dict):
+        raise TypeError(
+            "compile must be True, False or a dict of options of torch.compile, such as "
+            f"{{'mode': 'default'}}: got {options!r}."
+        )
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        names = ", ".join(map(repr, _OPTIONS))
+        raise ValueError(f"compile takes {names}, as torch.compile does: got {unknown}.")
+    instead = _GRAPHS.get(options.get("mode") or "")
+    if instead is not None or (options.get("options") or {}).get("triton.cudagraphs"):
+        raise ValueError(
+            "compile must not use CUDA graphs, which belong to one thread, and layers run on "
+            f"those of their stages: got compile={options}. Write "
+            f"compile={{'mode': {instead or 'default'!r}}}."
+        )
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _caller() -> _Call:
+    """A new function that calls a layer, with a code object of its own to hold its variants."""
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(layer)._call_impl(layer, *args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def _layers_of(taken: PipedModule) -> Iterable[nn.Module]:
+    if not isinstance(taken.module, nn.Sequential | nn.ModuleList):
+        raise ValueError(
+            "compile=True compiles the layers of an nn.Sequential or the blocks of an "
+            f"nn.ModuleList: got {taken.name}, whose forward is traced. Name one with module=..., "
+            "or leave it out, and call compile() on the parts that are worth it."
+        )
+    if isinstance(taken.module, nn.Sequential):
+        return layers_of(taken.module).values()
+    return taken.module.children()
+
+
+def _name(backend: Any) -> str:
+    return repr(backend) if isinstance(backend, str) else getattr(backend, "__name__", str(backend))

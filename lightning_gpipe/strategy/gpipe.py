@@ -1,0 +1,680 @@
+"""GPipeStrategy: a LightningModule of which a module runs as a pipeline.
+
+Lightning's strategies assume one device per process. Here one process may drive several, and nearly
+every override below removes that assumption: where tensors are created, where modules and optimizer
+states are put, what is saved. The hooks are in Lightning's order, each asks the part that knows.
+
+The *root device*, which has the batch, the loss, the metrics and all modules outside of the
+pipeline, is the last stage's unless the user says the first's, so that an unchanged
+``training_step`` gets the output on the device of its targets; the pipeline moves its own input to
+the first stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.distributed import ReduceOp
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
+from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.frontends import remove_dispatch_hooks
+from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
+from lightning_gpipe.core.run import explain_second_backward
+from lightning_gpipe.core.schedules import ScheduleName
+from lightning_gpipe.core.show import show
+from lightning_gpipe.core.transport import BatchCopies
+from lightning_gpipe.distributed import Group, Mode, shared
+from lightning_gpipe.strategy.adapters import AdaptedTrainer
+from lightning_gpipe.strategy.checkpointing import (
+    FileSaver,
+    FolderSaver,
+    Loader,
+    Saver,
+    with_whole_files,
+)
+from lightning_gpipe.strategy.compilation import Compilation
+from lightning_gpipe.strategy.foreign_trainers import accept
+from lightning_gpipe.strategy.micro_batch_steps import check_schedule, checkpointing_for
+from lightning_gpipe.strategy.options import StrategyOptions, as_typed
+from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
+from lightning_gpipe.strategy.processes import Processes, ProcessOptions, StartMethod
+from lightning_gpipe.strategy.refusals import (
+    check_environment,
+    check_fit,
+    refuse_a_second_trainer,
+    refuse_a_twin,
+    refuse_fabric,
+    refuse_metrics_on_meta,
+    refuse_recomputed_metrics,
+    refuse_verification,
+)
+from lightning_gpipe.strategy.replicas import Replicas
+from lightning_gpipe.strategy.resuming import RandomStates
+from lightning_gpipe.strategy.sample import entries_in, optimizers_of
+from lightning_gpipe.strategy.user_steps import UserSteps
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class GPipeStrategy(ParallelStrategy):
+    """Runs a module inside a LightningModule as a GPipe pipeline over ``devices``.
+
+    An nn.Sequential runs its layers one after another; of an nn.ModuleList that a forward loops
+    over, and of any other module, whose forward is traced, the layers run as that forward calls
+    them.
+
+    Args:
+        balance: The number of layers in each stage, or the names of modules where stages begin;
+            stage j is on device j mod d. Or a criterion, with one stage per device:
+            ``"parameters"`` and ``"memory"`` make the largest stage as small as possible, in
+            parameters or in bytes with activations and optimizer state; ``"time"`` makes the
+            slowest stage as fast as possible. ``"time"`` and ``"memory"`` measure each layer on the
+            module's ``example_input_array`` or, in a fit, the first training batch; checkpoints
+            keep the balance, for runs that are resumed. ``"checkpoint"`` takes it from there only.
+            Several modules have a balance each, or one criterion for all.
+        chunks: The number of micro-batches of a batch; one with fewer rows makes fewer. None is 4
+            per stage, which makes the bubble small. ``"auto"`` plans it: the layers are measured,
+            and the settings that are predicted to be fastest in the devices' memory are used.
+        module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
+            the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
+            nn.Sequential. Several paths, such as ``["generator", "discriminator"]``, are a pipeline
+            each, over the same devices and threads.
+        schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
+            training_step's loss of the whole batch, and all backwards. With ``"1f1b"``
+            training_step is called for each micro-batch, so that backwards begin early and few
+            micro-batches are alive at a time; the loss is their mean, weighted by rows, or by the
+            ``"loss_weight"`` that training_step returns beside ``"loss"``. It needs automatic
+            optimization, and the package greenlet. ``"zero_bubble"`` also splits backwards, so that
+            devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
+            devices and back, for less still. ``"auto"`` plans it, as ``chunks``, among those that
+            training_step allows, without the last.
+        activation_checkpointing: The micro-batches that drop their activations in forward and run
+            it again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
+            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
+            ``"except_last"``, and ``"never"`` for schedules other than fill-drain.
+        deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
+            on one device, instead of once per micro-batch.
+        microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
+            :class:`~lightning_gpipe.PaddedSequences`.
+        compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
+            micro-batches of any size; or a dict of torch.compile's options, such as
+            ``{"fullgraph": True}``. The first training batch takes as long as that takes.
+        threads: Whether each device has a thread of its own. False runs everything on the main
+            thread, for a debugger. ``"auto"`` finds the faster way in the first batches; the
+            results are the same.
+        split_backward: Whether the gradients of weights are computed apart from those for which the
+            stage before waits. ``"auto"`` plans it, as ``chunks``.
+        around: The stage whose device has the modules around the pipeline, the batch, the loss and
+            the metrics: ``"last"`` or ``"first"``.
+        verify: Whether to compare the pipeline with a plain run on the first training batch, which
+            has no effect on training. If output, gradients or buffers differ, a RuntimeError names
+            the layer; a difference with a known reason, such as a batch norm, is a warning. The
+            plain run needs the memory of a whole batch without recomputation, spread over the
+            devices. With a loss for each micro-batch, the loss and the gradients of the whole batch
+            are compared as well.
+        processes: The processes of a pipeline: ``"single"`` one, which drives all devices with
+            threads; ``"per_stage"`` one for each device; ``"per_node"`` one on each machine. With
+            several, each runs the same code on the same batches, which the first one loads, and has
+            the parameters of its own stages.
+        timeout: How long processes wait for a slow one, when they agree on something or save a
+            checkpoint.
+        lost_after: The time after which a process that was stopped, or that no network reaches any
+            more, is lost, which ends the others with an error that names it; slow ones are not
+            lost. To start, processes have ten times as long. None is 30 seconds; only with several
+            processes.
+        process_group_backend: The backend of torch.distributed; None chooses by the devices.
+        start_method: How processes are started unless torchrun or SLURM have started them:
+            ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and
+            ``"forkserver"`` for scripts that must not be run again.
+        replicas: The number of pipelines that train together, each on its part of the batches, over
+            equally many devices; DistributedDataParallel averages their gradients. With
+            ``processes="single"`` each is a process.
+        ddp: Options of DistributedDataParallel, such as ``{"bucket_cap_mb": 50}``.
+        save_distributed_checkpoint: Whether a checkpoint is a folder, to which each process writes
+            its part with torch.distributed.checkpoint, instead of a single file. Either kind is
+            loaded, whatever this is.
+
+    Raises:
+        TypeError, ValueError: If an argument has the wrong type or an impossible value.
+    """
+
+    strategy_name = "gpipe"
+
+    # Construction.
+
+    def __init__(
+        self,
+        balance: list[int]
+        | list[str]
+        | list[list[int]]
+        | list[list[str]]
+        | Literal["parameters", "time", "memory", "checkpoint"] = "parameters",
+        chunks: int | Literal["auto"] | None = None,
+        *,
+        module: str | list[str] | None = None,
+        schedule: ScheduleName | Literal["auto"] = "fill_drain",
+        activation_checkpointing: Literal["always", "except_last", "never", "auto"]
+        | int
+        | None = None,
+        deferred_batch_norm: bool = True,
+        microbatching: MicroBatching | None = None,
+        compile: bool | dict[str, Any] = False,
+        threads: bool | Literal["auto"] = "auto",
+        split_backward: bool | Literal["auto"] = False,
+        verify: bool = False,
+        around: Literal["last", "first"] = "last",
+        processes: Mode = "single",
+        timeout: timedelta = default_pg_timeout,
+        lost_after: timedelta | None = None,
+        process_group_backend: str | None = None,
+        start_method: StartMethod = "popen",
+        replicas: int = 1,
+        ddp: dict[str, Any] | None = None,
+        save_distributed_checkpoint: bool = False,
+    ) -> None:
+        self._arguments = as_typed(GPipeStrategy, locals())
+        self._processes = Processes(
+            ProcessOptions(
+                processes, replicas, timeout, lost_after, process_group_backend, start_method
+            )
+        )
+        self._replicas = Replicas(self._processes, ddp)
+        super().__init__()
+        self.num_nodes = 1  # a Trainer sets it
+        accept(GPipeStrategy)
+        if verify and processes != "single":
+            refuse_verification(processes)
+        check_schedule(schedule, processes, replicas)
+        self._settings = StrategyOptions(
+            balance=balance,
+            chunks=chunks,
+            module=module,
+            schedule=schedule,
+            activation_checkpointing=checkpointing_for(activation_checkpointing, schedule),
+            deferred_batch_norm=deferred_batch_norm,
+            microbatching=microbatching,
+            threads=threads,
+            split_backward=split_backward,
+            verify=verify,
+            around=around,
+        )
+        self._compilation = Compilation(compile)
+        self._adapted = AdaptedTrainer()
+        kind = FolderSaver if save_distributed_checkpoint else FileSaver
+        self._saver: Saver = kind(self._processes)
+        self._loader = Loader(self._processes)
+        self._random_states = RandomStates(self._processes)
+        self._kept_balance = MeasuredBalances()
+        self._forward_redirection = _DDPForwardRedirection()
+        self._measures_layers = False
+        self._piped: PipelinedModule | None = None
+        self._batch_copies: BatchCopies | None = None
+        self._steps: UserSteps | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments})"
+
+    @property
+    def pipeline(self) -> GPipe | None:
+        """The pipeline, from ``setup`` to ``teardown``; None before and after."""
+        return None if self._piped is None else self._piped.pipeline
+
+    @property
+    def microbatching(self) -> MicroBatching | None:
+        return self._settings.microbatching
+
+    @property
+    def around(self) -> Literal["last", "first"]:
+        return self._settings.around
+
+    @property
+    def schedule(self) -> ScheduleName | Literal["auto"]:
+        return self._settings.schedule
+
+    @property
+    def split_backward(self) -> bool | Literal["auto"]:
+        return self._settings.split_backward
+
+    def measure_layers(self) -> None:
+        """Measure the cost of each layer at setup, whatever the balance goes by."""
+        self._measures_layers = True
+
+    def taken(self, module: LightningModule) -> list[PipedModule]:
+        """The modules of a LightningModule that would run as pipelines."""
+        path = self._settings.module
+        return piped_modules_of(module, path, balance_of_each(path, "parameters"))
+
+    def rebalance(self, balance: list[int] | list[list[int]]) -> None:
+        """Cut by another balance between two steps of a fit, and move the layers.
+
+        The state of the optimizers follows their parameters, and so do averages of weights.
+        Checkpoints that keep a balance keep this one from then on.
+
+        Args:
+            balance: The number of layers in each stage, for the same number of stages; for several
+                modules, a list for each.
+
+        Raises:
+            TypeError, ValueError: If the balance does not fit; nothing has changed then.
+            RuntimeError: If there is no pipeline, or see :meth:`lightning_gpipe.GPipe.rebalance`.
+        """
+        if self._piped is None:
+            raise RuntimeError("a pipeline is cut anew from setup to teardown: there is none now.")
+        if self.is_distributed:
+            raise RuntimeError(
+                "replicas of a pipeline keep their balance, for their gradients are averaged stage "
+                f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
+            )
+        assert self.lightning_module is not None
+        with state_follows(self.optimizers):
+            self._piped.rebalance(balance)
+        self._adapted.rebalance(self.lightning_module)
+        paths = [taken.path for taken in self._piped.found]
+        self._kept_balance.replace(paths, self._piped.pipeline.balances)
+
+    # The Trainer and its environment.
+
+    @property
+    def _accelerator(self) -> Accelerator | None:  # a Trainer reads it to see if one was given
+        refuse_a_second_trainer(self._accelerator_of_trainer)
+        return None
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._accelerator_of_trainer = accelerator
+
+    @property
+    def _precision(self) -> NoReturn:  # only Fabric reads it
+        refuse_fabric()
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator_of_trainer
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Accelerator) -> None:
+        refuse_a_twin(accelerator)
+        self._accelerator_of_trainer = accelerator
+
+    @property
+    def num_processes(self) -> int:
+        return self._processes.arrangement.on_each_node
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self._processes.arrangement.world_size
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self._processes.global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self._processes.local_rank
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return self._processes.node_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if other processes see other batches, as those of other replicas do."""
+        return self._processes.replicated
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The processes, in the dimensions ``data_parallel`` and ``pipeline_parallel``, or None."""
+        return None if self._processes.groups is None else self._processes.groups.mesh
+
+    @property
+    def pipeline_group(self) -> Group | None:
+        """The processes of this pipeline, once they are connected, if it has several."""
+        return self._processes.pipeline_group
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self._processes.options.replicas, "rank": self._processes.replica}
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if self._piped is not None:
+            return self._piped.outside
+        first = self._settings.around == "first" or self._settings.folded
+        return self._processes.own_devices[0 if first else -1]
+
+    def set_world_ranks(self) -> None:
+        devices, environment = self.parallel_devices, self.cluster_environment
+        self._processes.place(devices or [], self.num_nodes, environment)
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = self._processes.launcher(self)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        self._adapted.connect(model)
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        check_environment(self._processes.devices, self._layer_sync, self.precision_plugin)
+        self._processes.connect(self.root_device)
+        self.lightning_module._device_mesh = self.device_mesh
+        super().setup_environment()
+        self._adapted.setup_environment(self.lightning_module)
+
+    # Setup.
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        device = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        module, processes = self.lightning_module, self._processes
+        assert module is not None and self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        spread = remove_dispatch_hooks(module)
+        refuse_metrics_on_meta(module)
+        processes.check_same(module, self._settings.facts())
+        self._compilation.begin(partial(self.taken, module))
+        self._piped = piped = self._pipe(module, trainer)
+        self._batch_copies = piped.pipeline.copy_batches(self.root_device)
+        processes.watch(piped.pipeline.engine)
+        rank_zero_info(str(piped))
+        if piped.pipeline.profiles and self.is_global_zero:
+            show(piped.pipeline.listing())
+        self._steps = UserSteps(module, piped, verify=self._settings.verify)
+        self.model_to_device()
+        self._loader.load_part(module)
+        if self.is_distributed:
+            self.model = self._replicas.wrapped(module)
+        if spread is not None:
+            rank_zero_info(str(spread))
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_recomputed_metrics(module, piped.pipeline)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
+        check_fit(callbacks, self.optimizers, split=processes.split)
+        self._saver.check(callbacks, self.checkpoint_io)
+        processes.elsewhere = piped.elsewhere()
+        self._replicas.begin(module, self.precision_plugin, piped.around())
+        for optimizer in self.optimizers:
+            follow_parameters(optimizer)
+        self._adapted.setup(
+            module,
+            callbacks,
+            piped.pipeline,
+            processes.own_devices,
+            workers=len(processes.workers),
+            replicas=processes.options.replicas,
+        )
+
+    def _pipe(self, module: LightningModule, trainer: Trainer) -> PipelinedModule:
+        """Pipe the modules, equally in all processes."""
+        # A training_step that calls backward itself is for a whole batch.
+        whole = self.schedule == "auto" and not module.automatic_optimization
+        return PipelinedModule(
+            module,
+            self._settings,
+            self._processes.workers,
+            schedule="fill_drain" if whole else self.schedule,
+            kept=self._kept_balance,
+            agree=self.broadcast,
+            measured=self._measures_layers,
+            sample=partial(entries_in, module, trainer),
+            optimizers=partial(optimizers_of, module, trainer),
+            **self._processes.of_pipeline(),
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        pass  # the pipelines have moved all of it
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if self._batch_copies is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        with self._batch_copies.moving():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        self._random_states.process_dataloader(dataloader, self.lightning_module.trainer)
+        group = self.pipeline_group
+        return dataloader if group is None else shared(dataloader, group)
+
+    # Backward.
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            explain_second_backward(error)
+            raise
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if isinstance(self.model, DistributedDataParallel):
+            assert self.lightning_module is not None
+            if not self.lightning_module.automatic_optimization:  # else DDP's forward has done it
+                prepare_for_backward(self.model, closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._replicas.after_backward()
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._replicas.accumulating(), super().block_backward_sync():
+            yield
+
+    # The user's steps.
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._random_states.on_train_start(self.lightning_module.trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._random_states.warn_of_epochs_without_batches(module)
+        self._compilation.begin_batch()
+        if self.is_distributed and self._replicas.outdated(module):
+            self.model = module  # the old wrapper goes first
+            self.model = self._replicas.wrapped(module)
+        self._adapted.on_train_batch_start(module)
+
+    @override
+    def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        self._random_states.warn_of_epochs_without_batches(self.lightning_module)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._steps is None:  # the Trainer runs nothing, so nothing is piped
+            return super().training_step(*args, **kwargs)
+        return self._steps.training(super().training_step, self.precision_plugin, args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation(super().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation(super().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluation(super().predict_step, args, kwargs)
+
+    def _evaluation(
+        self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if self._steps is None:
+            return step(*args, **kwargs)
+        return self._steps.evaluation(step.__name__, partial(step, *args, **kwargs))
+
+    # Reductions and barriers. The processes of a pipeline are one; replicas differ.
+
+    @override
+    def reduce(
+        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        return self._replicas.reduce(tensor, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return self._replicas.all_gather(tensor, sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._processes.decide(decision, all=all)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._processes.meet(f"come to {name or 'a barrier'}")
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._processes.broadcast(obj, src)
+
+    # Checkpoints, which do not depend on the pipeline.
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = with_whole_files(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if not self._processes.meet_to_save():
+            return {}
+        return self._saver.module_state(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self._processes.meet_to_save():
+            return {}
+        return self._saver.optimizer_state(optimizer, super().optimizer_state(optimizer))
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        assert self.lightning_module is not None
+        checkpoint = self._kept_balance.save(checkpoint)
+        checkpoint = self._random_states.save(checkpoint, self.lightning_module)
+        self._saver.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        load = super().load_checkpoint
+
+        def read(path: Any) -> dict[str, Any]:
+            return load(path, *args, **kwargs)
+
+        return self._loader.load(checkpoint_path, read)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self._kept_balance.load(checkpoint)
+        if self._piped is None:
+            self._random_states.load(checkpoint, module.trainer)
+            self._loader.load_before_setup(module, checkpoint, strict=strict)
+        else:  # a callback restores what it has tried
+            self._loader.load_after_setup(module, checkpoint, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._loader.load_optimizers(self.optimizers, checkpoint)
+
+    # Teardown.
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._piped is not None:
+            self._piped.pipeline.tell(exception)  # others would wait for this process
+        self._adapted.on_exception()
+        self._processes.tell(exception)
+        self._train_alone()  # what was adapted refers to the process groups
+        self._processes.leave()
+
+    @override
+    def teardown(self) -> None:
+        if self._piped is not None:
+            self._piped.remove()
+        self._compilation.release()
+        self._train_alone()
+        self._adapted.teardown()
+        self._loader.release()
+        self._random_states.release()
+        self._piped = self._batch_copies = self._steps = None
+        module = self._lightning_module
+        if module is not None and must_stay(module):
+            self._lightning_module = None
+            if self._processes.split:
+                to_cpu(module)
+        super().teardown()
+        self._lightning_module = module
+
+    def _train_alone(self) -> None:
+        """Let go of the other processes: what refers to their groups could not be copied."""
+        self._replicas.end()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = None

@@ -1,0 +1,345 @@
+"""The processes of a Trainer: which there are, how they start, and how they find one another.
+
+Lightning's parallel strategies take the number of processes, and the rank of each, from the devices
+or from the environment. A pipeline in one process has one rank, whatever the number of its devices,
+and also where a launcher's variables are set. Several processes are started by Lightning's
+launchers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
+from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from lightning.pytorch.utilities import rank_zero_only
+from torch import nn
+from typing_extensions import override
+
+from lightning_gpipe.checkpoints import load_state
+from lightning_gpipe.core.faithful import RandomState, add_note
+from lightning_gpipe.core.run import Engine
+from lightning_gpipe.core.transport import RankFailed, start_timeout
+from lightning_gpipe.distributed import (
+    AFTER_FAILURE,
+    Arrangement,
+    Group,
+    Mode,
+    ProcessGroups,
+    Scripts,
+    check_same,
+    choose_interface,
+    connect,
+    end,
+    shapes,
+    start_together,
+    versions,
+    whole_state,
+)
+from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """The arguments of :class:`~lightning_gpipe.GPipeStrategy` that are about processes.
+
+    Raises:
+        ValueError: If one has an impossible value.
+    """
+
+    processes: Mode
+    replicas: int
+    timeout: timedelta
+    lost_after: timedelta | None
+    process_group_backend: str | None
+    start_method: StartMethod
+
+    def __post_init__(self) -> None:
+        replicas, lost_after = self.replicas, self.lost_after
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
+        if lost_after is not None and (
+            (self.processes, replicas) == ("single", 1) or lost_after <= timedelta(0)
+        ):
+            raise ValueError(
+                "lost_after must be positive, and is for several processes: got "
+                f"lost_after={lost_after!r}, processes={self.processes!r}. Leave it out, or give "
+                "processes and a datetime.timedelta."
+            )
+        for name, kind in (("processes", Mode), ("start_method", StartMethod)):
+            value, words = getattr(self, name), get_args(kind)
+            if value not in words:
+                known = ", ".join(map(repr, words))
+                raise ValueError(f"{name} must be one of {known}: got {value!r}.")
+
+
+class Processes:
+    """The processes of a Trainer, one of which is this one.
+
+    Args:
+        options: The processes that the user asks for.
+
+    Attributes:
+        devices: The devices of this machine.
+        groups: The process groups, while several processes are connected.
+        elsewhere: The paths of modules in stages of other processes. It outlives the pipeline, for
+            checkpoints of a model that has trained.
+    """
+
+    def __init__(self, options: ProcessOptions) -> None:
+        self.options = options
+        self.devices: list[torch.device] = []
+        self._nodes = 1
+        self._environment: ClusterEnvironment | None = None
+        self.groups: ProcessGroups | None = None
+        self.elsewhere: set[str] = set()
+
+    # Their number, and the place of this one.
+
+    @property
+    def split(self) -> bool:
+        """True if a pipeline may be split over several processes."""
+        return self.options.processes != "single"
+
+    @property
+    def launched(self) -> bool:
+        """True if there may be several processes."""
+        return self.split or self.replicated
+
+    @property
+    def replicated(self) -> bool:
+        """True if there are several pipelines, each with batches of its own."""
+        return self.options.replicas > 1
+
+    @property
+    def arrangement(self) -> Arrangement:
+        options = self.options
+        return Arrangement(options.processes, options.replicas, self._nodes, len(self.devices))
+
+    def place(
+        self, devices: list[torch.device], nodes: int, environment: ClusterEnvironment | None
+    ) -> None:
+        """Place this process among all, by the devices of a machine and the number of machines."""
+        if not self.launched:
+            refuse_several_nodes(nodes)
+        self.devices, self._nodes, self._environment = devices, nodes, environment
+        self._set_ranks()
+
+    @property
+    def _ranks(self) -> ClusterEnvironment | None:
+        """The environment that numbers the processes, if there may be several."""
+        return self._environment if self.launched else None
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.global_rank()
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.local_rank()
+
+    @property
+    def node_rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.node_rank()
+
+    @property
+    def replica(self) -> int:
+        """The number of this process's pipeline among all pipelines."""
+        return self.arrangement.replica_of(self.global_rank)
+
+    @property
+    def own_devices(self) -> list[torch.device]:
+        return list(self.arrangement.of_process(self.devices, self.local_rank))
+
+    @property
+    def workers(self) -> list[torch.device]:
+        """The device of each worker of this process's pipeline, on all machines."""
+        return list(self.arrangement.of_replica(self.devices, self.replica))
+
+    # Starting and connecting them.
+
+    def launcher(self, strategy: ParallelStrategy) -> Scripts | _ProcessLauncher | None:
+        """The launcher that starts the other processes of a strategy, if there may be several."""
+        if not self.launched:
+            return None
+        assert self._environment is not None, "the Trainer has found one"
+        method = self.options.start_method
+        if method != "popen":
+            return _ProcessLauncher(strategy, self, method)
+        processes = self.arrangement.on_each_node
+        return Scripts(self._environment, processes, self._nodes, self.options.timeout)
+
+    def _set_ranks(self) -> None:
+        """Tell Lightning the rank of this process."""
+        if self._ranks is None:
+            return
+        on_each_node = self.arrangement.on_each_node
+        self._ranks.set_global_rank(self.node_rank * on_each_node + self.local_rank)
+        self._ranks.set_world_size(self.arrangement.world_size)
+        for function in (rank_zero_only, rank_zero_of_fabric):
+            vars(function)["rank"] = self.global_rank
+
+    def connect(self, device: torch.device) -> None:
+        """Join the other processes, and draw the same random numbers as those of this pipeline.
+
+        Raises:
+            RuntimeError: If some processes do not start, or use other versions.
+        """
+        if not self.launched:
+            refuse_several_processes(self._environment)
+            return
+        assert self._environment is not None
+        self._set_ranks()
+        if self.arrangement.world_size == 1:
+            return
+        options = self.options
+        if not dist.is_initialized():
+            if self._nodes > 1:
+                choose_interface(self._environment.main_address)
+            backend = options.process_group_backend or backend_for(device)
+            patience = start_timeout(options.lost_after)
+            start_together(self._environment, backend, patience, options.timeout)
+        if self.groups is None:
+            self.groups = connect(
+                self.arrangement, device.type, options.timeout, options.lost_after
+            )
+        check_same(self.groups.everyone, versions())
+        pipeline = self.groups.pipeline
+        if pipeline is not None:
+            state = RandomState.capture()
+            state._replace(states=pipeline.broadcast(state.states)).restore()
+
+    def check_same(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
+        """Refuse to begin if another process has another model or other arguments."""
+        if self.groups is not None:
+            check_same(self.groups.everyone, {**arguments, **shapes(module)})
+
+    def of_pipeline(self) -> dict[str, Any]:
+        """The arguments of :class:`~lightning_gpipe.GPipe` for a pipeline of several processes."""
+        owners = self.arrangement.owners
+        return {
+            "owners": owners,
+            "group": None if self.groups is None else self.groups.along,
+            "lost_after": None if owners is None else self.options.lost_after,
+        }
+
+    def watch(self, engine: Engine) -> None:
+        """Let ``engine`` name the processes of its pipeline that have failed, or are lost."""
+        if self.groups is not None:
+            self.groups.watch(engine)
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other processes of an error; note in it if one of them had failed before."""
+        if self.groups is None:
+            return
+        failure = self.groups.lifeline.failure(0.0)
+        if failure is not None and not isinstance(error, RankFailed):
+            add_note(error, f"{failure}")
+        self.groups.lifeline.tell(error)
+
+    def leave(self) -> None:
+        if self.groups is not None:
+            self.groups.leave()
+            self.groups = None
+
+    # Asking the others.
+
+    @property
+    def pipeline_group(self) -> Group | None:
+        """The processes of this pipeline, once they are connected, if it has several."""
+        return None if self.groups is None else self.groups.pipeline
+
+    def meet(self, purpose: str) -> None:
+        """Wait until all processes have come to ``purpose``, as a message may say."""
+        if self.groups is not None:
+            self.groups.everyone.meet(purpose)
+
+    def meet_to_save(self) -> bool:
+        """Wait until all processes are here; return True if this one saves something."""
+        if self.groups is None:
+            return True
+        self.meet("save a checkpoint")
+        return self.replica == 0
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Return the value that process ``source`` has."""
+        return value if self.groups is None else self.groups.everyone.broadcast(value, source)
+
+    def decide(self, decision: bool, *, all: bool) -> bool:
+        """Return True if all processes decide so, or any."""
+        if self.groups is None:
+            return decision
+        return self.groups.everyone.decide(bool(decision), all=all)
+
+    def fetch(self, module: LightningModule) -> None:
+        """Give the module of the first process the values of all, on the CPU."""
+        self.meet("gather the model")
+        group = self.pipeline_group
+        if group is not None and not self.replica:
+            state = whole_state(module, group, self.elsewhere)
+            if group.rank == 0:
+                load_state(module, state, strict=True)
+
+
+def backend_for(device: torch.device) -> str:
+    """The backend of torch.distributed for tensors on ``device`` and on the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+class _ProcessLauncher(_MultiProcessingLauncher):
+    """Starts processes with multiprocessing, and leaves the whole model in the main process.
+
+    Lightning takes forkserver for a kind of fork. But a process of such a server gets the model
+    pickled, in memory that all processes share, and begins without the random states of the main
+    process, as a spawned one does.
+    """
+
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        processes: Processes,
+        start_method: Literal["spawn", "fork", "forkserver"],
+    ) -> None:
+        super().__init__(strategy, start_method)
+        self._processes = processes
+
+    @override
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        self._global_states = _GlobalStateSnapshot.capture()  # pickled with the launcher
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
+            raise
+
+    @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+    ) -> None:
+        if self._start_method == "forkserver":
+            self._global_states.restore()
+            args, kwargs = _disable_module_memory_sharing((args, kwargs))
+        super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        self._processes.fetch(trainer.lightning_module)
+        return super()._collect_rank_zero_results(trainer, results)

@@ -1,0 +1,319 @@
+"""Refuses by name the Trainer arguments, callbacks and optimizers that a pipeline cannot honour.
+
+Lightning supports them, and a pipeline would have to ignore them silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import (
+    CheckpointIO,
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    Precision,
+    TorchCheckpointIO,
+    TransformerEnginePrecision,
+    XLAPrecision,
+)
+from lightning.pytorch.plugins.layer_sync import LayerSync
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torchmetrics import Metric
+
+from lightning_gpipe.checkpoints import FROM_CHECKPOINT, AtomicFiles
+from lightning_gpipe.core.layout import check_balance
+from lightning_gpipe.core.pipeline import FOUND, GPipe, is_criterion
+from lightning_gpipe.core.schedules import count_recomputed
+from lightning_gpipe.strategy.adapters import WeightAveraging
+
+# Precision plugins that a pipeline cannot honour, and what they are for.
+_FOREIGN_PRECISION: dict[type[Precision], str] = {
+    DeepSpeedPrecision: "DeepSpeedStrategy, whose engine scales and clips gradients",
+    FSDPPrecision: "FSDPStrategy, whose wrapped modules cast their parameters",
+    TransformerEnginePrecision: "one device: it enters FP8 on the thread of the training step only",
+    XLAPrecision: "TPUs",
+}
+
+AUTO_DEVICES = (
+    "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
+)
+
+
+def check_module(module: Any) -> None:
+    """Refuse anything but the path of a module, a list of paths, or None."""
+    paths = module if isinstance(module, list | tuple) else [module]
+    if module is not None and not (paths and all(isinstance(path, str) for path in paths)):
+        raise TypeError(
+            "module must be the path of a module in the LightningModule, such as 'net.layers', a "
+            f"list of paths, or None: got {module!r}."
+        )
+
+
+def check_any_balance(balance: Any) -> None:
+    """Refuse a balance that fits no module."""
+    if isinstance(balance, str):
+        if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
+            words = ", ".join(map(repr, (*FOUND, FROM_CHECKPOINT)))
+            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
+    elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
+        check_balance(balance)
+
+
+def check_environment(
+    devices: Sequence[torch.device], layer_sync: LayerSync | None, precision: Precision
+) -> None:
+    """Refuse settings of the Trainer that a pipeline cannot honour."""
+    refuse_devices(devices)
+    refuse_layer_sync(layer_sync)
+    refuse_precision(precision)
+
+
+def check_fit(
+    callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], *, split: bool
+) -> None:
+    """Refuse callbacks and optimizers that a pipeline cannot honour."""
+    if split:
+        refuse_over_processes(callbacks, optimizers)
+    for optimizer in optimizers:
+        refuse_joined_gradients(optimizer)
+    refuse_global_pruning(callbacks)
+
+
+def refuse_devices(devices: Sequence[torch.device]) -> None:
+    """Refuse devices other than CPUs and CUDA GPUs."""
+    kinds = sorted({device.type for device in devices})
+    if not {"cpu", "cuda"}.issuperset(kinds):
+        raise ValueError(
+            "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
+            f"CUDA devices: got {kinds}."
+        )
+
+
+def refuse_precision(plugin: Precision) -> None:
+    """Refuse precision plugins that would not have their effect in the stages."""
+    for kind, owner in _FOREIGN_PRECISION.items():
+        if isinstance(plugin, kind):
+            raise ValueError(
+                f"{kind.__name__} is for {owner}: got Trainer(plugins=[{type(plugin).__name__}]). "
+                "Write Trainer(precision='bf16-mixed'), or another precision without a plugin."
+            )
+
+
+def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:
+    """Refuse a second Trainer; the first one has set its accelerator."""
+    if accelerator is not None:
+        raise RuntimeError(
+            "a GPipeStrategy object belongs to one Trainer: got one that another Trainer has. "
+            "Write GPipeStrategy(...) again for this Trainer, or use the first Trainer again."
+        )
+
+
+def refuse_fabric() -> NoReturn:
+    """Refuse Fabric, which reads an attribute that no Trainer reads."""
+    raise TypeError(
+        "GPipeStrategy is for a Trainer, whose LightningModule it pipes: got Fabric, which has "
+        "none. Write Fabric(devices=1), and pipe the model by itself: "
+        "fabric.setup(GPipe(model, balance, devices=[...]), move_to_device=False)."
+    )
+
+
+def refuse_a_twin(accelerator: object) -> None:
+    """Refuse a Trainer of ``pytorch_lightning``, by the accelerator that it sets."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            "GPipeStrategy is for Trainers of lightning.pytorch: got one of "
+            f"{type(accelerator).__module__.split('.')[0]}, whose classes are others. Write "
+            "`import lightning as L`, and L.Trainer, L.LightningModule and L.Callback everywhere."
+        )
+
+
+def refuse_several_nodes(num_nodes: int) -> None:
+    """Refuse more than one machine."""
+    if num_nodes != 1:
+        raise ValueError(
+            "GPipeStrategy(processes='single') drives the devices of one machine from one process: "
+            f"got Trainer(num_nodes={num_nodes}). Write processes='per_node' or 'per_stage', or "
+            "num_nodes=1."
+        )
+
+
+def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
+    """Refuse to run in one of several processes that a launcher started."""
+    if environment is None or not environment.creates_processes_externally:
+        return
+    processes = environment.world_size()
+    if processes > 1:
+        raise RuntimeError(
+            "GPipeStrategy(processes='single') drives all its devices from one process: "
+            f"{type(environment).__name__} started {processes}, and each would run a pipeline of "
+            "its own. Write processes='per_stage' for one pipeline over all of them, 'per_node' "
+            f"for one over machines, replicas={processes} for a pipeline in each, which train "
+            "together, or start the script with python, without torchrun or several tasks."
+        )
+
+
+def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
+    """Refuse batch norms that are synchronised between processes."""
+    if layer_sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) synchronises batch norms between processes, and a "
+            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
+            "their running statistics those of the whole batch."
+        )
+
+
+def refuse_joined_gradients(optimizer: Optimizer) -> None:
+    """Refuse LBFGS over several devices: it joins the gradients of all parameters."""
+    devices = _devices_of(p for group in optimizer.param_groups for p in group["params"])
+    if isinstance(optimizer, LBFGS) and len(devices) > 1:
+        raise ValueError(
+            "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
+            f"device: got {', '.join(devices)}. Choose an optimizer that updates each parameter by "
+            "itself, such as Adam."
+        )
+
+
+def refuse_verification(processes: str) -> None:
+    """Refuse a comparison with a plain run, which needs all stages in one process."""
+    raise ValueError(
+        "verify=True runs the whole model in one process, which must have all its values: got "
+        f"processes={processes!r}. Verify with processes='single', and leave it out here."
+    )
+
+
+def refuse_over_processes(callbacks: Iterable[Callback], optimizers: Iterable[Optimizer]) -> None:
+    """Refuse callbacks and optimizers that need the values of all parameters in one process."""
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+            raise ValueError(
+                f"{type(callback).__name__} needs the values of all parameters, and a process has "
+                "those of its own stages only. Leave it out, or write processes='single'."
+            )
+        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+            raise ValueError(
+                f"{type(callback).__name__} saves, tries and restores in each process by itself, "
+                "and they would not stay together. Run it with processes='single' first."
+            )
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "LBFGS joins the gradients of all parameters in one vector, and a process has "
+                "those of its own stages only. Choose an optimizer that updates each parameter by "
+                "itself, such as Adam, or write processes='single' and one device."
+            )
+
+
+def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
+    """Refuse a callback or CheckpointIO that a checkpoint in parts would go around."""
+    others = [
+        type(callback).__name__
+        for callback in callbacks
+        if isinstance(callback, WeightAveraging)
+        and not isinstance(callback, StochasticWeightAveraging)
+    ]
+    if type(io) not in (TorchCheckpointIO, AtomicFiles):
+        others.append(type(io).__name__)
+    if others:
+        raise ValueError(
+            "save_distributed_checkpoint=True writes with torch.distributed.checkpoint what each "
+            f"process has of the model: got {', '.join(others)}, which does something else with "
+            "checkpoints. Leave out one of them."
+        )
+
+
+def refuse_global_pruning(callbacks: Iterable[Callback]) -> None:
+    """Refuse ModelPruning that ranks weights on several devices."""
+    for callback in callbacks:
+        if isinstance(callback, ModelPruning) and callback._use_global_unstructured:
+            pruned = callback._parameters_to_prune or []
+            devices = _devices_of(getattr(module, name) for module, name in pruned)
+            if len(devices) > 1:
+                raise ValueError(
+                    "ModelPruning(use_global_unstructured=True) ranks all weights in one vector, "
+                    f"so they must be on one device: got {', '.join(devices)}. Write "
+                    "use_global_unstructured=False, or parameters_to_prune of one stage."
+                )
+
+
+def _devices_of(tensors: Iterable[Tensor]) -> list[str]:
+    return list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+
+
+def warn_of_one_device(
+    balances: Sequence[Any], sizes: Sequence[Sequence[int]], devices: int
+) -> None:
+    """Warn if nothing runs at the same time, unless the user asked for a single stage.
+
+    Args:
+        balances: The argument for each module; a list says how many stages.
+        sizes: The number of layers in each stage, of each module.
+        devices: The number of devices of a pipeline.
+    """
+    stages = max(map(len, sizes))
+    if devices == 1 < stages:
+        rank_zero_warn(
+            f"All {stages} stages of the pipeline share one device, so nothing runs at the same "
+            f"time. Write Trainer(devices={stages}) for a device per stage. {AUTO_DEVICES}"
+        )
+    elif stages == 1 and all(isinstance(balance, str) for balance in balances):
+        one_each = [list(size) for size in sizes]
+        rank_zero_warn(
+            "A pipeline with one device has one stage, so nothing is pipelined. Give it several "
+            "devices, such as Trainer(accelerator='gpu', devices=4), or devices=2 on the CPU; or "
+            f"write balance={one_each if len(one_each) > 1 else one_each[0]}, if one stage is "
+            f"meant. {AUTO_DEVICES}"
+        )
+
+
+def refuse_metrics_on_meta(module: nn.Module) -> None:
+    """Refuse metrics that were created on the meta device: their values are lost."""
+    if names := metrics_on_meta(module):
+        raise ValueError(
+            "a metric keeps its state outside of parameters and buffers, so it cannot be built on "
+            f"the meta device: got {', '.join(names)}. Create it in setup(), or outside of "
+            "Trainer.init_module(empty_init=True)."
+        )
+
+
+def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
+    """Refuse metrics that keep a list of all batches, in layers that are recomputed."""
+    if not count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
+        return
+    inside = {module for taken in pipeline.taken for module in taken.module.modules()}
+    names = [
+        name
+        for name, metric in root.named_modules()
+        if isinstance(metric, Metric)
+        and metric in inside
+        and any(isinstance(value, list) for value in metric.metric_state.values())
+    ]
+    if names:
+        raise ValueError(
+            "a metric that keeps a list of all batches must not be within layers that are "
+            f"recomputed, since its list is not saved for that: got {', '.join(names)}. Return "
+            "what it needs from the layers and update it in training_step, or write "
+            "activation_checkpointing='never'."
+        )
+
+
+def metrics_on_meta(module: nn.Module) -> list[str]:
+    """The names of the metrics within ``module`` whose state was created on the meta device."""
+    return [
+        name
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+        and any(isinstance(v, Tensor) and v.is_meta for v in metric.metric_state.values())
+    ]

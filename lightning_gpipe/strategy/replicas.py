@@ -1,0 +1,178 @@
+"""Replicas of a pipeline, and the processes of each, train together.
+
+The processes of one pipeline see the same batches and hold the same values. So nothing is averaged
+or summed over them: to a metric, a logger or a user's ``all_gather`` they are one. What is averaged
+or gathered is so over replicas, each process with those that have its place in the others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _sync_ddp_if_available,
+)
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+from torchmetrics import Metric
+
+from lightning_gpipe.distributed import (
+    Together,
+    check_options,
+    check_static_graph,
+    equalise,
+    replicated,
+)
+from lightning_gpipe.strategy.processes import Processes
+
+
+class Replicas:
+    """Keeps the values and gradients of several processes the same, while a model trains.
+
+    Args:
+        processes: The processes of the Trainer.
+        ddp: Options of DistributedDataParallel, which averages gradients over replicas.
+
+    Raises:
+        ValueError: If ``ddp`` has no such options.
+    """
+
+    def __init__(self, processes: Processes, ddp: Mapping[str, Any] | None) -> None:
+        check_options(ddp, processes.options.replicas)
+        self._processes = processes
+        self._ddp = dict(ddp or {})
+        self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
+        self._together: Together | None = None
+        self._accumulates = False  # whether another backward comes before the optimizer's step
+        self._metrics: list[Metric] = []  # that gather from replicas
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def _across(self) -> ProcessGroup | None:
+        """The processes with this one's place in all replicas, if there are several."""
+        groups = self._processes.groups
+        return groups.across if groups is not None and self._processes.replicated else None
+
+    # Values and gradients.
+
+    def wrapped(self, module: LightningModule) -> nn.Module:
+        """Give all replicas the values of the first.
+
+        Returns:
+            In a fit a wrapper whose backward averages the gradients over replicas; the module
+            itself otherwise, and if no parameter here needs a gradient.
+        """
+        across = self._across
+        assert across is not None, "there are replicas, and they are connected"
+        if module.trainer.state.fn != TrainerFn.FITTING:
+            equalise(module, across)
+            return module
+        check_static_graph(
+            self._ddp,
+            module.trainer.callbacks,  # type: ignore[attr-defined]  # a connector sets it
+            module.trainer.accumulate_grad_batches,
+            automatic=module.automatic_optimization,
+        )
+        self._averaged = _trainable(module)
+        return replicated(module, across, self._ddp) or module
+
+    def outdated(self, module: LightningModule) -> bool:
+        """True if other parameters need gradients than when the module was wrapped."""
+        return self._averaged != _trainable(module)
+
+    @contextmanager
+    def accumulating(self) -> Generator[None, None, None]:
+        """A ``with`` block whose backwards are not the last before the optimizer's step."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def after_backward(self) -> None:
+        """Give the processes of a pipeline the same gradients of what each of them has."""
+        if self._together is not None and not self._accumulates:
+            self._together.equalise()
+
+    def begin(
+        self, module: LightningModule, precision: Precision, around: Sequence[nn.Parameter]
+    ) -> None:
+        """Keep the processes the same from now on, until :meth:`end`.
+
+        ``around`` are the parameters that each process of a pipeline has.
+        """
+        processes = self._processes
+        if processes.pipeline_group is not None:
+            self._together = Together(processes.pipeline_group, around, precision)
+        if processes.groups is None:
+            return
+        if not processes.replicated:  # what is logged is the same in all processes
+            warnings.filterwarnings(
+                "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
+            )
+        self._adapt_metrics(module)
+        self._hook = register_module_module_registration_hook(self._adapt_later)
+
+    def end(self) -> None:
+        """Let metrics and the precision plugin work by themselves again."""
+        if self._together is not None:
+            self._together.release()
+            self._together = None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for metric in self._metrics:
+            metric.process_group = None  # with which it could not be copied
+        self._metrics = []
+
+    def _adapt_metrics(self, module: nn.Module) -> None:
+        """Let metrics gather from replicas, and not from the processes of one pipeline."""
+        across = self._across
+        for metric in module.modules():
+            if not isinstance(metric, Metric):
+                continue
+            if across is None:
+                metric.distributed_available_fn = _alone
+            elif metric.process_group is None:
+                metric.process_group = across
+                self._metrics.append(metric)
+
+    def _adapt_later(self, owner: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Adapt the metrics in a module that is registered while the model trains."""
+        if module is not None:
+            self._adapt_metrics(module)
+
+    # Reductions.
+
+    def reduce(self, tensor: Any, reduce_op: ReduceOp | str | None) -> Any:
+        """Return the tensor reduced over replicas; anything else as it is."""
+        across = self._across
+        if across is None or not isinstance(tensor, Tensor):
+            return tensor
+        return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
+        """Return the tensors of all replicas, stacked."""
+        across = self._across
+        if across is None:
+            return tensor
+        return _all_gather_ddp_if_available(tensor, group=across, sync_grads=sync_grads)
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    """The ids of the parameters that need a gradient."""
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
+def _alone() -> bool:
+    """Tell a metric that there are no other processes."""
+    return False

@@ -1,0 +1,112 @@
+"""Runs that go on from a checkpoint with the random numbers they had.
+
+``checkpoints.random_state`` says what is saved, and when it is set. An epoch that a resumed run
+begins, and for which no batch comes, is warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+
+from lightning_gpipe.checkpoints import CheckpointGenerators, States, states_of, with_states
+from lightning_gpipe.distributed import original_loader
+from lightning_gpipe.strategy.processes import Processes
+
+
+class RandomStates:
+    """The random states of all processes, in checkpoints and when a run goes on from one.
+
+    Args:
+        processes: The processes of the Trainer.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._generators = CheckpointGenerators()
+        self._begun: int | None = None  # the epoch that a resumed run begins, until a batch comes
+
+    def save(self, checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+        """Return the checkpoint with the states, if a run can be resumed from it."""
+        trainer = module._trainer
+        # Weights alone, and a model that no Trainer has, have nothing to resume.
+        if trainer is None or "optimizer_states" not in checkpoint:
+            return checkpoint
+        states = self._states_of_all(trainer)
+        return with_states(checkpoint, states, in_an_epoch=_in_an_epoch(trainer))
+
+    def load(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
+        """Train with the states that a checkpoint has, if a fit goes on from it."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        group, arrangement = self._processes.pipeline_group, self._processes.arrangement
+        place = 0 if group is None else group.rank
+        replica = self._processes.replica
+        self._generators.take(checkpoint, replica, place, arrangement.in_each_pipeline)
+
+    def process_dataloader(self, dataloader: object, trainer: Trainer) -> None:
+        """Set the states before an iterator over the batches of an epoch is made."""
+        if trainer.training:
+            self._generators.before_iterator(self._processes.own_devices, dataloader)
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        """Set the states before the next batch."""
+        again = _iterator_is_made_again(trainer)
+        begins = self._generators.on_train_start(self._processes.own_devices, again=again)
+        self._begun = trainer.current_epoch if begins else None
+
+    def warn_of_epochs_without_batches(self, module: LightningModule) -> None:
+        """Warn if the epoch that a resumed run began has ended without a batch."""
+        if self._begun is None:  # most often
+            return
+        begun, now = self._begun, module.trainer.current_epoch
+        self._begun = None
+        if begun < now:
+            rank_zero_warn(
+                f"training went on in epoch {begun}, and no batch came before epoch {now}: a "
+                "dataloader whose state was saved after the last step of an epoch may say that it "
+                "has given all batches. Resume from a checkpoint of another step, or of the end of "
+                "an epoch."
+            )
+
+    def release(self) -> None:
+        """Forget the states."""
+        self._generators.drop()
+
+    def _states_of_all(self, trainer: Trainer) -> list[list[States]]:
+        """The states of the processes of each pipeline, in the first process."""
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        own = states_of(self._processes.own_devices, map(original_loader, loaders))
+        if self._processes.groups is None:
+            return [[own]]
+        everyone = self._processes.groups.everyone
+        if everyone.rank:
+            everyone.send(own, 0)
+            return []
+        states = [own, *(everyone.receive(rank) for rank in range(1, everyone.size))]
+        return [[states[rank] for rank in ranks] for ranks in self._processes.arrangement.ranks]
+
+
+def _in_an_epoch(trainer: Trainer) -> bool:
+    """Return True if the rest of the epoch comes before the next iterator over the batches.
+
+    From its last step Lightning goes on with the next epoch, and leaves out the rest of this one.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches: Any = progress.current
+    if epochs.processed >= epochs.ready:
+        return False
+    more = not progress.is_last_batch and batches.ready < trainer.num_training_batches
+    return bool(more or batches.completed >= batches.processed)
+
+
+def _iterator_is_made_again(trainer: Trainer) -> bool:
+    """Return True if a resumed run that begins an epoch makes its iterator twice, before 2.5.3."""
+    loop = trainer.fit_loop
+    made_once = isinstance(getattr(type(loop), "is_resuming", None), property)
+    return not made_once and trainer.current_epoch > 0 and not loop.epoch_loop.restarting

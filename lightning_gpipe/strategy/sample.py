@@ -1,0 +1,131 @@
+"""Captures the inputs of a LightningModule's pipelines, for a balance that is measured.
+
+By Lightning's convention, ``example_input_array`` is what the module's forward is called with.
+Without it there is a batch only in a fit, the first of the train dataloader, and only
+``training_step`` knows which part of it the layers get: it is called, and ends when it reaches
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_gpipe.core.faithful import RandomState, add_note, preserved
+from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+def entries_in(
+    module: LightningModule, trainer: Trainer, modules: Sequence[PipedModule]
+) -> list[Entry]:
+    """The input of each pipeline.
+
+    Args:
+        module: The LightningModule.
+        trainer: Its Trainer.
+        modules: The modules that run as pipelines.
+
+    Raises:
+        ValueError: If there is neither an example nor a batch.
+    """
+    precision = trainer.precision_plugin
+    example = module.example_input_array
+    if example is not None:
+        with _noted("example_input_array", "an input that its forward takes"):
+            call = calling(module, precision.convert_input(example))
+            return _entries(modules, call, trainer)
+    if trainer.state.fn != TrainerFn.FITTING:
+        raise ValueError(
+            f"a balance by time or memory needs a batch: got none outside of a fit, and "
+            f"{type(module).__name__}.example_input_array is None. Set that in its __init__, "
+            "resume from a checkpoint that has a balance, or write a balance as a list."
+        )
+    batch = precision.convert_input(_first_batch(module, trainer))
+    with _noted("training_step", "self.example_input_array, which is taken instead"):
+        return _entries(modules, lambda: module.training_step(batch, 0), trainer)
+
+
+def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
+    """The optimizers that the module configures, to see their kinds; none outside of a fit."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
+    configured: Any = module.configure_optimizers()
+    return [] if configured is None else list(_configure_optimizers(configured)[0])
+
+
+def _entries(
+    modules: Sequence[PipedModule], call: Callable[[], Any], trainer: Trainer
+) -> list[Entry]:
+    with trainer.precision_plugin.train_step_context():
+        return entries_of(modules, call)
+
+
+def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
+    """The first batch of the train dataloader, which the fit gets again."""
+    loaders: Any = trainer.fit_loop._data_source.dataloader()
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    for loader in combined.flattened:
+        _check_begins_anew(loader)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    with preserved([], [device]), _generators_preserved(combined.flattened):
+        batch, _, _ = next(iter(combined))
+        combined.reset()
+        batch = module._on_before_batch_transfer(batch)
+        return module._apply_batch_transfer_handler(batch, device=device)
+
+
+def _check_begins_anew(loader: Any) -> None:
+    """Refuse a loader from which the fit could not get its first batch again."""
+    dataset = loader.dataset if isinstance(loader, DataLoader) else loader
+    if isinstance(dataset, Iterator):
+        raise ValueError(
+            "a balance by time or memory needs the first batch of a train dataloader that can "
+            f"begin anew: got {type(dataset).__name__}, an iterator. Set example_input_array in "
+            "the __init__ of the LightningModule."
+        )
+
+
+@contextmanager
+def _generators_preserved(loaders: Sequence[Any]) -> Iterator[None]:
+    """Restore at the end of a ``with`` block the generators that shuffle."""
+    holders = [x for loader in loaders if isinstance(loader, DataLoader) for x in _with(loader)]
+    generators = [x.generator for x in holders if isinstance(x.generator, torch.Generator)]
+    state = RandomState.of(generators)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def _with(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader, and its sampler if that may have a generator."""
+    yield loader
+    if "generator" in vars(loader.sampler):
+        yield loader.sampler
+
+
+@contextmanager
+def _noted(source: str, cure: str) -> Iterator[None]:
+    """Add a note to an error of the user's code."""
+    try:
+        yield
+    except Exception as error:
+        add_note(
+            error,
+            f"raised in a call with {source}, made to find out what enters the pipeline, whose "
+            f"balance is to be measured. Give the LightningModule {cure}, or write a balance as a "
+            "list.",
+        )
+        raise

@@ -1,0 +1,56 @@
+"""What measured layers cost a stage."""
+
+from lightning_gpipe.core.balance.by_profile import memory_costs, stage_costs, time_costs
+from lightning_gpipe.core.balance.costs import Transfer
+from lightning_gpipe.core.balance.profiles import (
+    CarriedValue,
+    LayerProfile,
+    LinearCost,
+    ModelProfile,
+)
+
+
+def profile(chunks: int = 4) -> ModelProfile:
+    """Layers of 1, 2 and 3 seconds per micro-batch, with 10, 20, 30 bytes and 5 that are saved."""
+    layers = tuple(
+        LayerProfile(
+            str(k),
+            forward=LinearCost(k),
+            dropping=LinearCost(k),
+            saved=LinearCost(5),
+            parameter_bytes=10 * k,
+        )
+        for k in (1, 2, 3)
+    )
+    # The last layer is the first to save 3 bytes of its input.
+    carried = (CarriedValue(0, 1, LinearCost(7)), CarriedValue(1, 2, LinearCost(7), LinearCost(3)))
+    around = LayerProfile("around", parameter_bytes=100)
+    return ModelProfile(layers, carried, around, 2, chunks, "s", "cpu")
+
+
+def test_recomputed_micro_batches_take_their_forward_twice() -> None:
+    assert time_costs(profile(), recomputed=0).times == [1, 2, 3]
+    assert time_costs(profile(), recomputed=2).times == [1.5, 3, 4.5]
+
+
+def test_micro_batches_that_are_not_recomputed_are_all_saved() -> None:
+    assert memory_costs(profile(), recomputed=0).times == [30, 40, 50]
+    assert memory_costs(profile(), recomputed=3).times == [15, 25, 35]
+
+
+def test_of_recomputed_micro_batches_one_is_saved_at_a_time() -> None:
+    costs = memory_costs(profile(), recomputed=4)
+
+    assert costs.times == [15, 25, 35]
+    assert costs.transfers == [
+        Transfer(0, 1, 28, sent=False),
+        Transfer(1, 2, 28 - 3, sent=False),
+    ]
+
+
+def test_stages_of_a_balance() -> None:
+    first, last = stage_costs(profile(), [2, 1], recomputed=4, outside=1)
+
+    assert (first.time, last.time) == (4 * (2 + 4), 4 * 6)
+    assert (first.memory, last.memory) == (15 + 25, 35 + 25 + 100)
+    assert last.cells == ("24,000.00", "0.0")

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_gpipe.core.balance.by_parameters import balance_by_parameters
+from lightning_gpipe.core.balance.costs import parameter_costs
+
+
+def test_costs_are_numbers_of_elements() -> None:
+    layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5)]
+
+    assert parameter_costs(layers) == [16, 0, 20, 10]  # the buffers of BatchNorm do not count
+
+
+def test_nested_layers_count_all_they_hold() -> None:
+    assert parameter_costs([nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3))]) == [31]
+
+
+def test_frozen_parameters_count() -> None:
+    assert parameter_costs([nn.Linear(3, 4).requires_grad_(False)]) == [16]
+
+
+def test_parameter_shared_within_a_layer_counts_once() -> None:
+    one, two = nn.Linear(3, 3), nn.Linear(3, 3)
+    two.weight = one.weight
+
+    assert parameter_costs([nn.Sequential(one, two)]) == [15]
+
+
+def test_parameter_shared_between_layers_counts_for_the_first() -> None:
+    embedding, head = nn.Embedding(10, 4), nn.Linear(4, 10)
+    head.weight = embedding.weight
+
+    assert parameter_costs([embedding, nn.Linear(4, 4), head]) == [40, 20, 10]
+
+
+def test_meta_tensors_are_counted_without_memory() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(4)))
+
+    assert parameter_costs(module) == [10**10] * 4
+    assert balance_by_parameters(module, stages=2) == [2, 2]
+
+
+def test_balance_by_parameters() -> None:
+    big, small = nn.Linear(40, 40), [nn.Linear(20, 20) for _ in range(4)]
+
+    assert balance_by_parameters(nn.Sequential(big, *small), stages=2) == [1, 4]
+    assert balance_by_parameters(nn.Sequential(*small, nn.ReLU(), nn.ReLU()), stages=2) == [2, 4]
+    assert balance_by_parameters(nn.Sequential(*small), stages=1) == [4]
+
+
+@pytest.mark.parametrize("stages", [0, 3])
+def test_balance_by_parameters_over_too_few_or_many_stages(stages: int) -> None:
+    with pytest.raises(ValueError, match=f"got {stages} stages for the 2 layers of module"):
+        balance_by_parameters(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), stages)
+
+
+def test_balance_by_parameters_of_what_cannot_be_cut() -> None:
+    with pytest.raises(TypeError, match="module must be an nn.Sequential"):
+        balance_by_parameters(nn.Linear(2, 2), 1)  # type: ignore[arg-type]  # the fault under test

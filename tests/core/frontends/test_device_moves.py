@@ -1,0 +1,157 @@
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_gpipe.core.frontends.device_moves import on_meta, place, place_around
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(2))
+        self.register_buffer("offset", torch.empty(2))
+
+
+class Initialised(Scale):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 3.0)
+        nn.init.constant_(self.get_buffer("offset"), 4.0)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.head = nn.Linear(2, 2)
+        self.own = nn.Parameter(torch.ones(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.register_buffer("classes", torch.ones(3))
+        self.accuracy = MulticlassAccuracy(3)
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    layer = nn.Linear(2, 2)
+    weight = layer.weight
+
+    place(layer, CPU)
+
+    assert layer.weight is weight
+
+
+def test_module_on_meta_is_created_and_initialised() -> None:
+    with META:
+        module = nn.Sequential(nn.Linear(2, 2), Initialised())
+
+    place(module, CPU)
+
+    assert {tensor.device for tensor in module.state_dict().values()} == {CPU}
+    assert module.get_parameter("1.scale").tolist() == [3.0, 3.0]
+    assert module.get_buffer("1.offset").tolist() == [4.0, 4.0]
+    assert module.get_parameter("0.weight").abs().max() <= 2**-0.5
+
+
+def test_module_with_memory_keeps_its_values() -> None:
+    with META:
+        late = nn.Linear(2, 2)
+    early = nn.Linear(2, 2)
+    weight = early.weight.detach().clone()
+
+    place(nn.Sequential(early, late), CPU)
+
+    assert torch.equal(early.weight, weight)
+    assert not on_meta(late)
+
+
+def test_module_on_meta_without_initialisation() -> None:
+    with META:
+        module = nn.Sequential(Scale())
+
+    with pytest.raises(TypeError, match=r"must have reset_parameters\(\).*got Scale without"):
+        place(module, CPU)
+
+
+@pytest.mark.parametrize("device, expected", [(CPU, False), (META, True)])
+@pytest.mark.parametrize("module", [nn.Linear, lambda *_: nn.BatchNorm1d(2, affine=False)])
+def test_on_meta(module: type[nn.Module], device: torch.device, expected: bool) -> None:
+    with device:
+        assert on_meta(nn.Sequential(module(2, 2))) is expected
+
+
+def test_module_without_tensors_is_not_on_meta() -> None:
+    assert not on_meta(nn.ReLU())
+
+
+# To be told apart on a machine without a GPU, what was moved is moved to meta.
+
+
+def test_all_but_the_inner_module_is_moved() -> None:
+    model = Model()
+    inner = dict(model.net.layers.named_parameters())
+
+    place_around(model, {model.net.layers}, META)
+
+    assert model.net.head.weight.is_meta
+    assert model.net.own.is_meta
+    assert model.classes.is_meta
+    assert all(not parameter.is_meta for parameter in inner.values())
+    assert all(model.net.layers.get_parameter(name) is p for name, p in inner.items())
+
+
+def test_metrics_are_moved() -> None:
+    model = Model()
+
+    place_around(model, {model.net.layers}, META)
+
+    assert model.accuracy.device == META
+    assert isinstance(model.accuracy.tp, Tensor)
+    assert model.accuracy.tp.is_meta
+
+
+def test_nothing_is_around_the_module_itself() -> None:
+    model = Model()
+
+    place_around(model, {model}, META)
+
+    assert not on_meta(model)
+
+
+def test_tied_parameters_on_meta_stay_tied() -> None:
+    """Once each module got a parameter of its own, so the weights were tied no longer."""
+    with META:
+        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    two.weight = one.weight
+
+    place(nn.Sequential(one, two), CPU)
+
+    assert one.weight is two.weight
+    assert one.weight.device == CPU
+
+
+def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
+    """Once the whole module was initialised again to make the buffer: loaded weights were lost."""
+    with META:
+        module = Initialised()
+    module.load_state_dict({"scale": torch.tensor([7.0, 8.0])}, strict=False, assign=True)
+
+    place(module, CPU)
+
+    assert module.scale.tolist() == [7.0, 8.0]
+    assert module.get_buffer("offset").tolist() == [4.0, 4.0]
+
+
+def test_attention_on_meta() -> None:
+    with META:
+        module = nn.MultiheadAttention(4, 2)
+
+    place(module, CPU)
+
+    assert not on_meta(module)
+    assert module.in_proj_weight.abs().max() > 0

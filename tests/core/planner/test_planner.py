@@ -1,0 +1,281 @@
+"""Plans: the fastest of those that fit."""
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile, Place
+from lightning_gpipe.core.planner import (
+    Memory,
+    NoPlan,
+    PlannedSettings,
+    Prediction,
+    plan_for,
+    sizes_of,
+)
+from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, Action, Kind, ScheduleKind
+
+GIB = 2**30
+
+
+def profile(*times: float, saved: float = 0, held: int = 0, fixed: float = 0) -> ModelProfile:
+    """Layers that take so long for each row, forward, and twice that backward."""
+    layers = tuple(
+        LayerProfile(
+            f"layer {k}",
+            forward=LinearCost(fixed, time),
+            dropping=LinearCost(fixed, time),
+            backward=LinearCost(2 * fixed, 2 * time),
+            saved=LinearCost(0, saved),
+            inputs=LinearCost(fixed, time),
+            weights=LinearCost(1.1 * fixed, 1.1 * time),
+            left=LinearCost(0, 0.6 * saved),
+            parameters=held // 4,
+            parameter_bytes=held,
+        )
+        for k, time in enumerate(times)
+    )
+    carried = tuple(CarriedValue(k, k + 1, LinearCost(0, 1)) for k in range(len(times) - 1))
+    return ModelProfile(layers, carried, LayerProfile("around"), 16, 1, "s", "cpu")
+
+
+def predict(
+    costs: ModelProfile,
+    balance: tuple[int, ...],
+    chunks: int,
+    recomputed: int,
+    order: ScheduleKind = FILL_DRAIN,
+) -> Prediction:
+    n = len(balance)
+    return Prediction(
+        PlannedSettings(n, chunks, recomputed, order, balance),
+        costs,
+        (Place(),) * n,
+        sizes_of(16, chunks),
+        "last",
+        tuple(range(n)),
+    )
+
+
+def test_time_is_that_of_the_schedule() -> None:
+    # F0 F1 .  .  . . B1B1B0B0
+    # .  F0 F1 B1B1B0B0
+    found = predict(profile(1, 1), (1, 1), chunks=2, recomputed=0)
+
+    assert found.time == 8 * 3 + 16 * 3
+    assert found.bubble == pytest.approx(1 / 3)
+    assert [stage.time for stage in found.stages] == [48, 48]
+    assert found.throughput == 16 / 72
+
+
+def test_recomputation_takes_a_forward_more() -> None:
+    found = predict(profile(1, 1), (2,), chunks=2, recomputed=1)
+
+    assert found.time == 2 * 16 * 3 + 2 * 8
+    assert found.settings.activation_checkpointing == 1
+
+
+def test_micro_batches_of_different_sizes_take_their_own_time() -> None:
+    assert sizes_of(10, 4) == (3, 3, 2, 2)
+    assert sizes_of(2, 4) == (1, 1)
+    found = replace(predict(profile(1), (1,), chunks=4, recomputed=0), rows=sizes_of(10, 4))
+
+    assert found.time == 30
+    assert found.spans[0].end == 3
+    assert found.spans[-1].action == Action(Kind.BACKWARD, 0, 0)
+
+
+@pytest.mark.parametrize("recomputed", [0, 1, 3, 4])
+def test_memory_at_the_peak_is_the_most_over_time(recomputed: int) -> None:
+    found = predict(profile(1, 1, saved=10, held=100), (1, 1), chunks=4, recomputed=recomputed)
+
+    for stage, over_time in zip(found.stages, found.memory_over_time(), strict=True):
+        assert max(held for _, held in over_time) == stage.memory.total
+        assert over_time[0] == (0, 100)
+        assert over_time[-1][1] == 100
+
+
+def test_memory_by_kind() -> None:
+    first, last = predict(profile(1, 1, saved=10, held=100), (1, 1), 4, recomputed=3).stages
+
+    assert first.memory == Memory(100, 0, 0, 0, 10 * 4, 0)
+    assert last.memory == Memory(100, 0, 0, 0, 10 * 4, 16)
+    assert (first.sent, last.sent) == (16, 0)
+
+
+@pytest.mark.parametrize("schedule, split", [("fill_drain", False), ("auto", None)])
+@pytest.mark.parametrize("room", [0, 60, 1000])
+def test_fastest_of_all_is_found(schedule: Any, split: bool | None, room: int) -> None:
+    costs = profile(3, 1, 2, 2, saved=7, held=50, fixed=0.7)
+    places = [Place(memory=size + room) for size in (320, 340, 300)]
+
+    best = plan_for(costs, places, schedule=schedule, split_backward=split).prediction
+
+    fitting = []
+    orders = KINDS if schedule == "auto" else (FILL_DRAIN,)
+    for order, n, m in product(orders, (1, 2, 3), (1, 2, 4, 8, 16)):
+        for k in range(m + 1):
+            for cuts in product(range(1, 5), repeat=n):
+                if sum(cuts) == 4:
+                    each = replace(predict(costs, cuts, m, k, order), places=tuple(places[:n]))
+                    if not any(each.missing):
+                        fitting.append(each.time)
+    assert best.time == pytest.approx(min(fitting))
+
+
+def test_nothing_is_recomputed_if_all_fits() -> None:
+    assert plan_for(profile(1, 1, saved=10), [Place()] * 2).settings.recomputed == 0
+
+
+def test_as_few_micro_batches_are_recomputed_as_fit() -> None:
+    costs = profile(1, 1, 1, 1, saved=10, held=10)
+    # 2 layers: 20 bytes, 20 saved for each row, 1 byte of input for each row
+    plan = plan_for(costs, [Place(memory=20 + 20 * 8 + 16)] * 2, chunks=8)
+
+    assert plan.settings.recomputed == 4
+    assert "lacks" in {each.reason.split()[0] for each in plan.alternatives}
+
+
+def test_more_micro_batches_until_they_cost_more_than_the_bubble() -> None:
+    free = plan_for(profile(1, 1), [Place()] * 2, stages=2)
+    costly = plan_for(profile(1, 1, fixed=3), [Place()] * 2, stages=2)
+
+    assert free.settings.chunks == 16
+    assert 1 < costly.settings.chunks < 16
+    assert any("bubble" in each.reason for each in costly.alternatives)
+    assert any("smaller micro-batches" in each.reason for each in costly.alternatives)
+
+
+def test_fewer_stages_where_that_is_faster() -> None:
+    plan = plan_for(profile(1, 100), [Place()] * 4, chunks=1)
+
+    assert len(plan.settings.balance) == 1
+
+
+def test_faster_devices_are_taken_first() -> None:
+    plan = plan_for(profile(1, 1), [Place(speed=0.01), Place(speed=1.5), Place()])
+
+    assert plan.prediction.devices == (1, 2)
+
+
+def test_nearest_profile_counts() -> None:
+    small = replace(profile(5), rows=2, chunks=8)
+
+    assert plan_for([profile(1), small], [Place()], chunks=8).prediction.time == 16 * 5 * 3
+    assert plan_for([profile(1), small], [Place()], chunks=1).prediction.time == 16 * 3
+
+
+def test_nothing_fits_says_what_is_missing_where() -> None:
+    costs = profile(1, 1, held=3 * GIB)
+
+    with pytest.raises(NoPlan) as caught:
+        plan_for(costs, [Place(memory=2 * GIB), Place(memory=4 * GIB)])
+
+    assert "lacks 1 GiB on device 0 (stage 0: 3 of 2 GiB)" in str(caught.value)
+    assert "fits devices of 3 GiB" in str(caught.value)
+    assert caught.value.nearest.settings.balance == (1, 1)
+
+
+def test_given_values_are_kept() -> None:
+    plan = plan_for(
+        profile(1, 1, 1),
+        [Place()] * 2,
+        balance=[2, 1],
+        chunks=3,
+        activation_checkpointing="except_last",
+    )
+
+    assert plan.settings == PlannedSettings(2, 3, 2, balance=(2, 1))
+    assert plan.settings.activation_checkpointing == 2
+
+
+def test_more_stages_than_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages and 2 devices"):
+        plan_for(profile(1, 1, 1), [Place()] * 2, stages=3)
+
+
+def test_plan_is_json() -> None:
+    plan = plan_for(profile(1, 1, saved=3, held=8), [Place(memory=1000), Place()])
+    found = json.loads(json.dumps(plan.as_dict()))
+
+    assert found["balance"] == [1, 1]
+    assert found["stages"][0]["limit"] == 1000
+    assert found["stages"][1]["limit"] is None
+    assert found["stages"][0]["layers"] == ["layer 0"]
+    assert all("reason" in each for each in found["alternatives"])
+    assert str(plan).startswith("balance=[1, 1], chunks=16, activation_checkpointing='never': ")
+
+
+# Schedules.
+
+
+def test_schedule_with_a_loss_for_each_micro_batch_is_not_chosen_unless_asked_for() -> None:
+    costs = profile(1, 1, saved=10)
+    places = [Place(memory=50)] * 2
+
+    plan = plan_for(costs, places, stages=2, chunks=8)
+    asked = plan_for(costs, places, stages=2, chunks=8, schedule="auto", split_backward=None)
+
+    assert plan.settings.order == FILL_DRAIN
+    assert asked.settings.order.by_micro_batch
+    (other,) = [a for a in plan.alternatives if a.prediction.settings.order == ScheduleKind("1f1b")]
+    assert "less time, but needs a loss for each micro-batch" in other.reason
+    assert "write schedule='1f1b'" in other.reason
+
+
+def test_backwards_are_split_where_that_is_faster_and_may_be() -> None:
+    costs = profile(1, 1, 1, 1)
+    places = [Place()] * 4
+
+    chosen = plan_for(costs, places, chunks=4, split_backward=None)
+    kept = plan_for(costs, places, chunks=4, split_backward=False)
+
+    assert chosen.settings.order == ScheduleKind(split=True)
+    assert kept.settings.order == FILL_DRAIN
+    assert any("write split_backward=True" in each.reason for each in kept.alternatives)
+    assert str(chosen.settings).endswith(", split_backward=True")
+    assert chosen.as_dict()["schedule"] == "fill_drain"
+    assert chosen.as_dict()["split_backward"] is True
+
+
+def test_backwards_that_were_not_measured_in_two_parts_are_not_split() -> None:
+    layers = tuple(replace(each, weights=None, inputs=None) for each in profile(1, 1).layers)
+
+    plan = plan_for(
+        replace(profile(1, 1), layers=layers), [Place()] * 2, schedule="auto", split_backward=None
+    )
+
+    assert not plan.settings.order.split
+    assert {each.prediction.settings.order.split for each in plan.alternatives} == {False}
+
+
+@pytest.mark.parametrize("order", KINDS, ids=str)
+def test_schedule_that_is_given_is_kept(order: ScheduleKind) -> None:
+    plan = plan_for(
+        profile(1, 1, 1),
+        [Place()] * 3,
+        chunks=4,
+        schedule=order.schedule,
+        split_backward=order.split,
+    )
+
+    assert plan.settings.order == order
+    assert {each.prediction.settings.order for each in plan.alternatives} == set(KINDS)
+
+
+def test_several_stages_on_each_device_by_a_balance() -> None:
+    costs = profile(1, 1, 1, 1)
+
+    plan = plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], schedule="1f1b")
+
+    assert plan.prediction.devices == (0, 1, 0, 1)
+    assert plan.settings.chunks % 2 == 0
+    with pytest.raises(ValueError, match="needs a device for each stage"):
+        plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], schedule="zero_bubble")
+    with pytest.raises(ValueError, match="multiple of the number of devices"):
+        plan_for(costs, [Place()] * 2, balance=[1, 1, 1, 1], chunks=3, schedule="1f1b")
+    with pytest.raises(ValueError, match="divides the number of stages"):
+        plan_for(costs, [Place()] * 2, balance=[2, 1, 1])

@@ -1,0 +1,99 @@
+import subprocess
+import sys
+from contextvars import ContextVar
+from functools import partial
+
+import pytest
+
+from lightning_gpipe.core.run.micro_batch_losses import coroutine as module
+from lightning_gpipe.core.run.micro_batch_losses.coroutine import Coroutine
+
+
+def test_two_in_turns() -> None:
+    said = []
+
+    def talk(name: str) -> str:
+        said.append(name)
+        said.append(coroutines[name].suspend(f"{name} waits"))
+        return f"{name} ends"
+
+    coroutines = {name: Coroutine(partial(talk, name)) for name in "ab"}
+
+    assert [coroutines[name].resume() for name in "ab"] == ["a waits", "b waits"]
+    assert not coroutines["a"].ended
+    assert [coroutines[name].resume(f"{name} goes on") for name in "ba"] == ["b ends", "a ends"]
+    assert coroutines["a"].ended
+    assert said == ["a", "b", "b goes on", "a goes on"]
+
+
+def test_error_arrives_where_it_is_resumed() -> None:
+    def fail() -> None:
+        raise KeyError("this")
+
+    coroutine = Coroutine(fail)
+    with pytest.raises(KeyError, match="this"):
+        coroutine.resume()
+    assert coroutine.ended
+
+
+def test_closed_runs_its_finally_block() -> None:
+    ended: list[bool] = []
+
+    def wait() -> None:
+        try:
+            coroutine.suspend(None)
+        finally:
+            ended.append(True)
+
+    coroutine = Coroutine(wait)
+    coroutine.resume()
+    coroutine.close()
+
+    assert ended == [True]
+    assert coroutine.ended
+
+
+def test_closed_before_it_began() -> None:
+    coroutine = Coroutine(lambda: pytest.fail("it must not run"))
+    coroutine.close()
+    assert coroutine.ended
+
+
+def test_context_variables_are_its_own() -> None:
+    variable = ContextVar("variable", default="unset")
+
+    def change() -> str:
+        found = variable.get()
+        variable.set("in the coroutine")
+        return found
+
+    variable.set("outside")
+    assert Coroutine(change).resume() == "outside"
+    assert variable.get() == "outside"
+
+
+def test_greenlet_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(module, "import_module", missing)
+    with pytest.raises(ModuleNotFoundError, match="Run pip install greenlet, or"):
+        Coroutine(lambda: None)
+
+
+def test_greenlet_is_imported_only_when_asked_for() -> None:
+    """A pipeline that runs by fill-drain does not need it, nor does a strategy."""
+    code = """if True:
+        import sys, torch
+        from lightning_gpipe import GPipe, GPipeStrategy
+
+        GPipeStrategy([1, 1], split_backward=True)
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = GPipe(layers, [1, 1], chunks=2, split_backward=True)
+        model(torch.ones(2, 2)).sum().backward()
+        assert "greenlet" not in sys.modules
+        model.by_micro_batch(lambda x: model(x).mean(), torch.ones(2, 2))
+        assert "greenlet" in sys.modules
+        model.close()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -1,0 +1,46 @@
+from typing import Any
+
+import pytest
+
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules.recompute import (
+    check_activation_checkpointing,
+    count_recomputed,
+)
+
+
+@pytest.mark.parametrize(
+    "mode, counts",  # for m = 1, 2 and 4 micro-batches
+    [
+        ("always", [1, 2, 4]),
+        ("except_last", [0, 1, 3]),
+        ("never", [0, 0, 0]),
+        (0, [0, 0, 0]),
+        (2, [1, 2, 2]),
+        (9, [1, 2, 4]),
+    ],
+)
+def test_mode_counts_the_recomputed(mode: ActivationCheckpointing, counts: list[int]) -> None:
+    assert [count_recomputed(mode, m) for m in (1, 2, 4)] == counts
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last", "never", 0, 3])
+def test_known_mode(mode: ActivationCheckpointing) -> None:
+    check_activation_checkpointing(mode)
+
+
+@pytest.mark.parametrize("mode", ["sometimes", "", "Always", -1])
+def test_unknown_mode(mode: Any) -> None:
+    with pytest.raises(ValueError, match="activation_checkpointing must be one of") as error:
+        check_activation_checkpointing(mode)
+
+    assert "'always', 'except_last', 'never', or a number" in str(error.value)
+    assert f"got {mode!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("mode", [True, None, 1.0, ["always"]])
+def test_mode_of_the_wrong_type(mode: Any) -> None:
+    with pytest.raises(TypeError, match="activation_checkpointing must be one of") as error:
+        check_activation_checkpointing(mode)
+
+    assert f"got {mode!r}" in str(error.value)

@@ -1,0 +1,116 @@
+"""The rules of every schedule, for all small sizes."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from lightning_gpipe.core.schedules.action import Action, Kind
+from lightning_gpipe.core.schedules.placement import folded, looped
+from lightning_gpipe.core.schedules.schedule import Schedule
+from lightning_gpipe.core.schedules.table import SCHEDULES, ScheduleKind, ScheduleName
+
+R, B, W = Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS
+
+
+PLACEMENTS = {looped(n, d) for n in range(1, 5) for d in range(1, n + 1) if n % d == 0} | {
+    folded(2 * d, d) for d in range(1, 4)
+}
+
+
+def small(name: ScheduleName) -> Iterator[tuple[Schedule, int, int]]:
+    """Yield the schedules of all small sizes, the recomputed micro-batches and the workers."""
+    for split in (True,) if SCHEDULES[name].always_split else (False, True):
+        kind = ScheduleKind(name, split)
+        for placement in sorted(PLACEMENTS):
+            workers = 1 + max(placement)
+            if kind.possible(workers, placement):
+                for m in (1, 2, 3, 5):  # short mini-batches too
+                    for recomputed in {0, m - 1}:
+                        yield kind.build(m, placement, recomputed), recomputed, workers
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def every(request: pytest.FixtureRequest) -> list[tuple[Schedule, int, int]]:
+    return list(small(request.param))
+
+
+Every = list[tuple[Schedule, int, int]]
+
+
+def test_no_small_schedule_deadlocks(every: Every) -> None:
+    for schedule, _, _ in every:
+        assert schedule.simulation.makespan > 0
+
+
+def test_every_action_runs_exactly_once(every: Every) -> None:
+    for schedule, recomputed, _ in every:
+        m, n = schedule.m, schedule.n
+        ran = [str(action) + f"@{action.j}" for row in schedule.rows for action in row]
+
+        split = any(action.kind is W for row in schedule.rows for action in row)
+        kinds = "FBW" if split else "FB"
+        all_ = [f"{kind}{i}@{j}" for kind in kinds for i in range(m) for j in range(n)]
+        again = [f"R{i}@{j}" for i in range(recomputed) for j in range(n)]
+        assert sorted(ran) == sorted(all_ + again)
+
+
+def test_caller_does_everything_once_if_micro_batches_have_losses(every: Every) -> None:
+    for schedule, _, _ in every:
+        did = [f"{action}@{action.j}" for action in schedule.caller]
+
+        m, n = schedule.m, schedule.n
+        expected = [each for i in range(m) for each in (f"P{i}@-1", f"L{i}@{n}", f"B{i}@-1")]
+        assert sorted(did) == (sorted(expected) if len(schedule.phases) == 1 else [])
+
+
+def test_every_action_belongs_to_the_worker_of_its_stage(every: Every) -> None:
+    for schedule, _, workers in every:
+        assert len(schedule.rows) == workers
+        for w, row in enumerate(schedule.rows):
+            assert {schedule.placement[action.j] for action in row} == {w}
+
+
+def test_no_action_starts_before_what_it_needs_has_ended(every: Every) -> None:
+    for schedule, _, _ in every:
+        start, end = schedule.simulation.start, schedule.simulation.end
+
+        for action in start:
+            needed = [each for each in schedule.needs(action) if each in start]
+            assert all(end[each] <= start[action] for each in needed)
+
+
+def test_interleaved_runs_no_action_before_what_it_needs(every: Every) -> None:
+    for schedule, _, _ in every:
+        done: set[Action] = set()
+        for action in schedule.interleaved:
+            assert done.issuperset(set(schedule.needs(action)) & set(schedule.interleaved))
+            done.add(action)
+
+
+def test_interleaved_keeps_the_order_of_each_worker_and_of_the_caller(every: Every) -> None:
+    for schedule, _, workers in every:
+        for w, row in enumerate((*schedule.rows, schedule.caller)):
+            own = [a for a in schedule.interleaved if schedule.worker_of(a) == w]
+            assert own == list(row)
+        assert {worker for worker, _ in schedule.turns} <= set(range(workers + 1))
+
+
+def test_recompute_comes_right_before_its_backward(every: Every) -> None:
+    for schedule, _, _ in every:
+        for row in schedule.rows:
+            for action, following in pairwise(row):
+                if action.kind is R:
+                    assert following == Action(B, action.i, action.j)
+
+
+def test_caller_keeps_no_worker_waiting_whatever_actions_take(every: Every) -> None:
+    random = Random(0)
+    for schedule in [each for each, _, _ in every if each.caller]:
+        alone = Schedule(schedule.m, schedule.placement, schedule.phases)
+        drawn = {action: random.choice([0.5, 1.0, 4.0]) for action in alone.interleaved}
+        cost = defaultdict(float, drawn).__getitem__  # the caller takes no time
+
+        assert schedule.simulate(cost).start.items() >= alone.simulate(cost).start.items()

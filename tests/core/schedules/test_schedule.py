@@ -1,0 +1,103 @@
+from textwrap import dedent
+
+import pytest
+
+from lightning_gpipe.core.schedules.action import Action, Kind
+from lightning_gpipe.core.schedules.placement import one_each
+from lightning_gpipe.core.schedules.schedule import Schedule
+from lightning_gpipe.core.schedules.table import fill_drain, schedule_for
+
+F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+
+
+def drawn(picture: str) -> str:
+    return dedent(picture).lstrip("\n")
+
+
+def test_schedule_prints_as_its_table() -> None:
+    assert str(fill_drain(1, one_each(2))) == drawn("""
+        stage 0 | F0 .  .  B0
+        stage 1 | .  F0 B0 .
+    """)
+
+
+def test_interleaved_is_clock_cycle_by_clock_cycle() -> None:
+    order = fill_drain(2, one_each(2)).interleaved
+
+    assert [f"{action}@{action.j}" for action in order] == [
+        *("F0@0", "F1@0", "F0@1", "F1@1"),
+        *("B1@1", "B1@0", "B0@1", "B0@0"),
+    ]
+
+
+def test_turns_are_the_sequence_by_worker() -> None:
+    turns = fill_drain(2, one_each(2)).phase(0).turns
+
+    assert [(worker, [f"{action}@{action.j}" for action in row]) for worker, row in turns] == [
+        (0, ["F0@0", "F1@0"]),
+        (1, ["F0@1", "F1@1"]),
+    ]
+
+
+@pytest.fixture
+def schedule() -> Schedule:
+    return fill_drain(2, one_each(2), recomputed=1)
+
+
+LOSS = {Action(F, 0, 1), Action(F, 1, 1)}
+
+
+def needed(schedule: Schedule, action: Action) -> set[Action]:
+    """What an action needs of what is in the rows."""
+    return set(schedule.needs(action)) & set(schedule.interleaved)
+
+
+def test_what_a_forward_needs(schedule: Schedule) -> None:
+    assert needed(schedule, Action(F, 1, 0)) == set()
+    assert needed(schedule, Action(F, 1, 1)) == {Action(F, 1, 0)}
+
+
+def test_what_a_backward_needs(schedule: Schedule) -> None:
+    own = {Action(F, 0, 0), Action(R, 0, 0)}
+
+    assert needed(schedule, Action(B, 0, 1)) == LOSS | {Action(R, 0, 1)}
+    assert needed(schedule, Action(B, 0, 0)) == LOSS | own | {Action(B, 0, 1)}
+
+
+def test_recompute_needs_no_gradient(schedule: Schedule) -> None:
+    assert needed(schedule, Action(R, 0, 0)) == LOSS | {Action(F, 0, 0)}
+
+
+def test_micro_batch_with_a_loss_of_its_own_waits_for_no_other() -> None:
+    schedule = schedule_for("1f1b", 3, one_each(2))
+
+    assert needed(schedule, Action(B, 1, 1)) == {Action(F, 1, 1), Action(Kind.LOSS, 1, 2)}
+
+
+def test_what_is_recomputed_is_read_off_the_rows() -> None:
+    rows = ((Action(F, 0, 0), Action(F, 1, 0), Action(R, 1, 0), Action(B, 1, 0), Action(B, 0, 0)),)
+
+    assert Schedule(2, (0,), (rows,)).recomputed(0) == {1}
+
+
+def test_phase_of_an_action(schedule: Schedule) -> None:
+    assert schedule.phase_of(Action(F, 1, 1)) == 0
+    assert schedule.phase_of(Action(R, 0, 0)) == 1
+
+
+def test_caller_stands_in_the_turns_as_one_more_worker() -> None:
+    turns = schedule_for("1f1b", 1, one_each(2)).turns
+
+    assert [(worker, *(f"{action}@{action.j}" for action in row)) for worker, row in turns] == [
+        (2, "P0@-1"),
+        (0, "F0@0"),
+        (1, "F0@1"),
+        (2, "L0@2"),
+        (1, "B0@1"),
+        (0, "B0@0"),
+        (2, "B0@-1"),
+    ]
+
+
+def test_caller_is_in_the_phase_during_which_it_works() -> None:
+    assert schedule_for("1f1b", 1, one_each(2)).phase_of(Action(Kind.LOSS, 0, 2)) == 0

@@ -1,0 +1,107 @@
+"""Processes that come to the same place, some late, some never, some of an earlier run."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from threading import Thread
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store
+
+from lightning_gpipe.core.transport import store_barrier
+from tests.support.waiting import PATIENCE, awaited
+
+LONG = timedelta(seconds=PATIENCE)
+SHORT = timedelta(seconds=0.2)
+RANKS = range(3)
+
+
+def start(run: Callable[[], object]) -> Thread:
+    thread = Thread(target=run)
+    thread.start()
+    return thread
+
+
+def come(found: list[str], store: Store, rank: int) -> None:
+    found.append(store_barrier(store, RANKS, rank, LONG, "come"))
+
+
+def met(store: Store) -> set[str]:
+    """The names that three processes agree on."""
+    found: list[str] = []
+    threads = [start(partial(come, found, store, k)) for k in RANKS]
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    return set(found)
+
+
+def fails(store: Store, rank: int, timeout: timedelta) -> None:
+    with pytest.raises(RuntimeError, match="all processes must come"):
+        store_barrier(store, RANKS, rank, timeout, "come")
+
+
+def test_all_agree_on_a_name_and_on_another_one_the_next_time() -> None:
+    store = HashStore()
+
+    names = [met(store) for _ in range(3)]
+
+    assert [len(each) for each in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+def test_first_one_that_goes_on_to_the_next_meeting_at_once() -> None:
+    store = HashStore()
+    found: dict[int, list[str]] = {k: [] for k in RANKS}
+
+    def come_often(rank: int) -> None:
+        for _ in range(4):
+            come(found[rank], store, rank)
+
+    threads = [start(partial(come_often, k)) for k in RANKS]
+    for thread in threads:
+        thread.join()
+
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 4
+
+
+def test_one_that_is_missing_is_named_by_the_first() -> None:
+    store = HashStore()
+    other = start(partial(fails, store, 2, LONG))
+
+    with pytest.raises(RuntimeError, match="all processes must come: rank 1 did not within 0.2 s"):
+        store_barrier(store, RANKS, 0, SHORT, "come")
+    other.join()
+
+
+def test_first_one_that_is_missing() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 did not"):
+        store_barrier(HashStore(), RANKS, 1, SHORT, "come")
+
+
+def test_run_that_was_ended_while_its_processes_met_and_is_started_again() -> None:
+    """Once what had been written by the first run was taken for the second one's."""
+    store = HashStore()
+    for k in (1, 2, 0, 1):
+        fails(store, k, SHORT)
+
+    assert len(met(store)) == 1
+
+
+def test_one_that_comes_before_the_first_and_finds_the_name_of_an_earlier_run() -> None:
+    store = HashStore()
+    (first,) = met(store)
+    places = [f"{first}/{k}" for k in (1, 2)]
+    before = [store.get(each) for each in places]
+    found: list[str] = []
+    others = [start(partial(come, found, store, k)) for k in (1, 2)]
+    assert awaited(lambda: any(store.get(each) in before for each in places), False) is False
+
+    found.append(store_barrier(store, RANKS, 0, LONG, "come"))
+    for each in others:
+        each.join()
+
+    assert len(set(found)) == 1
+    assert first not in found
