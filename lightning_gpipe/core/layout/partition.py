@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -66,14 +66,19 @@ class Partition:
         """The distinct parameters of the layers, in order; a shared one appears once."""
         return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters()))
 
-    def __str__(self) -> str:
+    @property
+    def span(self) -> str:
+        """The first and the last layer: ``0..2``, or by their names ``model.blocks.0..3``."""
         if not self.layers:
             return "no modules"
-        if self.names:
-            return _from_to(self.names[0], self.names[-1])
-        if self.first == self.last:
-            return f"layer {self.first}"
-        return f"layers {self.first}..{self.last}"
+        names = self.names or [str(k) for k in self.indices]
+        return _from_to(names[0], names[-1])
+
+    def __str__(self) -> str:
+        span = self.span
+        if not span[0].isdigit():
+            return span
+        return f"layer {span}" if len(self.layers) == 1 else f"layers {span}"
 
 
 def cut(
@@ -109,8 +114,9 @@ def _from_to(first: str, last: str) -> str:
     """Two names in one, such as ``model.layers.0..3``."""
     if first == last:
         return first
-    prefix, _, name = last.rpartition(".")
-    return f"{first}..{name if first.rpartition('.')[0] == prefix else last}"
+    parts = zip(first.split("."), last.split("."), strict=False)
+    common = "".join(f"{a}." for a, _ in takewhile(lambda pair: pair[0] == pair[1], parts))
+    return f"{first}..{last.removeprefix(common)}"
 
 
 def check_sequential(module: nn.Module, name: str = "module") -> None:

@@ -48,7 +48,7 @@ def stage_table(
         table.add_row(
             str(j),
             layout.where(j),
-            str(partition) if partition.names else f"{partition.first}..{partition.last}",
+            partition.span,
             f"{len(partition.layers)}",
             _kinds(partition.layers),
             f"{parameters:,}",

@@ -105,7 +105,10 @@ def test_same_numbers(pipe: Pipe, balance: list[int]) -> None:
 def test_names_of_layers_in_groups() -> None:
     piped = GPipe(groups(), [3, 3], devices=["cpu"] * 2)
 
-    assert [str(stage.partition) for stage in piped.stages] == ["0.0..1.0.0", "1.0.1..2"]
+    assert [str(stage.partition) for stage in piped.stages] == [
+        "layers 0.0..1.0.0",
+        "layers 1.0.1..2",
+    ]
 
 
 def test_balance_by_parameters_counts_layers_in_groups() -> None:
