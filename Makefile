@@ -15,6 +15,7 @@ PYTHON ?= python3
 # One more than there are cores: some tests wait for processes most of the time.
 JOBS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 TOOLS := tests/benchmarks tests/mutation tests/examples/test_quickstart.py
+TRAINER := tests/lightning tests/strategy tests/checkpoints tests/callbacks tests/commands tests/distributed
 PARALLEL := --numprocesses=$(JOBS) --maxprocesses=8 --dist=worksteal
 # Lightning and jsonargparse write files in the encoding of the locale, which may lack a character.
 export PYTHONUTF8 := 1
@@ -67,7 +68,7 @@ test-integrations: .venv-integrations/.ready
 	.venv-integrations/bin/pytest tests/integrations
 
 test-oldest: .venv-oldest/.ready
-	.venv-oldest/bin/pytest $(PARALLEL) tests/lightning tests/promises/test_processes.py
+	.venv-oldest/bin/pytest $(PARALLEL) $(TRAINER) tests/promises/test_processes.py
 
 test-multihost: $(READY)
 	$(BIN)/python -m tests.multihost $(ARGS)

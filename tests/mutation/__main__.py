@@ -26,7 +26,15 @@ from tests.mutation.trees import Tree
 from tests.mutation.trials import Trial, attempt
 
 ROOT = Path(__file__).parents[2]
-_ON_HOST = ("tests/core", "tests/promises", "tests/lightning")
+_ON_HOST = (
+    "tests/core",
+    "tests/promises",
+    "tests/lightning",
+    "tests/strategy",
+    "tests/checkpoints",
+    "tests/callbacks",
+    "tests/distributed",
+)
 _SIMULATED = ("tests/gpu",)
 
 T = TypeVar("T")

@@ -110,8 +110,8 @@ test fails if a version of Lightning has a feature without a row. Of {} rows, {}
 a difference and {} are refused.
 
 The table is for one process, `processes="single"`. [Several processes and
-machines](processes.md#what-is-refused) lists what is not supported with several. The tests are in
-`tests/lightning`.
+machines](processes.md#what-is-refused) lists what is not supported with several. The names of
+the tests are in `tests/lightning/features/table.txt`.
 
 Lightning's own published tests also run with a pipeline. The tests with a different result are
 listed in `tests/published/expected.txt`, with the reason and with what to write instead.

@@ -18,7 +18,7 @@ from lightning_gpipe.commands.check import check, listing
 from tests.support.processes import processes
 from tests.support.ranks import Pool
 
-HERE = "tests.lightning.test_check"
+HERE = "tests.commands.test_check"
 
 
 class Residual(nn.Module):

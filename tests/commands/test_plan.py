@@ -17,7 +17,7 @@ from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.show import can_draw
 from tests.support.lightning_modules import FEATURES, Classifier
 
-HERE = "tests.lightning.test_plan"
+HERE = "tests.commands.test_plan"
 
 
 class OnMeta(Classifier):
