@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_gpipe.core.layout.partition import Partition
 from lightning_gpipe.core.programs import Route
-from lightning_gpipe.core.schedules import CALLER, Placing, counted, looped
+from lightning_gpipe.core.schedules import CALLER, counted, looped
 
 Around = Literal["first", "last"]
 
@@ -99,10 +99,6 @@ class Layout:
 
     def device_of(self, j: int) -> torch.device:
         return self.devices[self.placement[j]]
-
-    def place(self, n: int, workers: int) -> tuple[int, ...]:
-        """Return the placement, for another layout with as many stages and workers."""
-        return self.placement
 
     def where(self, j: int) -> str:
         """Return the device of stage ``j`` as text, with its process if there are several."""
@@ -210,10 +206,10 @@ def lay_out(
     around: Around = "last",
     owners: Sequence[int] = (),
     rank: int = 0,
-    place: Placing = looped,
+    placement: Sequence[int] = (),
 ) -> Layout:
-    """Return the layout in which ``place`` gives each stage its worker."""
-    placement = place(len(partitions), len(devices))
+    """Return the layout of stages that are placed by ``placement``, or round the workers."""
+    placement = tuple(placement) or looped(len(partitions), len(devices))
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
         here = not owners or owners[worker] == rank

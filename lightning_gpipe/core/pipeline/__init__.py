@@ -22,7 +22,7 @@ from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
-from lightning_gpipe.core.pipeline.selection import piped_module_at, take_all
+from lightning_gpipe.core.pipeline.selection import take_all
 
 __all__ = [
     "FOUND",
@@ -43,7 +43,6 @@ __all__ = [
     "entries_of",
     "is_criterion",
     "parameters_around",
-    "piped_module_at",
     "plan",
     "profile",
     "profiles_of",

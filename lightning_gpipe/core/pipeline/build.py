@@ -1,109 +1,171 @@
-"""Builds the pipelines of a GPipe: from the user's arguments to stages on their devices.
+"""Builds the pipelines of a model: from balances to stages on their devices.
 
-The modules to pipe are located in the model, measured if a balance or a plan needs it, cut, and
-laid out over the devices, in one process or several. Nothing is moved before all of it is checked.
+The modules are cut, and laid out over the devices, in one process or several. Nothing is moved
+before all of it is checked.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
 
-from lightning_gpipe.core.data import MicroBatching, Rows
-from lightning_gpipe.core.faithful import check_batch_norms, rows_needed
+from lightning_gpipe.core.faithful import check_batch_norms
 from lightning_gpipe.core.frontends import choose_devices
-from lightning_gpipe.core.layout import Around, Layout
-from lightning_gpipe.core.pipeline.choose.options import Requested, Resolved
-from lightning_gpipe.core.pipeline.choose.planning import resolve
-from lightning_gpipe.core.pipeline.choose.sampling import entries_with
+from lightning_gpipe.core.layout import (
+    Around,
+    Layout,
+    Partition,
+    check_balance,
+    check_outside,
+    check_sharing,
+    lay_out,
+    shared_with_outside,
+)
 from lightning_gpipe.core.pipeline.deployment import place_all
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.selection import check_entries, layout_of, take_all
-from lightning_gpipe.core.pipeline.several import Pipelines
-from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.run import Threads
 from lightning_gpipe.core.schedules import folded, looped
-from lightning_gpipe.core.transport import Workers, join_processes
+from lightning_gpipe.core.skip import routes_of, skips_of
+from lightning_gpipe.core.transport import Connection, Workers, join_processes
 
 
-def build_pipelines(
-    model: nn.Module,
-    module: str | PipedModule | Sequence[str | PipedModule] | None,
-    balances: Sequence[Any],
-    requested: Requested,
-    *,
+def lay_out_all(
+    modules: Sequence[PipedModule],
+    balances: Sequence[Sequence[int]],
     devices: Sequence[str | torch.device] | None,
     around: Around,
-    folds: bool,
-    microbatching: MicroBatching | None,
-    deferred_batch_norm: bool,
-    threads: Threads,
-    sample: Any,
-    optimizer: Optimizers,
     owners: Sequence[int] | None,
     group: ProcessGroup | None,
     lost_after: timedelta | None,
-) -> tuple[Pipelines, Resolved]:
-    """Build the pipelines, and move the layers to their devices.
+    *,
+    folds: bool,
+) -> tuple[list[Layout], Connection | None]:
+    """Cut the modules, and join the processes, if there are several.
 
-    Processes are joined, if there are several. See :class:`GPipe` for arguments and errors.
+    Nothing is moved. See :class:`~lightning_gpipe.GPipe` for arguments and errors.
 
     Returns:
-        The pipelines, and the settings that they have.
+        The layout of each module, and the connection to the other processes.
     """
-    modules = take_all(model, module, balances)
-    check_entries(modules, microbatching)
-    resolved = resolve(
-        modules,
-        balances,
-        requested,
-        partial(entries_with, modules, sample),
-        devices or (),
-        around=around,
-        microbatching=microbatching,
-        optimizer=optimizer,
-    )
-    pairs = zip(modules, resolved.balances, strict=True)
-    cuts = [piped.partitions(balance) for piped, balance in pairs]
+    pairs = zip(modules, balances, strict=True)
+    cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
     workers_on = choose_devices(devices, *map(len, cuts))
     names = [piped.name for piped in modules]
     connection, rank = join_processes(owners, len(workers_on), group, lost_after, names)
     place = folded if folds else looped
-    layouts = [
-        layout_of(piped, partitions, workers_on, around, owners or (), rank, place)
-        for piped, partitions in zip(modules, cuts, strict=True)
-    ]
-    if deferred_batch_norm:
-        for layout in layouts:
-            _check_batch_norms(layout)
-    place_all(model, layouts)
-    workers = Workers(*layouts)
-    pipelines = [
-        Pipeline(
-            layout,
-            chunks=resolved.chunks,
-            activation_checkpointing=resolved.activation_checkpointing,
-            microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
-            deferred_batch_norm=deferred_batch_norm,
-            threads=threads,
-            split_backward=resolved.split_backward,
-            workers=workers,
-            connection=connection,
-            number=number,
+    layouts = []
+    for piped, partitions in zip(modules, cuts, strict=True):
+        placement = place(len(partitions), len(workers_on))
+        layouts.append(
+            _layout_of(piped, partitions, workers_on, placement, around, owners or (), rank)
         )
-        for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
-    ]
-    return Pipelines(modules, pipelines), resolved
+    return layouts, connection
 
 
-def _check_batch_norms(layout: Layout) -> None:
+def _layout_of(
+    piped: PipedModule,
+    partitions: Sequence[Partition],
+    devices: Sequence[torch.device],
+    placement: Sequence[int],
+    around: Around,
+    owners: Sequence[int],
+    rank: int,
+) -> Layout:
+    """Lay out one module; the parameters that are used around its layers have their home there."""
+    layers = [layer for partition in partitions for layer in partition.layers]
+    routes = routes_of(skips_of(layers, partitions), partitions)
+    layout = lay_out(partitions, devices, routes, around, owners, rank, placement)
+    check_sharing(layout)
+    check_outside(piped.root, piped.module, layout, layout.outside)
+    shared = shared_with_outside(piped.root, piped.module)
+    return layout.with_everywhere([*piped.frontend.own, *shared])
+
+
+def check_all_batch_norms(layouts: Sequence[Layout]) -> None:
     """Refuse batch norms whose statistics cannot be updated once per mini-batch."""
-    layers = [layer for partition in layout.partitions for layer in partition.layers]
-    check_batch_norms(layers, [title for part in layout.partitions for title in part.titles])
+    for layout in layouts:
+        layers = [layer for partition in layout.partitions for layer in partition.layers]
+        check_batch_norms(layers, [title for part in layout.partitions for title in part.titles])
+
+
+def recut(
+    modules: Sequence[PipedModule],
+    balances: Sequence[Sequence[int]],
+    before: Sequence[Sequence[int]],
+) -> None:
+    """Cut by other balances, and move layers; after an error, restore the balances ``before``.
+
+    Raises:
+        TypeError, ValueError: If a balance does not fit; nothing has changed then.
+        RuntimeError: If a mini-batch runs, or a device has no room.
+    """
+    _check_recut(modules, balances, before)
+    for piped in modules:
+        piped.pipeline.close()
+        piped.release()
+    try:
+        rebuild(modules, balances, move=True)
+    except BaseException:
+        rebuild(modules, before, move=True)
+        raise
+
+
+def rebuild(
+    modules: Sequence[PipedModule], balances: Sequence[Sequence[int]], *, move: bool = False
+) -> None:
+    """Make the programs and engines again, by balances, and move the layers if asked."""
+    layouts = []
+    for piped, balance in zip(modules, balances, strict=True):
+        old, partitions = piped.pipeline.layout, piped.frontend.partitions(balance)
+        layout = _layout_of(
+            piped, partitions, old.devices, old.placement, old.around, old.owners, old.rank
+        )
+        homes = {parameter: old.homes[parameter] for parameter in old.everywhere}
+        layouts.append(layout.with_everywhere(homes).with_homes(homes))
+    if move:
+        place_all(modules[0].root, layouts)
+    workers = Workers(*layouts)
+    for piped, layout in zip(modules, layouts, strict=True):
+        piped.pipeline.rebuild(layout, workers)
+    for piped in modules:
+        piped.attach(piped.pipeline)
+
+
+def _check_recut(
+    modules: Sequence[PipedModule],
+    balances: Sequence[Sequence[int]],
+    before: Sequence[Sequence[int]],
+) -> None:
+    if len(balances) != len(modules):
+        raise ValueError(
+            f"balance must have a list for each module: got {len(balances)} for {len(modules)} "
+            "modules."
+        )
+    for piped, balance in zip(modules, balances, strict=True):
+        check_balance(balance, len(piped.frontend.units), piped.name)
+    if modules[0].pipeline.layout.spread:
+        raise RuntimeError(
+            "a pipeline must run in one process to be cut anew: got one over several, which "
+            "keep the values of their own stages only. Save a checkpoint, and resume from it "
+            "with another balance."
+        )
+    if list(map(len, balances)) != list(map(len, before)):
+        raise ValueError(
+            "a new balance must have as many stages as the pipeline has: got "
+            f"{list(map(list, balances))} in the place of {list(map(list, before))}."
+        )
+    if not _idle(modules):
+        gc.collect()  # a mini-batch that nobody refers to may be in a cycle
+    if not _idle(modules):
+        raise RuntimeError(
+            "layers must not move while a mini-batch waits for its backward: there is an "
+            "output of the pipeline whose graph is alive. Call backward first, or keep "
+            "output.detach()."
+        )
+
+
+def _idle(modules: Sequence[PipedModule]) -> bool:
+    return all(piped.pipeline.engine.idle for piped in modules)

@@ -80,19 +80,28 @@ class Pipeline:
         self.activation_checkpointing = activation_checkpointing
         self.split_backward = split_backward
         self.microbatching = microbatching
-        self._fixed: dict[str, Any] = {
-            "deferred_batch_norm": deferred_batch_norm,
-            "threads": threads,
-        }
-        transport = _connect(layout, workers, connection, number, threads=bool(threads))
-        choose = threads == "auto" and isinstance(transport, LocalTransport)
-        self.engine = Engine(
+        self._deferred_batch_norm = deferred_batch_norm
+        self._threads = threads
+        self.engine = self._engine(layout, workers, connection, number)
+        self.patches = Journal()
+
+    def _engine(
+        self, layout: Layout, workers: Workers | None, connection: Connection | None, number: int
+    ) -> Engine:
+        transport = _connect(layout, workers, connection, number, threads=bool(self._threads))
+        choose = self._threads == "auto" and isinstance(transport, LocalTransport)
+        return Engine(
             layout,
             transport,
-            deferred_batch_norm=deferred_batch_norm,
+            deferred_batch_norm=self._deferred_batch_norm,
             ways=ThreadsOrInline(layout.devices_here) if choose else None,
         )
-        self.patches = Journal()
+
+    def rebuild(self, layout: Layout, workers: Workers) -> None:
+        """Run on another layout from now on, in this process, with the same observers."""
+        engine = self._engine(layout, workers, None, 0)
+        engine.succeed(self.engine)
+        self.engine, self.patches = engine, Journal()
 
     @property
     def layout(self) -> Layout:
@@ -120,20 +129,6 @@ class Pipeline:
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
         return self.engine.everywhere(j, compute)
-
-    def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
-        """Return a pipeline with the same settings and observers, for another layout."""
-        pipeline = Pipeline(
-            layout,
-            chunks=self.chunks,
-            activation_checkpointing=self.activation_checkpointing,
-            microbatching=self.microbatching,
-            split_backward=self.split_backward,
-            workers=workers,
-            **self._fixed,
-        )
-        pipeline.engine.succeed(self.engine)
-        return pipeline
 
     def run_program(
         self,

@@ -66,7 +66,7 @@ class Weights:
 
 
 def _by_parameters(modules: Sequence[PipedModule], _: Measuring) -> Weights:
-    return Weights(lambda k: LayerCosts(modules[k].costs()), parameters_around(modules))
+    return Weights(lambda k: LayerCosts(modules[k].frontend.costs()), parameters_around(modules))
 
 
 def _by_time(_: Sequence[PipedModule], measuring: Measuring) -> Weights:
@@ -169,7 +169,7 @@ def balances_for(
                 f"balance={balance!r} gives each device a stage, so devices must be given: got "
                 "devices=None. Write devices=['cuda:0', 'cuda:1'], or a list of numbers."
             )
-        check_enough_layers(len(piped.units), devices, piped.name)
+        check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in weights:
             weights[balance] = _WEIGHTS[balance](modules, measuring)
             busy[balance] = [0.0] * devices
@@ -202,11 +202,11 @@ def measured_costs(
 def _in_units(piped: PipedModule, balance: Any) -> Sequence[int]:
     """Return the number of units in each stage, by numbers or names."""
     if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
-        return counts_between(balance, piped.units, piped.name, piped.path)
-    return piped.in_units(balance)  # of any type: the front-end that cuts by it checks it
+        return counts_between(balance, piped.frontend.units, piped.name, piped.path)
+    return piped.frontend.in_units(balance)  # of any type: the front-end that cuts by it checks it
 
 
 def parameters_around(modules: Sequence[PipedModule]) -> int:
     """Return the number of parameters of a model that are in no unit of its piped modules."""
     total = sum(parameter.numel() for parameter in modules[0].root.parameters())
-    return max(0, total - sum(sum(piped.costs()) for piped in modules))
+    return max(0, total - sum(sum(piped.frontend.costs()) for piped in modules))

@@ -183,7 +183,7 @@ def plan(
         split=True,
     )
     if balance is not None:
-        balance = measuring.modules[0].in_units(balance)
+        balance = measuring.modules[0].frontend.in_units(balance)
     return _plan(measuring, places, requested, n, stages=stages, balance=balance, around=around)
 
 

@@ -52,7 +52,7 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
     layers = {piped: _unit_partitions(piped) for piped in modules}
     entries: dict[PipedModule, Entry] = {}
 
-    def record(piped: PipedModule, program: Program, values: Sequence[Any]) -> list[Any]:
+    def record(piped: PipedModule, program: Program, values: Sequence[Any], **_: Any) -> list[Any]:
         entries.setdefault(piped, Entry(layers[piped], program, change_tensors(values, _detached)))
         if len(entries) == len(modules):
             raise _AllReached
@@ -99,7 +99,7 @@ def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
             "Write sample=x, with x as the model is called with, or balance='parameters'."
         )
     (first, *others) = modules
-    if first.takes_batch and not (first.path or others):
+    if first.frontend.takes_batch and not (first.path or others):
         return entries_of(modules, lambda: first.run(sample))
     return entries_of(modules, calling(first.root, sample))
 
@@ -127,14 +127,14 @@ def subject_of(
     if microbatching.division(pieces) is None:
         by_rows = {1: pieces[0]}  # the number of its rows is not known
     return Subject(
-        piped.root, entry.layers, piped.units, beside, entry.program, by_rows, len(pieces)
+        piped.root, entry.layers, piped.frontend.units, beside, entry.program, by_rows, len(pieces)
     )
 
 
 def _unit_partitions(piped: PipedModule) -> list[Partition]:
     """Cut the module into a partition for each unit."""
     try:
-        return piped.partitions([1] * len(piped.units))
+        return piped.frontend.partitions([1] * len(piped.frontend.units))
     except (TypeError, ValueError) as error:
         add_note(
             error,
