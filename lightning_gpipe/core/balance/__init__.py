@@ -5,15 +5,13 @@ A pipeline is as fast as its slowest stage, so the balance decides its speed. Th
 The result is a list of ints, to print, edit and write into a configuration.
 """
 
-from lightning_gpipe.core.balance.by_names import counts_between
-from lightning_gpipe.core.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.balance.by_profile import (
     StageCosts,
     memory_costs,
     stage_costs,
     time_costs,
 )
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, slowest
+from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, slowest, sums_of
 from lightning_gpipe.core.balance.profiles import (
     CarriedValue,
     LayerProfile,
@@ -33,8 +31,6 @@ __all__ = [
     "Place",
     "Shift",
     "StageCosts",
-    "balance_by_parameters",
-    "counts_between",
     "memory_costs",
     "parameter_costs",
     "shift_for",
@@ -42,5 +38,6 @@ __all__ = [
     "solve",
     "solve_on",
     "stage_costs",
+    "sums_of",
     "time_costs",
 ]

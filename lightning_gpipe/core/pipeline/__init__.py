@@ -6,10 +6,11 @@ model; :class:`Pipeline` runs the micro-batches.
 
 from lightning_gpipe.core.pipeline.choose.balance_functions import (
     balance_by_memory,
+    balance_by_parameters,
     balance_by_time,
 )
 from lightning_gpipe.core.pipeline.choose.balancing import (
-    FOUND,
+    CRITERIA,
     balance_of_each,
     is_criterion,
     parameters_around,
@@ -25,7 +26,7 @@ from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
 from lightning_gpipe.core.pipeline.selection import take_all
 
 __all__ = [
-    "FOUND",
+    "CRITERIA",
     "Entry",
     "GPipe",
     "Handles",
@@ -36,6 +37,7 @@ __all__ = [
     "Pipeline",
     "Requested",
     "balance_by_memory",
+    "balance_by_parameters",
     "balance_by_time",
     "balance_of_each",
     "calling",

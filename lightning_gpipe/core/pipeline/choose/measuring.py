@@ -16,7 +16,7 @@ from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, s
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.selection import take
 from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activation_checkpointing
 
 
 @dataclass(eq=False)
@@ -47,19 +47,22 @@ class Measuring:
     split: bool = False
     done: list[ModelProfile] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        check_chunks(self.chunks)
+        check_activation_checkpointing(self.activation_checkpointing)
+        check_microbatching(self.microbatching)
+
     @classmethod
     def of_model(
         cls,
         model: nn.Module,
         module: str | None,
         sample: Any,
-        device: str | torch.device,
-        n: int = 1,
+        devices: Sequence[torch.device],
         **settings: Any,
     ) -> Measuring:
-        """Return the measurements of one module of a model, for ``n`` stages on one device."""
+        """Return the measurements of one module of a model."""
         modules = [take(model, module)]
-        devices = [torch.device(device)] * n
         return cls(modules, partial(entries_with, modules, sample), devices, **settings)
 
     @property
@@ -156,13 +159,11 @@ def profile(
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         BaseException: The error of a layer that cannot run on the sample, with a note.
     """
-    check_chunks(chunks)
-    check_microbatching(microbatching)
     measuring = Measuring.of_model(
         model,
         module,
         sample,
-        device,
+        [torch.device(device)],
         chunks=chunks,
         microbatching=microbatching,
         optimizer=optimizer,

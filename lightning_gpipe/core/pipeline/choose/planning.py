@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.data import MicroBatching, check_microbatching
+from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.layout import Around, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import Measuring
@@ -166,7 +166,6 @@ def plan(
         AUTO if split_backward is None else split_backward,
     )
     requested.check()
-    check_microbatching(microbatching)
     check_around(around)
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
     if not places:
@@ -176,8 +175,7 @@ def plan(
         model,
         module,
         sample,
-        device,
-        n,
+        [torch.device(device)] * n,
         microbatching=microbatching,
         optimizer=optimizer,
         split=True,
