@@ -11,7 +11,7 @@ from lightning_gpipe.core.balance.by_profile import (
     stage_costs,
     time_costs,
 )
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, slowest, sums_of
+from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, sums_of
 from lightning_gpipe.core.balance.profiles import (
     CarriedValue,
     LayerProfile,
@@ -34,7 +34,6 @@ __all__ = [
     "memory_costs",
     "parameter_costs",
     "shift_for",
-    "slowest",
     "solve",
     "solve_on",
     "stage_costs",

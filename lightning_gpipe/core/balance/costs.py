@@ -115,11 +115,6 @@ def sums_of(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
     return [sum(costs[k] for k in own) for own in layer_ranges(balance)]
 
 
-def slowest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return the largest sum of the layers' costs in a stage."""
-    return max(sums_of(costs, balance))
-
-
 def _check_costs(name: str, costs: Sequence[float]) -> None:
     if wrong := [f"{name}[{k}]={c}" for k, c in enumerate(costs) if not (isfinite(c) and c >= 0)]:
         raise ValueError(
