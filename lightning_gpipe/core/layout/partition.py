@@ -52,11 +52,6 @@ class Partition:
         return [f"layer {name}" if name[0].isdigit() else name for name in self.names]
 
     @property
-    def last(self) -> int:
-        """The index of the last layer, counted in the whole module."""
-        return self.first + len(self.layers) - 1
-
-    @property
     def indices(self) -> range:
         """The indices of the layers, counted in the whole module."""
         return range(self.first, self.first + len(self.layers))

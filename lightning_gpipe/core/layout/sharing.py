@@ -9,7 +9,6 @@ devices follow it with copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -69,13 +68,11 @@ def check_outside(
         for buffer in layer.buffers()
     }
     faults = []
-    for path, module in _outside(root, inner, ""):
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer not in owners:
-                continue
-            j = owners[buffer]
-            if layout.spread or layout.device_of(j) != root_device:
-                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({layout.where(j)})")
+    for path, module in root.named_modules(memo={inner}):
+        for name, buffer in module.named_buffers(path, recurse=False):
+            j = owners.get(buffer)
+            if j is not None and (layout.spread or layout.device_of(j) != root_device):
+                faults.append(f"{name} ({root_device}) is in stage {j} ({layout.where(j)})")
     if faults:
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "
@@ -87,8 +84,9 @@ def check_outside(
 def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``inner`` that modules outside of it have too."""
     inside = set(inner.parameters())
-    outside = chain.from_iterable(m._parameters.values() for _, m in _outside(root, inner, ""))
-    return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
+    outside = [module for _, module in root.named_modules(memo={inner})]
+    parameters = (p for module in outside for p in module.parameters(recurse=False))
+    return list(dict.fromkeys(p for p in parameters if p in inside))
 
 
 def followed_slots(
@@ -162,12 +160,3 @@ def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, value in attributes_in(layer):
         for content in filter(is_generator, within(value)):
             yield "generator", name, content
-
-
-def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module that can be reached without ``inner``, with its path."""
-    if module is inner:
-        return
-    yield path, module
-    for name, child in module.named_children():
-        yield from _outside(child, inner, f"{path}{name}.")

@@ -20,14 +20,20 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
 from lightning_gpipe.core.faithful import not_compiled, rows_needed
-from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks
+from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks, with_index
 from lightning_gpipe.core.layout import Around, Layout, check_around
-from lightning_gpipe.core.pipeline.build import check_all_batch_norms, lay_out_all, rebuild, recut
+from lightning_gpipe.core.pipeline.build import (
+    check_all_batch_norms,
+    lay_out_all,
+    move_home,
+    place_all,
+    rebuild,
+    recut,
+)
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each, measured_costs
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
-from lightning_gpipe.core.pipeline.deployment import place_all
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
@@ -358,7 +364,9 @@ class GPipe(StandIn):
         They are copied to stages on other devices. Parameters that only stages share need no call:
         their home is the device of the first of these stages.
         """
-        self.taken[0].pipeline.share(parameters, device)
+        layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
+        move_home(layout)
+        self.engine.layout = layout
 
     @override
     def load_state_dict(

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
@@ -26,9 +25,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
-from lightning_gpipe.core.frontends import with_index
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.pipeline.deployment import move_home
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
@@ -159,12 +156,6 @@ class Pipeline:
                     for number, column in zip(program.outputs, columns, strict=True)
                 ]
             return [self._merged(column, batch) for column in columns]
-
-    def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
-        """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
-        layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
-        move_home(layout)
-        self.engine.layout = layout
 
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts new ones."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.layout import META
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, subject_of
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.selection import take
@@ -84,23 +85,18 @@ class Measuring:
 
     def at(self, chunks: int) -> ModelProfile:
         """Measure the only module, in mini-batches of another number of micro-batches."""
-        return self.measure(self._place, chunks)[0]
+        return self.measure(self.devices[0], chunks)[0]
 
     def most(self, chunks: int) -> int:
         """Return how many micro-batches the mini-batch of the only module makes, up to a number."""
         (piped,), (entry,) = self.modules, self._entries
         return subject_of(piped, entry, chunks, self.microbatching).chunks
 
-    @property
+    @cached_property
     def counts(self) -> bool:
-        """True if operations are counted, and nothing is computed."""
-        return self._place.type == "meta"
-
-    @property
-    def _place(self) -> torch.device:
-        if any(p.is_meta for piped in self.modules for p in piped.root.parameters()):
-            return torch.device("meta")  # they have no values yet, so nothing can be run
-        return self.devices[0]
+        """True if operations are counted: the model or the first device has no values."""
+        parameters = (p for piped in self.modules for p in piped.root.parameters())
+        return self.devices[0].type == "meta" or any(p.is_meta for p in parameters)
 
     @cached_property
     def _entries(self) -> Sequence[Entry]:
@@ -109,7 +105,7 @@ class Measuring:
     def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
         """Measure all modules on a device, or count their operations."""
         entries = self._entries
-        device = device if self._place.type != "meta" else self._place
+        device = META if self.counts else device
         profiles = []
         for piped, entry in zip(self.modules, entries, strict=True):
             beside = [other.module for other in self.modules if other is not piped]
