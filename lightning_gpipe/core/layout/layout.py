@@ -69,6 +69,11 @@ class Layout:
         if not self.owners:
             object.__setattr__(self, "owners", (self.rank,) * len(self.devices))
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of all stages, in order."""
+        return [layer for partition in self.partitions for layer in partition.layers]
+
     @cached_property
     def outside(self) -> torch.device:
         """The device in this process of the modules around the stages, and of the outputs."""

@@ -22,14 +22,13 @@ from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entrie
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.pipeline.selection import take_all
 
 __all__ = [
     "CRITERIA",
     "Entry",
     "GPipe",
-    "Handles",
     "Measuring",
     "MicroBatchStepping",
     "Outcome",

@@ -7,7 +7,7 @@ before all of it is checked.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -38,6 +38,7 @@ from lightning_gpipe.core.layout import (
     shared_with_outside,
 )
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.schedules import folded, looped
 from lightning_gpipe.core.skip import routes_of, skips_of
 from lightning_gpipe.core.transport import Connection, Workers, join_processes
@@ -98,8 +99,16 @@ def _layout_of(
 def check_all_batch_norms(layouts: Sequence[Layout]) -> None:
     """Refuse batch norms whose statistics cannot be updated once per mini-batch."""
     for layout in layouts:
-        layers = [layer for partition in layout.partitions for layer in partition.layers]
-        check_batch_norms(layers, [title for part in layout.partitions for title in part.titles])
+        check_batch_norms(
+            layout.layers, [title for part in layout.partitions for title in part.titles]
+        )
+
+
+def attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:
+    """Let calls of the modules run the pipelines, which have their observers together."""
+    for piped, pipeline in zip(modules, pipelines, strict=True):
+        pipeline.engine.succeed(pipelines[0].engine)
+        piped.attach(pipeline)
 
 
 def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
@@ -111,29 +120,27 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
         TypeError, ValueError: If tensors on the meta device cannot get their values.
     """
     check_unread_weights(root)
-    layers = {
-        layer for layout in layouts for partition in layout.partitions for layer in partition.layers
-    }
+    layers = {layer for layout in layouts for layer in layout.layers}
     with replaceable(*root.modules()):
-        _place(root, layers, layouts)
+        place_around(root, layers, layouts[0].outside)
+        for layout in layouts:
+            _place(layout)
+        for layout in layouts:
+            move_home(layout)
     for layout in layouts:
         _check_values(layout)
 
 
-def _place(root: nn.Module, layers: Collection[nn.Module], layouts: Sequence[Layout]) -> None:
-    place_around(root, layers, layouts[0].outside)
-    for layout in layouts:
-        homed = {id(p) for p, home in layout.homes.items() if home != META}
-        # All processes draw what they initialise from one generator, that of the CPU.
-        created_on = torch.device("cpu") if layout.spread else None
-        for j, partition in enumerate(layout.partitions):
-            for layer in partition.layers:
-                if layout.owner_of(j) == layout.rank:
-                    place(layer, layout.device_of(j), created_on)
-                else:
-                    forget(layer, homed)
-    for layout in layouts:
-        move_home(layout)
+def _place(layout: Layout) -> None:
+    homed = {id(p) for p, home in layout.homes.items() if home != META}
+    # All processes draw what they initialise from one generator, that of the CPU.
+    created_on = torch.device("cpu") if layout.spread else None
+    for j, partition in enumerate(layout.partitions):
+        for layer in partition.layers:
+            if layout.owner_of(j) == layout.rank:
+                place(layer, layout.device_of(j), created_on)
+            else:
+                forget(layer, homed)
 
 
 def move_home(layout: Layout) -> None:
@@ -196,8 +203,7 @@ def rebuild(
     workers = Workers(*layouts)
     for piped, layout in zip(modules, layouts, strict=True):
         piped.pipeline.rebuild(layout, workers)
-    for piped in modules:
-        piped.attach(piped.pipeline)
+    attach_all(modules, [piped.pipeline for piped in modules])
 
 
 def _check_recut(

@@ -23,6 +23,7 @@ from lightning_gpipe.core.faithful import not_compiled, rows_needed
 from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks, with_index
 from lightning_gpipe.core.layout import Around, Layout, check_around
 from lightning_gpipe.core.pipeline.build import (
+    attach_all,
     check_all_batch_norms,
     lay_out_all,
     move_home,
@@ -36,7 +37,7 @@ from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.pipeline.selection import check_entries, take_all
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
@@ -205,8 +206,7 @@ class GPipe(StandIn):
             )
             for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
         ]
-        for piped, pipeline in zip(modules, pipelines, strict=True):
-            piped.attach(pipeline)
+        attach_all(modules, pipelines)
         super().__init__(model)
         self.taken: Sequence[PipedModule] = modules
         self.plan, self.profiles = resolved.plan, list(resolved.profiles)
@@ -440,7 +440,7 @@ class GPipe(StandIn):
     def timeline(self, timeline: Timeline | None) -> None:
         self.engine.timeline = timeline
 
-    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
         The backward is added to the timeline later.
@@ -448,8 +448,7 @@ class GPipe(StandIn):
         Returns:
             A handle whose ``remove()`` ends the calls.
         """
-        handles = [pipeline.engine.observe(observer) for pipeline in self._pipelines]
-        return handles[0] if len(handles) == 1 else Handles(handles)
+        return self.engine.observe(observer)
 
     def listing(self) -> Table:
         """Return a table of the stages: their devices, layers, parameters and outgoing skips.
@@ -465,8 +464,7 @@ class GPipe(StandIn):
 
         Once a micro-batch has run, it has the bytes that are sent from stage to stage.
         """
-        layers = [layer for part in self.layout.partitions for layer in part.layers]
-        return skip_table(skips_of(layers), self.layout.partitions, self._skip_bytes())
+        return skip_table(skips_of(self.layout.layers), self.layout.partitions, self._skip_bytes())
 
     def _skip_bytes(self) -> dict[RouteName, int]:
         return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
@@ -537,8 +535,7 @@ class GPipe(StandIn):
     def __iter__(self) -> Iterator[nn.Module]:
         if isinstance(self._original, nn.Sequential):
             return iter(self._original)
-        partitions = (partition for layout in self.layouts for partition in layout.partitions)
-        return iter(layer for partition in partitions for layer in partition.layers)
+        return iter(layer for layout in self.layouts for layer in layout.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         layers = list(self)[index]

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
     Division,
@@ -50,8 +49,8 @@ class Pipeline:
 
     Args:
         layout: The layout; the layers are on their devices already.
-        workers: The threads, if pipelines of other modules over the same devices use them too.
-        connection: The connection to the owners of the layout, if there are several.
+        workers: The threads, which pipelines of other modules over the same devices use too.
+        connection: The connection to the owners of the layout; None if there is one.
         number: The index among the pipelines of the connection.
 
     Attributes:
@@ -68,8 +67,8 @@ class Pipeline:
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
         threads: Threads,
-        split_backward: bool = False,
-        workers: Workers | None = None,
+        split_backward: bool,
+        workers: Workers,
         connection: Connection | None = None,
         number: int = 0,
     ) -> None:
@@ -83,9 +82,17 @@ class Pipeline:
         self.patches = Journal()
 
     def _engine(
-        self, layout: Layout, workers: Workers | None, connection: Connection | None, number: int
+        self, layout: Layout, workers: Workers, connection: Connection | None, number: int
     ) -> Engine:
-        transport = _connect(layout, workers, connection, number, threads=bool(self._threads))
+        # Pipelines over the same processes take turns, as those over the same threads do.
+        turns = workers.exclusion if layout.spread else None
+        runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
+        if self._threads and len(layout.workers_here) > 1:
+            runner = LocalTransport(layout, workers)
+        transport: Transport = runner
+        if connection is not None:
+            transport = ProcessGroupTransport(layout, runner, connection, number)
+            transport.start()
         choose = self._threads == "auto" and isinstance(transport, LocalTransport)
         return Engine(
             layout,
@@ -221,18 +228,6 @@ class Pipeline:
         return fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
 
 
-class Handles:
-    """Removes several handles at once."""
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove all of them."""
-        for handle in self._handles:
-            handle.remove()
-
-
 def as_batch(values: Sequence[Any]) -> Any:
     """Return the batch to split: the value of the program's only input, or a list of values."""
     return values[0] if len(values) == 1 else list(values)
@@ -247,25 +242,3 @@ def _columns(program: Program, outputs: Iterable[FlatTree]) -> list[Sequence[Any
     """Return the values of each output of the program, one per micro-batch."""
     values = list(map(tree_unflatten, outputs))
     return [values] if len(program.outputs) == 1 else list(zip(*values, strict=True))
-
-
-def _connect(
-    layout: Layout,
-    workers: Workers | None,
-    connection: Connection | None,
-    number: int,
-    *,
-    threads: bool,
-) -> Transport:
-    """Make the transport between the workers."""
-    # Pipelines over the same processes take turns, as those over the same threads do.
-    turns = workers.exclusion if workers is not None and layout.spread else None
-    runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
-    if threads and len(layout.workers_here) > 1:
-        runner = LocalTransport(layout, workers)
-    if not layout.spread:
-        return runner
-    assert connection is not None, "several owners are joined before"
-    transport = ProcessGroupTransport(layout, runner, connection, number)
-    transport.start()
-    return transport

@@ -88,10 +88,3 @@ class Requested(NamedTuple):
     def needs_split_costs(self) -> bool:
         """True if backwards may be split, so that their parts must be measured."""
         return self.schedule in (AUTO, *ALWAYS_SPLIT) or self.split_backward in (AUTO, True)
-
-    def without_plan(self, balances: Sequence[Any]) -> Resolved:
-        """Return these settings with the balances; none of them is to be planned."""
-        chunks, mode, schedule, split = self
-        assert chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO
-        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
-        return Resolved(list(balances), chunks, mode, order)

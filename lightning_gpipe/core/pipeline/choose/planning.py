@@ -24,7 +24,12 @@ from lightning_gpipe.core.pipeline.choose.sampling import Entry
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ScheduleName
+from lightning_gpipe.core.schedules import (
+    ALWAYS_SPLIT,
+    ActivationCheckpointing,
+    ScheduleKind,
+    ScheduleName,
+)
 
 _MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
 _USABLE = 0.9  # of a GPU's memory: its libraries and the gaps between tensors take the rest
@@ -83,8 +88,10 @@ def _with_plan(
     around: Around,
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
-    if not requested.planned:
-        return requested.without_plan(balances)
+    chunks, mode, schedule, split = requested
+    if chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO:
+        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
+        return Resolved(list(balances), chunks, mode, order)
     planned = " and ".join(requested.planned)
     if len(modules) > 1:
         raise ValueError(
