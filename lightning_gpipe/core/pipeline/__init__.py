@@ -17,7 +17,7 @@ from lightning_gpipe.core.pipeline.choose.balancing import (
 )
 from lightning_gpipe.core.pipeline.choose.measuring import Measuring, profile
 from lightning_gpipe.core.pipeline.choose.options import Requested
-from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve, rows_of
+from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
@@ -48,6 +48,5 @@ __all__ = [
     "profile",
     "profiles_of",
     "resolve",
-    "rows_of",
     "take_all",
 ]

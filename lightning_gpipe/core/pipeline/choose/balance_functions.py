@@ -87,7 +87,7 @@ def balance_by_time(
         optimizer=optimizer,
         memory=_memory_of_each(device_memory, stages),
     )
-    return list(balances_for(measuring.modules, ["time"], measuring, "last")[0])
+    return list(balances_for(measuring, ["time"], "last")[0])
 
 
 def balance_by_memory(
@@ -132,7 +132,7 @@ def balance_by_memory(
         optimizer=optimizer,
         memory=_memory_of_each(device_memory, stages),
     )
-    return list(balances_for(measuring.modules, ["memory"], measuring, "last")[0])
+    return list(balances_for(measuring, ["memory"], "last")[0])
 
 
 def _memory_of_each(device_memory: float | Sequence[float] | None, stages: int) -> Sequence[float]:

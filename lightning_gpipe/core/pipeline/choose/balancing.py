@@ -69,12 +69,9 @@ def _path_of(path: str | PipedModule) -> str:
 
 
 def balances_for(
-    modules: Sequence[PipedModule],
-    balances: Sequence[Any],
-    measuring: Measuring,
-    around: Around,
+    measuring: Measuring, balances: Sequence[Any], around: Around
 ) -> list[Sequence[int]]:
-    """Return the number of units in each stage, for each piped module.
+    """Return the number of units in each stage, for each module that is measured.
 
     A balance is numbers, names of units where stages begin, or a criterion. A criterion counts what
     is on the devices already: what is around the modules, and the stages of the modules before by
@@ -86,7 +83,7 @@ def balances_for(
     devices = len(measuring.devices)
     places: dict[str, list[Place]] = {}  # the place of each stage, by criterion
     sizes: list[Sequence[int]] = []
-    for k, (piped, balance) in enumerate(zip(modules, balances, strict=True)):
+    for k, (piped, balance) in enumerate(zip(measuring.modules, balances, strict=True)):
         if not is_criterion(balance):
             sizes.append(_in_units(piped, balance))
             continue
@@ -98,8 +95,8 @@ def balances_for(
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
             outside = devices - 1 if around == "last" else 0
-            places[balance] = _places(balance, modules, measuring, outside)
-        costs = _unit_costs(balance, k, modules, measuring)
+            places[balance] = _places(balance, measuring, outside)
+        costs = _unit_costs(balance, measuring, k)
         sizes.append(solve_on(costs, places[balance]))
         if balance != "time":  # pipelines of a model run one after another, but are there at once
             pairs = zip(places[balance], sums_of(costs.times, sizes[-1]), strict=True)
@@ -107,12 +104,10 @@ def balances_for(
     return sizes
 
 
-def _unit_costs(
-    criterion: str, k: int, modules: Sequence[PipedModule], measuring: Measuring
-) -> LayerCosts:
+def _unit_costs(criterion: str, measuring: Measuring, k: int) -> LayerCosts:
     """Return the costs of the units of module ``k`` by a criterion, for a mini-batch."""
     if criterion == "parameters":
-        return LayerCosts(modules[k].frontend.costs())
+        return LayerCosts(measuring.modules[k].frontend.costs())
     profile = measuring.profiles[k]
     recomputed = count_recomputed(measuring.activation_checkpointing, profile.chunks)
     if criterion == "time":
@@ -121,14 +116,12 @@ def _unit_costs(
     return LayerCosts(peak.times, peak.times, peak.transfers)
 
 
-def _places(
-    criterion: str, modules: Sequence[PipedModule], measuring: Measuring, outside: int
-) -> list[Place]:
+def _places(criterion: str, measuring: Measuring, outside: int) -> list[Place]:
     """Return the place of each stage, with what is around the modules, by a criterion."""
     n = len(measuring.devices)
     if criterion == "parameters":
         places = [Place()] * n
-        places[outside] = Place(busy=parameters_around(modules))
+        places[outside] = Place(busy=parameters_around(measuring.modules))
         return places
     speeds = measuring.speeds() if criterion == "time" else [1.0] * n
     places = list(map(Place, speeds, measuring.memory or [inf] * n))

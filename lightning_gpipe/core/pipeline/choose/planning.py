@@ -74,18 +74,14 @@ def resolve(
         optimizer=optimizer,
         split=requested.needs_split_costs,
     )
-    resolved: Resolved = agree(_with_plan(modules, balances, measuring, requested, around))
-    sizes = agree(balances_for(modules, resolved.balances, measuring, around))
+    resolved: Resolved = agree(_with_plan(measuring, balances, requested, around))
+    sizes = agree(balances_for(measuring, resolved.balances, around))
     profiles = measuring.profiles if measured else measuring.done
     return resolved._replace(balances=list(map(list, sizes)), profiles=profiles)
 
 
 def _with_plan(
-    modules: Sequence[PipedModule],
-    balances: Sequence[Any],
-    measuring: Measuring,
-    requested: Requested,
-    around: Around,
+    measuring: Measuring, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
     chunks, mode, schedule, split = requested
@@ -93,7 +89,7 @@ def _with_plan(
         order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
         return Resolved(list(balances), chunks, mode, order)
     planned = " and ".join(requested.planned)
-    if len(modules) > 1:
+    if len(modules := measuring.modules) > 1:
         raise ValueError(
             f"a plan, as of {planned}, must be for one pipeline: got {len(modules)}, "
             f"{', '.join(piped.name for piped in modules)}. Write what you want in its place."
@@ -103,9 +99,8 @@ def _with_plan(
             f"a plan, as of {planned}, must be for devices: got devices=None. Write "
             "devices=['cuda:0', 'cuda:1']."
         )
-    balance = None
-    if balances[0] != "time":
-        balance = balances_for(modules, balances, measuring, around)[0]
+    by_time = balances[0] == "time"
+    balance = None if by_time else balances_for(measuring, balances, around)[0]
     places = list(map(_place, measuring.devices))
     n = len(balance or places)
     plan = _plan(measuring, places, requested, n, stages=n, balance=balance, around=around)
@@ -232,11 +227,6 @@ def profiles_of(measuring: Measuring, chunks: int | None, stages: int) -> list[M
         profiles.append(measuring.at(m))
         m *= 4
     return profiles
-
-
-def rows_of(profiles: Sequence[ModelProfile]) -> int:
-    """Return the number of rows of the mini-batch that was measured."""
-    return profiles[0].rows * profiles[0].chunks
 
 
 def _place(device: torch.device) -> Place:
