@@ -1,8 +1,7 @@
 """Finds balances: the costs of layers, and the exact solver over them.
 
-A pipeline is as fast as its slowest stage, so the balance decides its speed. The cost of each layer
-(``costs``) is separate from the search for the cut whose costliest stage is cheapest (``solver``).
-The result is a list of ints, to print, edit and write into a configuration.
+The cost of each layer (``costs``) is separate from the search for the cut whose costliest stage is
+cheapest (``solver``). The result is a list of ints.
 """
 
 from lightning_gpipe.core.balance.by_profile import (

@@ -1,8 +1,7 @@
 """Another balance, by the times of the stages while they ran.
 
-Layers are measured one by one, once; a stage is measured whenever it runs. If a stage takes longer
-than the sum of its layers, its device counts as that much slower: it may be hot, or shared with
-another user. So each device has a speed, for which the exact solver finds a balance.
+If a stage takes longer than the sum of its layers, its device counts as that much slower: it may be
+hot, or shared with another user. So each device has a speed, for which the solver finds a balance.
 """
 
 from __future__ import annotations

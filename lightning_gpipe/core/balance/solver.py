@@ -1,9 +1,8 @@
 """The exact min-max solver: cut a row of layers so that the slowest stage is as fast as possible.
 
 This is the linear partition problem (Skiena, The Algorithm Design Manual, chapter on dynamic
-programming). Pipeline libraries usually solve it by a heuristic: cut greedily at the average, or
-move the cuts while that helps. That ends in local optima: torchgpipe's solver missed the optimum in
-67 % of 300 random rows of 10 layers in 4 parts, by a factor of up to 1.62 in every step.
+programming). Heuristics end in local optima: torchgpipe's solver missed the optimum in 67 % of 300
+random rows of 10 layers in 4 parts, by a factor of up to 1.62 in every step.
 
 The best cut of the first e layers into j + 1 runs extends, for some b, the best cut of the first b
 layers into j runs by the run b..e-1::
@@ -11,14 +10,12 @@ layers into j runs by the run b..e-1::
     |<--- best cut into j runs --->|<- one run ->|
     0                              b             e
 
-The cost of a run may be any table over b and e, and another one for each stage: the sum of its
-layers at the speed of the stage's device, with the transfers into and out of it. A run that does
-not fit the memory of the device has an infinite cost. So the solution is exact with all of these.
+The cost of a run may be any table over b and e, and another one for each stage: so the solution is
+exact with the speeds of devices, transfers between stages, and runs that do not fit the memory.
 
-The optimum is rarely unique, since only the slowest stage decides it. Of the optimal cuts the
-solver takes one whose largest memory is least, and of these the most even one: least sum of squared
-times, then least sum of squared numbers of layers, so that layers without cost are spread too, and
-then the shorter runs last, where a pipeline also computes the loss.
+Of the optimal cuts the solver takes one whose largest memory is least, and of these the most even
+one: least sum of squared times, then least sum of squared numbers of layers, so that layers without
+cost are spread too, and then the shorter runs last, where a pipeline also computes the loss.
 """
 
 from __future__ import annotations

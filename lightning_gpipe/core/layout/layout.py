@@ -1,11 +1,7 @@
 """Layouts: the partitions, the worker and the device of each, and their skip connections.
 
-The worker of each stage, the process of each worker, and the device of each parameter that several
-stages share, are data, not arithmetic repeated wherever it is needed. A layout is decided before
-anything is moved, and prints.
-
-Each process owns some of the workers: one process all of them, one the workers of a machine, or
-each process one. These cases differ in nothing but the owners.
+These are data, not arithmetic repeated wherever it is needed. A layout is decided before anything
+is moved, and prints. Each process owns some of the workers, or one process all of them.
 """
 
 from __future__ import annotations

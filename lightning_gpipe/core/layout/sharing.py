@@ -53,14 +53,7 @@ def check_sharing(layout: Layout) -> None:
 def check_outside(
     root: nn.Module, inner: nn.Module, layout: Layout, root_device: torch.device
 ) -> None:
-    """Refuse buffers of a stage that a module outside of the pipeline, on another device, has too.
-
-    Args:
-        root: The module that contains the pipelined one.
-        inner: The pipelined module.
-        layout: The layout of the pipeline.
-        root_device: The device of the modules outside of the pipeline.
-    """
+    """Refuse buffers of a stage that a module of ``root`` outside of ``inner`` has elsewhere."""
     owners = {
         buffer: partition.index
         for partition in layout.partitions
@@ -108,12 +101,8 @@ def check_copies(
 ) -> None:
     """Refuse shared parameters with tensors in attributes, which a copy of the values lacks.
 
-    A quantised weight may have its scales there.
-
-    Args:
-        slots: The slots of the parameters that a stage follows.
-        device: The device of the stage.
-        homes: The devices of the parameters; the meta device for those of another process.
+    A quantised weight may have its scales there. See :func:`followed_slots` for the arguments; the
+    homes of parameters of another process are the meta device.
     """
     for module, name in slots:
         parameter = module._parameters[name]

@@ -55,12 +55,10 @@ def lay_out_all(
     *,
     folds: bool,
 ) -> tuple[list[Layout], Connection | None]:
-    """Cut the modules, and join the processes, if there are several.
-
-    Nothing is moved. See :class:`~lightning_gpipe.GPipe` for arguments and errors.
+    """Cut the modules, and join the processes; see :class:`~lightning_gpipe.GPipe` for arguments.
 
     Returns:
-        The layout of each module, and the connection to the other processes.
+        The layout of each module, and the connection to the other processes, if there are any.
     """
     pairs = zip(modules, balances, strict=True)
     cuts = [piped.frontend.partitions(balance) for piped, balance in pairs]
@@ -115,9 +113,6 @@ def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
     """Move the layers to their devices, and the rest of ``root`` to the device around them.
 
     Layers of other processes are moved to the meta device.
-
-    Raises:
-        TypeError, ValueError: If tensors on the meta device cannot get their values.
     """
     check_unread_weights(root)
     layers = {layer for layout in layouts for layer in layout.layers}
@@ -169,12 +164,7 @@ def recut(
     balances: Sequence[Sequence[int]],
     before: Sequence[Sequence[int]],
 ) -> None:
-    """Cut by other balances, and move layers; after an error, restore the balances ``before``.
-
-    Raises:
-        TypeError, ValueError: If a balance does not fit; nothing has changed then.
-        RuntimeError: If a mini-batch runs, or a device has no room.
-    """
+    """Cut by other balances, and move layers; after an error, restore the balances ``before``."""
     _check_recut(modules, balances, before)
     for piped in modules:
         piped.pipeline.close()

@@ -1,8 +1,4 @@
-"""GPipe, the module that replaces the user's model.
-
-It is called like the model, and has its layers, parameters and state dict. What outlives a forward
-belongs to the user (the model) or to the pipeline's engine.
-"""
+"""GPipe, the module that replaces the user's model, with its layers and its state dict."""
 
 from __future__ import annotations
 
@@ -274,8 +270,8 @@ class GPipe(StandIn):
             outcome.loss.backward()
 
         Args:
-            step: Called with a micro-batch; calls the model once, and returns the loss, a dict with
-                it, or None to skip the mini-batch.
+            step: Gets a micro-batch; calls the model once, and returns the loss, a dict with it, or
+                None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
             schedule: ``"1f1b"``, with at most n - j micro-batches alive on stage j of n,
                 interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
@@ -443,10 +439,7 @@ class GPipe(StandIn):
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
-        The backward is added to the timeline later.
-
-        Returns:
-            A handle whose ``remove()`` ends the calls.
+        The backward is added to it later. ``remove()`` of the returned handle ends the calls.
         """
         return self.engine.observe(observer)
 

@@ -1,8 +1,4 @@
-"""Runs mini-batches: cuts them into the engine's micro-batches, and merges their outputs.
-
-The engine runs micro-batches by a schedule. How many micro-batches there are, which of them are
-recomputed and how their outputs are merged is decided here.
-"""
+"""Runs mini-batches: cuts them into the engine's micro-batches, and merges their outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ from lightning_gpipe.core.transport import (
 
 
 class Pipeline:
-    """Stages that run mini-batches; see :class:`GPipe` for the settings.
+    """Stages that run mini-batches; see :class:`~lightning_gpipe.GPipe` for the settings.
 
     Args:
         layout: The layout; the layers are on their devices already.

@@ -19,9 +19,6 @@ def take(root: nn.Module, path: str | PipedModule | None, balance: Any = None) -
 
     None takes the model itself, unless the balance counts or names the layers of the nn.Sequential
     or nn.ModuleList with more than half of its parameters. A piped module is returned as it is.
-
-    Raises:
-        TypeError, ValueError: If there is no such module, or it cannot run as a pipeline.
     """
     if isinstance(path, PipedModule):
         return path
@@ -55,11 +52,7 @@ def _is_balance_of(balance: Any, path: str, module: nn.Module) -> bool:
 
 
 def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[PipedModule]:
-    """Return the piped module of each path of a list, or of a single path.
-
-    Raises:
-        ValueError: If one is within another, or there twice.
-    """
+    """Return the piped module of each path of a list, or of a single path; none within another."""
     listed = list(paths) if isinstance(paths, list | tuple) else [paths]
     pairs = zip(listed, balances, strict=True)
     modules = [take(root, path, balance) for path, balance in pairs]
@@ -73,11 +66,7 @@ def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Piped
 
 
 def check_entries(modules: Sequence[PipedModule], microbatching: MicroBatching | None) -> None:
-    """Refuse a way to cut whole batches for layers that get other values.
-
-    Raises:
-        TypeError, ValueError: Names the module.
-    """
+    """Refuse a way to cut whole batches for layers that get other values."""
     for piped in modules:
         if piped.frontend.takes_batch:
             continue

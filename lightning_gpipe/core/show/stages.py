@@ -1,8 +1,4 @@
-"""Shows a layout as tables: the layers on each device, and the skip connections.
-
-A list of ints does not show why a device runs out of memory. The table has the device of each
-stage, its layers by kind and its share of all parameters, which also shows an uneven balance.
-"""
+"""Shows a layout as tables: the layers on each device, and the skip connections."""
 
 from __future__ import annotations
 

@@ -26,10 +26,6 @@ def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
     The number of parameters is a good measure of the memory of a stage, and of its running time if
     the layers are of one kind. No layer is run, so the module may be on the ``meta`` device.
 
-    Args:
-        module: The layers to balance.
-        stages: The number of stages.
-
     Returns:
         The number of layers of each stage, first to last.
 
@@ -108,18 +104,8 @@ def balance_by_memory(
     Parameters, gradients, optimizer state and buffers count, and what is saved for backward at the
     peak of a mini-batch; on the last device also what is around the layers.
 
-    Args:
-        model, sample, module, device, chunks, microbatching: See :func:`~lightning_gpipe.profile`.
-        stages: The number of stages.
-        activation_checkpointing: Which of the micro-batches are recomputed, and save nothing.
-        optimizer: The optimizer whose state counts; None counts none.
-        device_memory: See :func:`balance_by_time`.
-
-    Returns:
-        The number of layers of each stage, first to last.
-
-    Raises:
-        TypeError, ValueError, BaseException: See :func:`balance_by_time`.
+    See :func:`balance_by_time` for the arguments, the result and errors. Micro-batches that are
+    recomputed save nothing.
     """
     measuring = Measuring.of_model(
         model,

@@ -35,11 +35,7 @@ CRITERIA = ("parameters", "time", "memory")
 
 
 def balance_of_each(paths: Any, balance: Any) -> list[Any]:
-    """Return the balance of each path of a list, or of a single path; a string is for all.
-
-    Raises:
-        ValueError: If there is not a balance for each.
-    """
+    """Return the balance of each path of a list, or of a single path; a string is for all."""
     if not isinstance(paths, list | tuple):
         return [balance]
     if isinstance(balance, str) and paths:
@@ -76,9 +72,6 @@ def balances_for(
     A balance is numbers, names of units where stages begin, or a criterion. A criterion counts what
     is on the devices already: what is around the modules, and the stages of the modules before by
     the same criterion.
-
-    Raises:
-        TypeError, ValueError: If a balance is none of these, or does not fit.
     """
     devices = len(measuring.devices)
     places: dict[str, list[Place]] = {}  # the place of each stage, by criterion
@@ -159,14 +152,12 @@ def counts_between(starts: Sequence[str], units: Sequence[str], name: str, path:
     >>> counts_between(["down.1", "up"], ["down.0", "down.1.conv", "down.1.norm", "up"])
     [1, 2, 1]
 
-    The first stage begins at the first unit, whether it is among the names or not. A name stands
-    for the first unit within it.
+    The first stage begins at the first unit, named or not. A name stands for the first unit in it.
 
     Args:
-        starts: The names, in order, relative to the whole model or to the pipelined module.
+        starts: The names, relative to the whole model or to the pipelined module.
         units: The names of all units, in order.
-        name: The user's name for the pipelined module, for error messages.
-        path: Its path in the whole model.
+        name, path: The pipelined module in errors, and its path in the whole model.
     """
     indices = [_first(start, units, name, path) for start in starts]
     if any(one >= other for one, other in pairwise(indices)):

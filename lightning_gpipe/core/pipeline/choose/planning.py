@@ -1,7 +1,6 @@
-"""Plans for a model: its layers are measured, the planner chooses.
+"""Plans for a model: its layers are measured, with micro-batches of several sizes.
 
-A layer takes less time for each row of a large micro-batch, but how much less no formula knows. So
-the layers are measured with micro-batches of several sizes, each of which serves those near it.
+A layer takes less time for each row of a large micro-batch; how much less no formula knows.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ def resolve(
     """Plan the settings that the user leaves open, and count the units in each stage.
 
     Args:
-        modules: The piped modules.
-        balances: Their balances, as the user wrote them.
-        requested: The user's other settings.
-        entries: Returns the inputs of each module, if they are measured.
-        devices: The devices of the stages; empty if they are not known.
+        modules, entries, devices: See :class:`Measuring`.
+        balances, requested: What the user wrote.
         agree: Returns the first process's value in each process.
         measured: Whether to measure the layers even if no balance needs it.
 

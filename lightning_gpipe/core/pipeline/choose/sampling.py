@@ -43,12 +43,7 @@ class _AllReached(BaseException):
 
 
 def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[Entry]:
-    """Return the inputs of each pipeline in a call of the model.
-
-    Raises:
-        RuntimeError: If the call does not reach all of them.
-        BaseException: The error of the model.
-    """
+    """Return the inputs of each pipeline in a call of the model, which must reach all."""
     layers = {piped: _unit_partitions(piped) for piped in modules}
     entries: dict[PipedModule, Entry] = {}
 
@@ -89,9 +84,6 @@ def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
     """Return the inputs of each pipeline if the model is called with a sample.
 
     An nn.Sequential that is the model gets the sample as its only argument.
-
-    Raises:
-        ValueError: If there is no sample.
     """
     if sample is None:
         raise ValueError(
@@ -114,9 +106,6 @@ def subject_of(
     """Return what is profiled: a micro-batch, and one of about half of its rows.
 
     ``beside`` are the other piped modules of the model.
-
-    Raises:
-        ValueError: If the input makes no micro-batches.
     """
     microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
     pieces = microbatching.split(as_batch(entry.values), chunks)
