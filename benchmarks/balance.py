@@ -35,7 +35,7 @@ from benchmarks.harness import Options, Report, options
 from benchmarks.models import amoebanetd, llama, resnet101, unet
 from examples.char_lm import CharLM
 from lightning_gpipe import GPipe, ModelProfile
-from lightning_gpipe.core.balance import slowest, solve, stage_costs
+from lightning_gpipe.core.balance import solve, stage_costs, sums_of
 from lightning_gpipe.core.profile import meters
 from lightning_gpipe.core.run.observe.clocks import HostClock
 
@@ -175,8 +175,8 @@ def compare(name: str, each: Model, report: Report, rounds: int) -> None:
         ways["torchgpipe"] = lambda n: theirs(times, n)
     worst = 0.0
     for n in (n for n in STAGES if n <= len(times)):
-        best = slowest(again.times(), solve(again.times(), n))
-        found = {way: slowest(again.times(), cut(n)) / best for way, cut in ways.items()}
+        best = max(sums_of(again.times(), solve(again.times(), n)))
+        found = {way: max(sums_of(again.times(), cut(n))) / best for way, cut in ways.items()}
         worst = max(worst, found["time"])
         cells = [f"{found[way]:.3f}" if way in found else "" for way in report.columns[3:]]
         report.rows.append((name, f"{n}", f"{1e3 * CHUNKS * best:.1f}", *cells))

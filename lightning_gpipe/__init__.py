@@ -1,7 +1,7 @@
 """Pipeline parallelism for PyTorch Lightning: GPipe as a strategy."""
 
 from lightning_gpipe.callbacks import PipelineMonitor, Rebalance
-from lightning_gpipe.core.balance import LayerProfile, ModelProfile, Place, balance_by_parameters
+from lightning_gpipe.core.balance import LayerProfile, ModelProfile, Place
 from lightning_gpipe.core.data import (
     MicroBatching,
     PaddedSequences,
@@ -11,7 +11,14 @@ from lightning_gpipe.core.data import (
     whole,
 )
 from lightning_gpipe.core.faithful import is_recomputing
-from lightning_gpipe.core.pipeline import GPipe, balance_by_memory, balance_by_time, plan, profile
+from lightning_gpipe.core.pipeline import (
+    GPipe,
+    balance_by_memory,
+    balance_by_parameters,
+    balance_by_time,
+    plan,
+    profile,
+)
 from lightning_gpipe.core.planner import Plan
 from lightning_gpipe.core.run import Timeline
 from lightning_gpipe.core.schedules import Schedule

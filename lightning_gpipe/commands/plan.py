@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_gpipe.commands.device_options import places_of
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.pipeline import Measuring, profiles_of, rows_of
+from lightning_gpipe.core.pipeline import Measuring, profiles_of
 from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
 from lightning_gpipe.core.schedules import KINDS
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
@@ -101,7 +101,7 @@ class _Planning(CPUAccelerator):
     def _plan(self, measuring: Measuring, strategy: GPipeStrategy) -> Plan:
         options = self._options
         profiles = profiles_of(measuring, options.chunks, len(self._places))
-        rows = rows_of(profiles)
+        rows = profiles[0].rows * profiles[0].chunks
         if self._operations is not None:
             if not measuring.counts:
                 raise ValueError(

@@ -22,7 +22,6 @@ from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
     parameters_around,
-    piped_module_at,
     resolve,
     take_all,
 )
@@ -47,7 +46,7 @@ def piped_modules_of(
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
     listed = list(paths) if isinstance(paths, list | tuple) else [paths]
-    return take_all(root, [piped_module_at(root, *locate(root, path)) for path in listed], balances)
+    return take_all(root, [PipedModule(root, *locate(root, path)) for path in listed], balances)
 
 
 class PipelinedModule:
@@ -87,7 +86,9 @@ class PipelinedModule:
         balances, around = settings.balances, settings.around
         self.found = piped_modules_of(root, settings.module, balances)
         balances_known = [
-            kept.balance_of(piped.path, piped.name, len(piped.units), balance, len(devices))
+            kept.balance_of(
+                piped.path, piped.name, len(piped.frontend.units), balance, len(devices)
+            )
             for piped, balance in zip(self.found, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
@@ -107,7 +108,7 @@ class PipelinedModule:
         )
         sizes = choice.balances
         for piped, size in zip(self.found, sizes, strict=True):
-            check_balance(size, len(piped.units), piped.name)
+            check_balance(size, len(piped.frontend.units), piped.name)
             check_even(
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )

@@ -35,7 +35,7 @@ from torchmetrics import Metric
 
 from lightning_gpipe.checkpoints import FROM_CHECKPOINT, AtomicFiles
 from lightning_gpipe.core.layout import check_balance
-from lightning_gpipe.core.pipeline import FOUND, GPipe, is_criterion
+from lightning_gpipe.core.pipeline import CRITERIA, GPipe, is_criterion
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters import WeightAveraging
 
@@ -66,7 +66,7 @@ def check_any_balance(balance: Any) -> None:
     """Refuse a balance that fits no module."""
     if isinstance(balance, str):
         if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
-            words = ", ".join(map(repr, (*FOUND, FROM_CHECKPOINT)))
+            words = ", ".join(map(repr, (*CRITERIA, FROM_CHECKPOINT)))
             raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
     elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
         check_balance(balance)

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import amoebanetd, resnet101, unet
-from lightning_gpipe import GPipe
-from lightning_gpipe.core.balance.by_parameters import balance_by_parameters
+from lightning_gpipe import GPipe, balance_by_parameters
 from lightning_gpipe.core.skip.skip_layout import verify_skippables
 from tests.support.models import assert_same, step
 

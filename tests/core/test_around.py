@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.balance.solver import solve
+from lightning_gpipe.core.balance import LayerCosts, Place, solve_on
 from tests.support.models import assert_same
 
 WIDTH = 4
@@ -95,7 +95,7 @@ def test_solver_against_all_cuts() -> None:
             for a in range(1, 6)
             for b in range(a + 1, 7)
         )
-        a, b, c = solve(costs, 3, held)
+        a, b, c = solve_on(LayerCosts(costs), [Place(busy=busy) for busy in held])
         ends = [sum(costs[:a]), sum(costs[a : a + b]), sum(costs[a + b :])]
         assert a + b + c == 7
         assert max(x + h for x, h in zip(ends, held, strict=True)) == best

@@ -21,6 +21,7 @@ from lightning_gpipe.core.frontends import Frontend, OwnerProcesses, RunProgram,
 from lightning_gpipe.core.layout import Partition, cut, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.programs import Program, Step, Value
+from lightning_gpipe.core.transport import Workers
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -213,6 +214,8 @@ def ended(end: Any, chunks: int | None = None, n: int = 7) -> Any:
         microbatching=Rows(),
         deferred_batch_norm=True,
         threads=False,
+        split_backward=False,
+        workers=Workers(layout),
     )
     return pipeline.run_program(ending.program(), [rows(n)], chunks=chunks)[0]
 

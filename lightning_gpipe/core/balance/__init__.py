@@ -1,19 +1,16 @@
 """Finds balances: the costs of layers, and the exact solver over them.
 
-A pipeline is as fast as its slowest stage, so the balance decides its speed. The cost of each layer
-(``costs``) is separate from the search for the cut whose costliest stage is cheapest (``solver``).
-The result is a list of ints, to print, edit and write into a configuration.
+The cost of each layer (``costs``) is separate from the search for the cut whose costliest stage is
+cheapest (``solver``). The result is a list of ints.
 """
 
-from lightning_gpipe.core.balance.by_names import counts_between
-from lightning_gpipe.core.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.balance.by_profile import (
     StageCosts,
     memory_costs,
     stage_costs,
     time_costs,
 )
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, slowest
+from lightning_gpipe.core.balance.costs import LayerCosts, Place, parameter_costs, sums_of
 from lightning_gpipe.core.balance.profiles import (
     CarriedValue,
     LayerProfile,
@@ -33,14 +30,12 @@ __all__ = [
     "Place",
     "Shift",
     "StageCosts",
-    "balance_by_parameters",
-    "counts_between",
     "memory_costs",
     "parameter_costs",
     "shift_for",
-    "slowest",
     "solve",
     "solve_on",
     "stage_costs",
+    "sums_of",
     "time_costs",
 ]

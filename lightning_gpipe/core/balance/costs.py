@@ -57,17 +57,6 @@ class LayerCosts:
         _check_costs("memory", self.memory)
         _check_costs("live", self.live)
         _check_costs("the time of transfers", [transfer.time for transfer in self.transfers])
-        if self.memory and len(self.memory) != len(self.times):
-            raise ValueError(
-                f"memory must have a number for each layer: got {len(self.memory)} for "
-                f"{len(self.times)} layers."
-            )
-        for transfer in self.transfers:
-            if not 0 <= transfer.maker < transfer.user < len(self.times):
-                raise ValueError(
-                    f"a transfer must go from a layer to a later one of the {len(self.times)} "
-                    f"layers: got {transfer}."
-                )
 
 
 @dataclass(frozen=True)
@@ -113,11 +102,6 @@ def parameter_costs(layers: Iterable[nn.Module]) -> list[int]:
 def sums_of(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
     """Return the sum of the layers' costs in each stage."""
     return [sum(costs[k] for k in own) for own in layer_ranges(balance)]
-
-
-def slowest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    """Return the largest sum of the layers' costs in a stage."""
-    return max(sums_of(costs, balance))
 
 
 def _check_costs(name: str, costs: Sequence[float]) -> None:

@@ -98,17 +98,16 @@ class LayerProfile:
         held = self.parameter_bytes + self.gradient_bytes
         return held + self.optimizer_bytes + self.buffer_bytes
 
-    def time(self, rows: int, *, recomputed: bool = False, split: bool = False) -> float:
+    def time(self, rows: int, *, recomputed: float = 0.0, split: bool = False) -> float:
         """Return the time of a micro-batch with so many rows, forward and backward.
 
-        The parts of a split backward count if they were measured.
+        ``recomputed`` is the share of micro-batches that are recomputed. The parts of a split
+        backward count if they were measured.
         """
-        time = self.forward.at(rows)
-        if split and self.inputs and self.weights:
-            time += self.inputs.at(rows) + self.weights.at(rows)
-        else:
-            time += self.backward.at(rows)
-        return time + (self.dropping.at(rows) if recomputed else 0.0)
+        parts = (self.inputs, self.weights) if split else ()
+        backward = [cost for cost in parts if cost] or [self.backward]
+        time = self.forward.at(rows) + sum(cost.at(rows) for cost in backward)
+        return time + recomputed * self.dropping.at(rows)
 
 
 @dataclass(frozen=True)
@@ -158,14 +157,8 @@ class ModelProfile:
         return all(layer.weights is not None for layer in self.layers)
 
     def times(self, *, recomputed: float = 0.0, split: bool = False) -> list[float]:
-        """Return the time of each layer for a micro-batch of the measured size.
-
-        ``recomputed`` is the share of micro-batches that are recomputed.
-        """
-        return [
-            layer.time(self.rows, split=split) + recomputed * layer.dropping.at(self.rows)
-            for layer in self.layers
-        ]
+        """Return the time of each layer for a micro-batch, see :meth:`LayerProfile.time`."""
+        return [layer.time(self.rows, recomputed=recomputed, split=split) for layer in self.layers]
 
     def in_seconds(self, per_second: float) -> ModelProfile:
         """Return the profile in seconds, for a device with this many operations per second."""

@@ -1,8 +1,7 @@
 """Another balance, by the times of the stages while they ran.
 
-Layers are measured one by one, once; a stage is measured whenever it runs. If a stage takes longer
-than the sum of its layers, its device counts as that much slower: it may be hot, or shared with
-another user. So each device has a speed, for which the exact solver finds a balance.
+If a stage takes longer than the sum of its layers, its device counts as that much slower: it may be
+hot, or shared with another user. So each device has a speed, for which the solver finds a balance.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def shift_for(
         placement: The worker of each stage.
         places: The device of each stage; their speeds are replaced.
     """
-    speeds = speeds_of(sums_of(costs.times, balance), busy, placement)
+    speeds = _speeds(sums_of(costs.times, balance), busy, placement)
     pairs = zip(places, placement, strict=True)
     after = solve_on(costs, [replace(place, speed=speeds[w]) for place, w in pairs])
     sums = zip(sums_of(costs.times, after), placement, strict=True)
@@ -74,9 +73,7 @@ def shift_for(
     return Shift(tuple(balance), tuple(after), max(busy), predicted)
 
 
-def speeds_of(
-    costs: Sequence[float], busy: Sequence[float], placement: Sequence[int]
-) -> list[float]:
+def _speeds(costs: Sequence[float], busy: Sequence[float], placement: Sequence[int]) -> list[float]:
     """Return the speed of each worker: the cost that it runs in a unit of time.
 
     The speed of a worker whose layers cost nothing is the mean.

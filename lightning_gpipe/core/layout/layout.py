@@ -1,11 +1,7 @@
 """Layouts: the partitions, the worker and the device of each, and their skip connections.
 
-The worker of each stage, the process of each worker, and the device of each parameter that several
-stages share, are data, not arithmetic repeated wherever it is needed. A layout is decided before
-anything is moved, and prints.
-
-Each process owns some of the workers: one process all of them, one the workers of a machine, or
-each process one. These cases differ in nothing but the owners.
+These are data, not arithmetic repeated wherever it is needed. A layout is decided before anything
+is moved, and prints. Each process owns some of the workers, or one process all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from torch import nn
 
 from lightning_gpipe.core.layout.partition import Partition
 from lightning_gpipe.core.programs import Route
-from lightning_gpipe.core.schedules import CALLER, Placing, counted, looped
+from lightning_gpipe.core.schedules import CALLER, counted, looped
 
 Around = Literal["first", "last"]
 
@@ -69,6 +65,11 @@ class Layout:
         if not self.owners:
             object.__setattr__(self, "owners", (self.rank,) * len(self.devices))
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers of all stages, in order."""
+        return [layer for partition in self.partitions for layer in partition.layers]
+
     @cached_property
     def outside(self) -> torch.device:
         """The device in this process of the modules around the stages, and of the outputs."""
@@ -99,10 +100,6 @@ class Layout:
 
     def device_of(self, j: int) -> torch.device:
         return self.devices[self.placement[j]]
-
-    def place(self, n: int, workers: int) -> tuple[int, ...]:
-        """Return the placement, for another layout with as many stages and workers."""
-        return self.placement
 
     def where(self, j: int) -> str:
         """Return the device of stage ``j`` as text, with its process if there are several."""
@@ -210,10 +207,10 @@ def lay_out(
     around: Around = "last",
     owners: Sequence[int] = (),
     rank: int = 0,
-    place: Placing = looped,
+    placement: Sequence[int] = (),
 ) -> Layout:
-    """Return the layout in which ``place`` gives each stage its worker."""
-    placement = place(len(partitions), len(devices))
+    """Return the layout of stages that are placed by ``placement``, or round the workers."""
+    placement = tuple(placement) or looped(len(partitions), len(devices))
     homes: dict[nn.Parameter, torch.device] = {}
     for partition, worker in zip(partitions, placement, strict=True):
         here = not owners or owners[worker] == rank

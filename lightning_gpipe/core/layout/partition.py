@@ -1,9 +1,8 @@
 """Cuts an nn.Sequential into partitions by a balance, and checks that it can be cut.
 
-A partition is a run of consecutive layers. Cutting is sound only if the plain module runs its
-layers in order and does nothing else: a subclass's own ``forward`` would be lost silently, and a
-layer that appears twice would be on two stages. So a module that cannot be cut is refused before
-anything is moved, and so is a balance that does not fit.
+Cutting is sound only if the plain module runs its layers in order and does nothing else: a
+subclass's own ``forward`` would be lost silently, and a layer that appears twice would be on two
+stages.
 
 The layers are not copied, moved, wrapped or renamed, so the keys of the state dict do not depend on
 the balance::
@@ -50,11 +49,6 @@ class Partition:
             return [f"layer {k}" for k in self.indices]
         # In a nested Sequential without names of its own, ``layer 0.1``.
         return [f"layer {name}" if name[0].isdigit() else name for name in self.names]
-
-    @property
-    def last(self) -> int:
-        """The index of the last layer, counted in the whole module."""
-        return self.first + len(self.layers) - 1
 
     @property
     def indices(self) -> range:

@@ -61,8 +61,5 @@ def _shards_in(prefix: str, layer: nn.Module) -> list[str]:
 
 def _kinds() -> tuple[type, ...]:
     """The classes of shards that have been imported: without that there is no object of them."""
-    kinds: tuple[type, ...] = ()
-    for module, name in _KINDS:
-        if module in sys.modules:
-            kinds += (getattr(sys.modules[module], name),)
-    return kinds
+    imported = [(sys.modules[module], name) for module, name in _KINDS if module in sys.modules]
+    return tuple(getattr(module, name) for module, name in imported)

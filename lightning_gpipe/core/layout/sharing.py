@@ -9,7 +9,6 @@ devices follow it with copies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -54,14 +53,7 @@ def check_sharing(layout: Layout) -> None:
 def check_outside(
     root: nn.Module, inner: nn.Module, layout: Layout, root_device: torch.device
 ) -> None:
-    """Refuse buffers of a stage that a module outside of the pipeline, on another device, has too.
-
-    Args:
-        root: The module that contains the pipelined one.
-        inner: The pipelined module.
-        layout: The layout of the pipeline.
-        root_device: The device of the modules outside of the pipeline.
-    """
+    """Refuse buffers of a stage that a module of ``root`` outside of ``inner`` has elsewhere."""
     owners = {
         buffer: partition.index
         for partition in layout.partitions
@@ -69,13 +61,11 @@ def check_outside(
         for buffer in layer.buffers()
     }
     faults = []
-    for path, module in _outside(root, inner, ""):
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer not in owners:
-                continue
-            j = owners[buffer]
-            if layout.spread or layout.device_of(j) != root_device:
-                faults.append(f"{path}{name} ({root_device}) is in stage {j} ({layout.where(j)})")
+    for path, module in root.named_modules(memo={inner}):
+        for name, buffer in module.named_buffers(path, recurse=False):
+            j = owners.get(buffer)
+            if j is not None and (layout.spread or layout.device_of(j) != root_device):
+                faults.append(f"{name} ({root_device}) is in stage {j} ({layout.where(j)})")
     if faults:
         raise ValueError(
             "a stage must not share buffers with a module on another device: got "
@@ -87,8 +77,9 @@ def check_outside(
 def shared_with_outside(root: nn.Module, inner: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of ``inner`` that modules outside of it have too."""
     inside = set(inner.parameters())
-    outside = chain.from_iterable(m._parameters.values() for _, m in _outside(root, inner, ""))
-    return list(dict.fromkeys(p for p in outside if p is not None and p in inside))
+    outside = [module for _, module in root.named_modules(memo={inner})]
+    parameters = (p for module in outside for p in module.parameters(recurse=False))
+    return list(dict.fromkeys(p for p in parameters if p in inside))
 
 
 def followed_slots(
@@ -110,12 +101,8 @@ def check_copies(
 ) -> None:
     """Refuse shared parameters with tensors in attributes, which a copy of the values lacks.
 
-    A quantised weight may have its scales there.
-
-    Args:
-        slots: The slots of the parameters that a stage follows.
-        device: The device of the stage.
-        homes: The devices of the parameters; the meta device for those of another process.
+    A quantised weight may have its scales there. See :func:`followed_slots` for the arguments; the
+    homes of parameters of another process are the meta device.
     """
     for module, name in slots:
         parameter = module._parameters[name]
@@ -162,12 +149,3 @@ def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for name, value in attributes_in(layer):
         for content in filter(is_generator, within(value)):
             yield "generator", name, content
-
-
-def _outside(module: nn.Module, inner: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module that can be reached without ``inner``, with its path."""
-    if module is inner:
-        return
-    yield path, module
-    for name, child in module.named_children():
-        yield from _outside(child, inner, f"{path}{name}.")

@@ -6,29 +6,29 @@ model; :class:`Pipeline` runs the micro-batches.
 
 from lightning_gpipe.core.pipeline.choose.balance_functions import (
     balance_by_memory,
+    balance_by_parameters,
     balance_by_time,
 )
 from lightning_gpipe.core.pipeline.choose.balancing import (
-    FOUND,
+    CRITERIA,
     balance_of_each,
     is_criterion,
     parameters_around,
 )
 from lightning_gpipe.core.pipeline.choose.measuring import Measuring, profile
 from lightning_gpipe.core.pipeline.choose.options import Requested
-from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve, rows_of
+from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
-from lightning_gpipe.core.pipeline.selection import piped_module_at, take_all
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.selection import take_all
 
 __all__ = [
-    "FOUND",
+    "CRITERIA",
     "Entry",
     "GPipe",
-    "Handles",
     "Measuring",
     "MicroBatchStepping",
     "Outcome",
@@ -36,6 +36,7 @@ __all__ = [
     "Pipeline",
     "Requested",
     "balance_by_memory",
+    "balance_by_parameters",
     "balance_by_time",
     "balance_of_each",
     "calling",
@@ -43,11 +44,9 @@ __all__ = [
     "entries_of",
     "is_criterion",
     "parameters_around",
-    "piped_module_at",
     "plan",
     "profile",
     "profiles_of",
     "resolve",
-    "rows_of",
     "take_all",
 ]

@@ -1,14 +1,11 @@
-"""GPipe, the module that replaces the user's model.
-
-It is called like the model, and has its layers, parameters and state dict. What outlives a forward
-belongs to the user (the model) or to the pipeline's engine.
-"""
+"""GPipe, the module that replaces the user's model, with its layers and its state dict."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,23 +14,34 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_gpipe.core.data import MicroBatching, check_microbatching
-from lightning_gpipe.core.faithful import not_compiled
-from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks
+from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
+from lightning_gpipe.core.faithful import not_compiled, rows_needed
+from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks, with_index
 from lightning_gpipe.core.layout import Around, Layout, check_around
-from lightning_gpipe.core.pipeline.build import build_pipelines
+from lightning_gpipe.core.pipeline.build import (
+    attach_all,
+    check_all_batch_norms,
+    lay_out_all,
+    move_home,
+    place_all,
+    rebuild,
+    recut,
+)
 from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each, measured_costs
 from lightning_gpipe.core.pipeline.choose.options import Requested
+from lightning_gpipe.core.pipeline.choose.planning import resolve
+from lightning_gpipe.core.pipeline.choose.sampling import entries_with
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
+from lightning_gpipe.core.pipeline.pipeline import Pipeline
+from lightning_gpipe.core.pipeline.selection import check_entries, take_all
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import BatchCopies
+from lightning_gpipe.core.transport import BatchCopies, Workers
 
 
 class GPipe(StandIn):
@@ -121,6 +129,7 @@ class GPipe(StandIn):
     Attributes:
         balance: The number of layers in each stage.
         devices: One ``torch.device`` per worker.
+        taken: The piped modules.
         plan: The plan, if something was ``"auto"``.
         profiles: What the layers cost, for each module, if they were measured.
 
@@ -158,27 +167,45 @@ class GPipe(StandIn):
         check_threads(threads)
         balances = balance_of_each(module, balance)
         device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
-        pipelines, resolved = build_pipelines(
-            model,
-            module,
+        modules = take_all(model, module, balances)
+        check_entries(modules, microbatching)
+        resolved = resolve(
+            modules,
             balances,
             requested,
-            devices=devices,
+            partial(entries_with, modules, sample),
+            devices or (),
             around=around,
-            folds=folded,
             microbatching=microbatching,
-            deferred_batch_norm=deferred_batch_norm,
-            threads=threads,
-            sample=sample,
             optimizer=optimizer,
-            owners=owners,
-            group=group,
-            lost_after=lost_after,
         )
-        super().__init__(model)
-        self._pipelines = pipelines
-        self.plan, self.profiles = resolved.plan, list(resolved.profiles)
         sizes = resolved.balances
+        layouts, connection = lay_out_all(
+            modules, sizes, devices, around, owners, group, lost_after, folds=folded
+        )
+        if deferred_batch_norm:
+            check_all_batch_norms(layouts)
+        place_all(model, layouts)
+        workers = Workers(*layouts)
+        pipelines = [
+            Pipeline(
+                layout,
+                chunks=resolved.chunks,
+                activation_checkpointing=resolved.activation_checkpointing,
+                microbatching=microbatching or Rows(at_least=rows_needed(piped.module)),
+                deferred_batch_norm=deferred_batch_norm,
+                threads=threads,
+                split_backward=resolved.split_backward,
+                workers=workers,
+                connection=connection,
+                number=number,
+            )
+            for number, (piped, layout) in enumerate(zip(modules, layouts, strict=True))
+        ]
+        attach_all(modules, pipelines)
+        super().__init__(model)
+        self.taken: Sequence[PipedModule] = modules
+        self.plan, self.profiles = resolved.plan, list(resolved.profiles)
         self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
         self.devices = list(self.layout.devices)
         if device_map is not None and device_map.moved:
@@ -186,11 +213,11 @@ class GPipe(StandIn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._pipelines.make_again(self.balances)  # programs call the modules of the first model
+        rebuild(self.taken, self.balances)  # programs call the modules of the first model
 
     @property
-    def _pipeline(self) -> Pipeline:
-        return self._pipelines[0]
+    def _pipelines(self) -> list[Pipeline]:
+        return [piped.pipeline for piped in self.taken]
 
     # The model is called.
 
@@ -215,10 +242,10 @@ class GPipe(StandIn):
 
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        piped = self._pipelines.modules[0]
-        with piped.pipeline.engine.telling():  # others wait for what its own code comes to next
-            self._pipelines.reset_patches()
-            return piped.run(*args, **kwargs)
+        with self.engine.telling():  # others wait for what its own code comes to next
+            for piped in self.taken:
+                piped.pipeline.reset_patches()
+            return self.taken[0].run(*args, **kwargs)
 
     def by_micro_batch(
         self,
@@ -243,8 +270,8 @@ class GPipe(StandIn):
             outcome.loss.backward()
 
         Args:
-            step: Called with a micro-batch; calls the model once, and returns the loss, a dict with
-                it, or None to skip the mini-batch.
+            step: Gets a micro-batch; calls the model once, and returns the loss, a dict with it, or
+                None to skip the mini-batch.
             batch: The mini-batch: any pytree, cut like the model's input.
             schedule: ``"1f1b"``, with at most n - j micro-batches alive on stage j of n,
                 interleaved if devices have several stages; ``"zero_bubble"``, with at most n of
@@ -275,20 +302,22 @@ class GPipe(StandIn):
     @property
     def chunks(self) -> int:
         """The number of micro-batches."""
-        return self._pipeline.chunks
+        return self.taken[0].pipeline.chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._pipelines.set("chunks", chunks)
+        for pipeline in self._pipelines:
+            pipeline.chunks = chunks
 
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
         """Which micro-batches are recomputed."""
-        return self._pipeline.activation_checkpointing
+        return self.taken[0].pipeline.activation_checkpointing
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
-        self._pipelines.set("activation_checkpointing", mode)
+        for pipeline in self._pipelines:
+            pipeline.activation_checkpointing = mode
 
     @property
     def step(self) -> int:
@@ -320,8 +349,9 @@ class GPipe(StandIn):
         """
         balances: list[Any] = [balance] if len(self.taken) == 1 else list(balance)
         if len(balances) == len(self.taken):
-            balances = [t.in_units(each) for t, each in zip(self.taken, balances, strict=True)]
-        self._pipelines.recut(balances, self.balances)
+            pairs = zip(self.taken, balances, strict=True)
+            balances = [piped.frontend.in_units(each) for piped, each in pairs]
+        recut(self.taken, balances, self.balances)
         self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balances[0])
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
@@ -330,7 +360,9 @@ class GPipe(StandIn):
         They are copied to stages on other devices. Parameters that only stages share need no call:
         their home is the device of the first of these stages.
         """
-        self._pipeline.share(parameters, device)
+        layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
+        move_home(layout)
+        self.engine.layout = layout
 
     @override
     def load_state_dict(
@@ -365,7 +397,7 @@ class GPipe(StandIn):
     @property
     def layout(self) -> Layout:
         """The layout; prints as one line per stage. Of several modules, for the first."""
-        return self._pipeline.layout
+        return self.taken[0].pipeline.layout
 
     @property
     def layouts(self) -> list[Layout]:
@@ -380,12 +412,12 @@ class GPipe(StandIn):
     @property
     def microbatching(self) -> MicroBatching:
         """How a mini-batch is split into micro-batches."""
-        return self._pipeline.microbatching
+        return self.taken[0].pipeline.microbatching
 
     @property
     def engine(self) -> Engine:
         """The engine, which runs the micro-batches. Of several modules, for the first."""
-        return self._pipeline.engine
+        return self.taken[0].pipeline.engine
 
     @property
     def ways(self) -> list[RunTimes | None]:
@@ -404,15 +436,12 @@ class GPipe(StandIn):
     def timeline(self, timeline: Timeline | None) -> None:
         self.engine.timeline = timeline
 
-    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle | Handles:
+    def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
-        The backward is added to the timeline later.
-
-        Returns:
-            A handle whose ``remove()`` ends the calls.
+        The backward is added to it later. ``remove()`` of the returned handle ends the calls.
         """
-        return self._pipelines.observe(observer)
+        return self.engine.observe(observer)
 
     def listing(self) -> Table:
         """Return a table of the stages: their devices, layers, parameters and outgoing skips.
@@ -428,8 +457,7 @@ class GPipe(StandIn):
 
         Once a micro-batch has run, it has the bytes that are sent from stage to stage.
         """
-        layers = [layer for part in self.layout.partitions for layer in part.layers]
-        return skip_table(skips_of(layers), self.layout.partitions, self._skip_bytes())
+        return skip_table(skips_of(self.layout.layers), self.layout.partitions, self._skip_bytes())
 
     def _skip_bytes(self) -> dict[RouteName, int]:
         return {name: size for stage in self.stages for name, size in stage.skip_bytes.items()}
@@ -447,23 +475,18 @@ class GPipe(StandIn):
     # A pipeline among others: of other modules, of other processes, and in a Trainer.
 
     @property
-    def taken(self) -> Sequence[PipedModule]:
-        """The piped modules."""
-        return self._pipelines.modules
-
-    @property
     def only(self) -> Pipeline:
         """The only pipeline.
 
         Raises:
             ValueError: If there are several.
         """
-        if len(self._pipelines) > 1:
+        if len(self.taken) > 1:
             raise ValueError(
                 "a schedule with a loss for each micro-batch must have one module to run: got "
-                f"{len(self._pipelines)}. Name one, or leave out schedule: fill-drain runs all."
+                f"{len(self.taken)}. Name one, or leave out schedule: fill-drain runs all."
             )
-        return self._pipeline
+        return self.taken[0].pipeline
 
     def copy_batches(self, root: torch.device) -> BatchCopies | None:
         """Let the first stage get its own copies of batches that are moved to ``root``.
@@ -471,7 +494,13 @@ class GPipe(StandIn):
         Returns:
             The object that makes the copies when batches are moved; None if none are needed.
         """
-        return self._pipelines.copy_batches(root)
+        first = self.layout.device_of(0)
+        if self.layout.spread or first == root or first.type != "cuda":
+            return None
+        twins = BatchCopies(first, root)
+        for pipeline in self._pipelines:
+            pipeline.engine.twins = twins
+        return twins
 
     def tell(self, error: BaseException) -> None:
         """Send an error of your own code to the other processes, which ends their step too.
@@ -483,11 +512,13 @@ class GPipe(StandIn):
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""
-        self._pipelines.release()
+        for piped in self.taken:
+            piped.release()
 
     def close(self) -> None:
         """End the worker threads; the next forward starts new ones."""
-        self._pipelines.close()
+        for pipeline in self._pipelines:
+            pipeline.close()
 
     # The layers, as of an nn.Sequential.
 
@@ -497,8 +528,7 @@ class GPipe(StandIn):
     def __iter__(self) -> Iterator[nn.Module]:
         if isinstance(self._original, nn.Sequential):
             return iter(self._original)
-        partitions = (partition for layout in self.layouts for partition in layout.partitions)
-        return iter(layer for partition in partitions for layer in partition.layers)
+        return iter(layer for layout in self.layouts for layer in layout.layers)
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         layers = list(self)[index]

@@ -7,7 +7,7 @@ from then on a call of the model runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import NOTHING, is_traced
 from lightning_gpipe.core.frontends import RunProgram, check_recordable, frontend_of
-from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.layout import check_whole
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import change_tensors, walk_program
 from lightning_gpipe.core.programs import Program
 
-# Called with a program and the values of its inputs; returns the values of its outputs.
-Substitute = Callable[[Program, Sequence[Any]], list[Any]]
 # Called with a piped module, its program and the values of its inputs.
 Check = Callable[["PipedModule", Program, Sequence[Any]], None]
 
@@ -35,105 +33,59 @@ class PipedModule:
         module: The module.
 
     Attributes:
+        frontend: The front-end, which makes programs of the calls.
+        pipeline: The pipeline, once one is attached.
         runs: The number of times that the pipeline ran.
         check: Called before each run, if not None.
+
+    Raises:
+        TypeError: If it cannot run as a pipeline, or its parameters are shards.
     """
 
+    pipeline: Pipeline
+
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
+        check_whole([(path, module)])
         self.root = root
         self.path = path
         self.module = module
         self.runs = 0
         self.check: Check | None = None
-        self._pipeline: Pipeline | None = None
         self._substitute: RunProgram | None = None
-        self._frontend = frontend_of(root, path, module)
+        self.frontend = frontend_of(root, path, module)
 
     def __getstate__(self) -> dict[str, Any]:
         # A front-end is for one model; a copy of the model has its own.
-        return {**self.__dict__, "check": None, "_frontend": None}
+        return {**self.__dict__, "check": None, "frontend": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._frontend = frontend_of(self.root, self.path, self.module)
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The attached pipeline."""
-        assert self._pipeline is not None, "it was attached"
-        return self._pipeline
+        self.frontend = frontend_of(self.root, self.path, self.module)
 
     @property
     def name(self) -> str:
         """The name in errors."""
         return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
 
-    @property
-    def takes_batch(self) -> bool:
-        """True if the layers get the batch as the user made it, see :class:`Frontend`."""
-        return self._frontend.takes_batch
-
-    @property
-    def owner(self) -> nn.Module:
-        """The module whose forward the programs are made of."""
-        return self._frontend.owner
-
-    @property
-    def own(self) -> Sequence[nn.Parameter]:
-        """The module's parameters that are in no layer."""
-        return self._frontend.own
-
-    @property
-    def units(self) -> Sequence[str]:
-        """The names of the units that a balance counts, in order."""
-        return self._frontend.units
-
-    def costs(self) -> list[int]:
-        """Return the number of parameters of each unit."""
-        return self._frontend.costs()
-
-    def in_units(self, balance: Sequence[int]) -> Sequence[int]:
-        """Return a user's balance as one that counts units."""
-        return self._frontend.in_units(balance)
-
-    def partitions(self, balance: Sequence[int]) -> list[Partition]:
-        """Cut the module.
-
-        Raises:
-            TypeError, ValueError: If it cannot be cut, or not by this balance.
-        """
-        return self._frontend.partitions(balance)
-
     def attach(self, pipeline: Pipeline) -> None:
         """Let calls of the model run ``pipeline``, whose stages have the partitions."""
-        self._pipeline = pipeline
-        self._frontend.install(self._run_program, pipeline if pipeline.layout.spread else None)
+        self.pipeline = pipeline
+        self.frontend.install(self._run_program, pipeline if pipeline.layout.spread else None)
 
     def release(self) -> None:
         """Let the model run as without a pipeline."""
-        self._frontend.remove()
+        self.frontend.remove()
 
     @contextmanager
-    def watched(self, substitute: Substitute) -> Iterator[None]:
-        """Let calls of the model call ``substitute`` and not a pipeline, in a ``with`` block.
-
-        The module is cut, and has no pipeline yet.
-        """
-
-        def run(program: Program, values: Sequence[Any], **_: Any) -> list[Any]:
-            return substitute(program, values)
-
+    def watched(self, run: RunProgram) -> Iterator[None]:
+        """Let calls of the cut model call ``run`` and not a pipeline, in a ``with`` block."""
         self._substitute = run
-        self._frontend.install(run)
+        self.frontend.install(run)
         try:
             yield
         finally:
-            self._frontend.remove()
+            self.frontend.remove()
             self._substitute = None
-
-    def plain(self) -> AbstractContextManager[None]:
-        """Let calls of the model run as without a pipeline, in a ``with`` block."""
-        return self._frontend.plain()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its inputs on the device of what is around the pipelines."""
@@ -142,13 +94,13 @@ class PipedModule:
             args = tuple([_moved(value, outside) for value in args])
             kwargs = {name: _moved(value, outside) for name, value in kwargs.items()}
         run = self._substitute or self._run_program
-        if self.takes_batch:
-            return self._frontend.call(run, *args, **kwargs)
+        if self.frontend.takes_batch:
+            return self.frontend.call(run, *args, **kwargs)
         recorded = is_traced((args, kwargs), self.root.parameters())
         if recorded:
             check_recordable(self.root)
-        with self.plain() if recorded else NOTHING:
-            return self._frontend.call(run, *args, **kwargs)
+        with self.frontend.plain() if recorded else NOTHING:
+            return self.frontend.call(run, *args, **kwargs)
 
     def record(self, args: Any) -> Any:
         """Call the model for torch.fx, which has ``args`` for all positional arguments.
@@ -156,8 +108,8 @@ class PipedModule:
         Raises:
             TypeError: If the model may have several.
         """
-        if self.takes_batch and not self.path:
-            return self._frontend.call(self._run_program, args[0])
+        if self.frontend.takes_batch and not self.path:
+            return self.frontend.call(self._run_program, args[0])
         raise TypeError(
             "torch.fx must be given a model whose arguments have names: got a GPipe around "
             f"{type(self.root).__name__}. Give it the {type(self.root).__name__} itself, which it "
@@ -174,7 +126,7 @@ class PipedModule:
     ) -> list[Any]:
         """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`."""
         pipeline = self.pipeline
-        if self.takes_batch:  # other front-ends have asked
+        if self.frontend.takes_batch:  # other front-ends have asked
             pipeline.reset_patches()  # the user may call the module itself
             if is_traced(values[0], self.module.parameters()):
                 with pipeline.engine.exclusive():

@@ -1,8 +1,4 @@
-"""Runs mini-batches: cuts them into the engine's micro-batches, and merges their outputs.
-
-The engine runs micro-batches by a schedule. How many micro-batches there are, which of them are
-recomputed and how their outputs are merged is decided here.
-"""
+"""Runs mini-batches: cuts them into the engine's micro-batches, and merges their outputs."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import (
     Division,
@@ -26,9 +20,7 @@ from lightning_gpipe.core.data import (
     tree_unflatten,
 )
 from lightning_gpipe.core.faithful import Journal, refuse_unsupported_modes
-from lightning_gpipe.core.frontends import with_index
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.pipeline.deployment import move_home
 from lightning_gpipe.core.pipeline.outputs import once_or_per_row
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Engine, Stage, Threads, ThreadsOrInline, UserStep
@@ -49,12 +41,12 @@ from lightning_gpipe.core.transport import (
 
 
 class Pipeline:
-    """Stages that run mini-batches; see :class:`GPipe` for the settings.
+    """Stages that run mini-batches; see :class:`~lightning_gpipe.GPipe` for the settings.
 
     Args:
         layout: The layout; the layers are on their devices already.
-        workers: The threads, if pipelines of other modules over the same devices use them too.
-        connection: The connection to the owners of the layout, if there are several.
+        workers: The threads, which pipelines of other modules over the same devices use too.
+        connection: The connection to the owners of the layout; None if there is one.
         number: The index among the pipelines of the connection.
 
     Attributes:
@@ -71,8 +63,8 @@ class Pipeline:
         microbatching: MicroBatching,
         deferred_batch_norm: bool,
         threads: Threads,
-        split_backward: bool = False,
-        workers: Workers | None = None,
+        split_backward: bool,
+        workers: Workers,
         connection: Connection | None = None,
         number: int = 0,
     ) -> None:
@@ -80,19 +72,36 @@ class Pipeline:
         self.activation_checkpointing = activation_checkpointing
         self.split_backward = split_backward
         self.microbatching = microbatching
-        self._fixed: dict[str, Any] = {
-            "deferred_batch_norm": deferred_batch_norm,
-            "threads": threads,
-        }
-        transport = _connect(layout, workers, connection, number, threads=bool(threads))
-        choose = threads == "auto" and isinstance(transport, LocalTransport)
-        self.engine = Engine(
+        self._deferred_batch_norm = deferred_batch_norm
+        self._threads = threads
+        self.engine = self._engine(layout, workers, connection, number)
+        self.patches = Journal()
+
+    def _engine(
+        self, layout: Layout, workers: Workers, connection: Connection | None, number: int
+    ) -> Engine:
+        # Pipelines over the same processes take turns, as those over the same threads do.
+        turns = workers.exclusion if layout.spread else None
+        runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
+        if self._threads and len(layout.workers_here) > 1:
+            runner = LocalTransport(layout, workers)
+        transport: Transport = runner
+        if connection is not None:
+            transport = ProcessGroupTransport(layout, runner, connection, number)
+            transport.start()
+        choose = self._threads == "auto" and isinstance(transport, LocalTransport)
+        return Engine(
             layout,
             transport,
-            deferred_batch_norm=deferred_batch_norm,
+            deferred_batch_norm=self._deferred_batch_norm,
             ways=ThreadsOrInline(layout.devices_here) if choose else None,
         )
-        self.patches = Journal()
+
+    def rebuild(self, layout: Layout, workers: Workers) -> None:
+        """Run on another layout from now on, in this process, with the same observers."""
+        engine = self._engine(layout, workers, None, 0)
+        engine.succeed(self.engine)
+        self.engine, self.patches = engine, Journal()
 
     @property
     def layout(self) -> Layout:
@@ -120,20 +129,6 @@ class Pipeline:
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
         return self.engine.everywhere(j, compute)
-
-    def again(self, layout: Layout, workers: Workers | None) -> Pipeline:
-        """Return a pipeline with the same settings and observers, for another layout."""
-        pipeline = Pipeline(
-            layout,
-            chunks=self.chunks,
-            activation_checkpointing=self.activation_checkpointing,
-            microbatching=self.microbatching,
-            split_backward=self.split_backward,
-            workers=workers,
-            **self._fixed,
-        )
-        pipeline.engine.succeed(self.engine)
-        return pipeline
 
     def run_program(
         self,
@@ -164,12 +159,6 @@ class Pipeline:
                     for number, column in zip(program.outputs, columns, strict=True)
                 ]
             return [self._merged(column, batch) for column in columns]
-
-    def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
-        """Make ``device`` the home of ``parameters`` that modules outside of the pipeline share."""
-        layout = self.layout.with_everywhere(parameters, with_index(torch.device(device)))
-        move_home(layout)
-        self.engine.layout = layout
 
     def close(self) -> None:
         """End the worker threads; the next mini-batch starts new ones."""
@@ -235,18 +224,6 @@ class Pipeline:
         return fill_drain(m, placement, recomputed=recomputed, split=self.split_backward)
 
 
-class Handles:
-    """Removes several handles at once."""
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove all of them."""
-        for handle in self._handles:
-            handle.remove()
-
-
 def as_batch(values: Sequence[Any]) -> Any:
     """Return the batch to split: the value of the program's only input, or a list of values."""
     return values[0] if len(values) == 1 else list(values)
@@ -261,25 +238,3 @@ def _columns(program: Program, outputs: Iterable[FlatTree]) -> list[Sequence[Any
     """Return the values of each output of the program, one per micro-batch."""
     values = list(map(tree_unflatten, outputs))
     return [values] if len(program.outputs) == 1 else list(zip(*values, strict=True))
-
-
-def _connect(
-    layout: Layout,
-    workers: Workers | None,
-    connection: Connection | None,
-    number: int,
-    *,
-    threads: bool,
-) -> Transport:
-    """Make the transport between the workers."""
-    # Pipelines over the same processes take turns, as those over the same threads do.
-    turns = workers.exclusion if workers is not None and layout.spread else None
-    runner: LocalTransport | InlineTransport = InlineTransport(layout, turns)
-    if threads and len(layout.workers_here) > 1:
-        runner = LocalTransport(layout, workers)
-    if not layout.spread:
-        return runner
-    assert connection is not None, "several owners are joined before"
-    transport = ProcessGroupTransport(layout, runner, connection, number)
-    transport.start()
-    return transport

@@ -1,4 +1,4 @@
-"""Locates the modules to pipe in the user's model, and lays them out."""
+"""Locates the modules to pipe in the user's model."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_gpipe.core.data import MicroBatching, PaddedSequences, Rows
 from lightning_gpipe.core.frontends import heaviest, locate
-from lightning_gpipe.core.layout import (
-    Around,
-    Layout,
-    Partition,
-    check_outside,
-    check_sharing,
-    check_whole,
-    lay_out,
-    layers_of,
-    shared_with_outside,
-)
+from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.schedules import Placing, looped
-from lightning_gpipe.core.skip import routes_of, skips_of
 
 
 def take(root: nn.Module, path: str | PipedModule | None, balance: Any = None) -> PipedModule:
@@ -32,9 +19,6 @@ def take(root: nn.Module, path: str | PipedModule | None, balance: Any = None) -
 
     None takes the model itself, unless the balance counts or names the layers of the nn.Sequential
     or nn.ModuleList with more than half of its parameters. A piped module is returned as it is.
-
-    Raises:
-        TypeError, ValueError: If there is no such module, or it cannot run as a pipeline.
     """
     if isinstance(path, PipedModule):
         return path
@@ -44,11 +28,11 @@ def take(root: nn.Module, path: str | PipedModule | None, balance: Any = None) -
             "into an nn.Sequential."
         )
     if path is not None:
-        return piped_module_at(root, *locate(root, path))
+        return PipedModule(root, *locate(root, path))
     heavy = None if isinstance(root, nn.Sequential) else heaviest(root)
     if heavy is not None and _is_balance_of(balance, *heavy):
-        return piped_module_at(root, *heavy)
-    return piped_module_at(root, "", root)
+        return PipedModule(root, *heavy)
+    return PipedModule(root, "", root)
 
 
 def _is_balance_of(balance: Any, path: str, module: nn.Module) -> bool:
@@ -68,11 +52,7 @@ def _is_balance_of(balance: Any, path: str, module: nn.Module) -> bool:
 
 
 def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[PipedModule]:
-    """Return the piped module of each path of a list, or of a single path.
-
-    Raises:
-        ValueError: If one is within another, or there twice.
-    """
+    """Return the piped module of each path of a list, or of a single path; none within another."""
     listed = list(paths) if isinstance(paths, list | tuple) else [paths]
     pairs = zip(listed, balances, strict=True)
     modules = [take(root, path, balance) for path, balance in pairs]
@@ -86,13 +66,9 @@ def take_all(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[Piped
 
 
 def check_entries(modules: Sequence[PipedModule], microbatching: MicroBatching | None) -> None:
-    """Refuse a way to cut whole batches for layers that get other values.
-
-    Raises:
-        TypeError, ValueError: Names the module.
-    """
+    """Refuse a way to cut whole batches for layers that get other values."""
     for piped in modules:
-        if piped.takes_batch:
+        if piped.frontend.takes_batch:
             continue
         if isinstance(microbatching, PaddedSequences):
             raise TypeError(
@@ -108,39 +84,3 @@ def check_entries(modules: Sequence[PipedModule], microbatching: MicroBatching |
                 "and all must have their rows in dim 0. Let the model transpose its input before "
                 "its layers, with batch_first=True where they have it."
             )
-
-
-def layout_of(
-    piped: PipedModule,
-    partitions: Sequence[Partition],
-    devices: Sequence[torch.device],
-    around: Around,
-    owners: Sequence[int] = (),
-    rank: int = 0,
-    place: Placing = looped,
-) -> Layout:
-    """Return the layout of a piped module's partitions on the devices of workers; nothing is moved.
-
-    Parameters that are used around the layers too have their home there.
-
-    Raises:
-        TypeError, ValueError: If stages share what they must not with others or with what is
-            around them.
-    """
-    layers = [layer for partition in partitions for layer in partition.layers]
-    routes = routes_of(skips_of(layers, partitions), partitions)
-    layout = lay_out(partitions, devices, routes, around, owners, rank, place)
-    check_sharing(layout)
-    check_outside(piped.root, piped.module, layout, layout.outside)
-    shared = [*piped.own, *shared_with_outside(piped.root, piped.module)]
-    return layout.with_everywhere(shared)
-
-
-def piped_module_at(root: nn.Module, path: str, module: nn.Module) -> PipedModule:
-    """Return the piped module for a module of ``root``; its type decides how it runs.
-
-    Raises:
-        TypeError: If it cannot run as a pipeline, or its parameters are shards.
-    """
-    check_whole([(path, module)])
-    return PipedModule(root, path, module)

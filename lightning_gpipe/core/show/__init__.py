@@ -9,8 +9,7 @@ from rich.table import Table
 from lightning_gpipe.core.show.picture import INSTALL, can_draw, check_can_draw, timeline_picture
 from lightning_gpipe.core.show.plan_picture import plan_picture
 from lightning_gpipe.core.show.plans import show_plan
-from lightning_gpipe.core.show.skips import skip_table
-from lightning_gpipe.core.show.stages import stage_table
+from lightning_gpipe.core.show.stages import skip_table, stage_table
 from lightning_gpipe.core.show.trace import Slice, trace_of
 
 __all__ = [

@@ -122,8 +122,6 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
             _draw_pixels(axes, chosen, color, begin, length, len(workers))
             continue
         _draw_boxes(axes, chosen, lanes, color, begin, points)
-        if len(lanes) <= _ROWS:
-            _draw_labels(axes, chosen, lanes, begin, points)
     _frame(axes, workers, 1e3 * length)
 
 
@@ -159,7 +157,7 @@ def _draw_boxes(
     begin: float,
     points: float,
 ) -> None:
-    """Draw a box for each action of a kind; the line around narrow boxes is thin."""
+    """Draw a box for each action of a kind, with its micro-batch if nearly all have room."""
     narrow = median((span.end - span.start) * points for span in spans) < 3
     boxes = defaultdict(list)
     for span in spans:
@@ -169,22 +167,14 @@ def _draw_boxes(
         axes.broken_barh(
             chosen, lane, facecolor=color, edgecolor="white", linewidth=0.15 if narrow else 0.6
         )
-
-
-def _draw_labels(
-    axes: Axes,
-    spans: Sequence[Span],
-    lanes: Mapping[tuple[int, int], _Lane],
-    begin: float,
-    points: float,
-) -> None:
-    """Draw the micro-batch of each action of a kind, if there is room in nearly all boxes."""
     fitting = [
         span
         for span in spans
         if (span.end - span.start) * points > _POINTS * len(str(span.action.i))
     ]
-    for span in fitting if len(fitting) >= _MOST_FIT * len(spans) else ():
+    if len(lanes) > _ROWS or len(fitting) < _MOST_FIT * len(spans):
+        return
+    for span in fitting:
         lane = lanes[_place(span)]
         axes.text(
             1e3 * ((span.start + span.end) / 2 - begin),

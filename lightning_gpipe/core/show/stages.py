@@ -1,8 +1,4 @@
-"""Shows the balance as a table of the layers on each device.
-
-A list of ints does not show why a device runs out of memory. The table has the device of each
-stage, its layers by kind and its share of all parameters, which also shows an uneven balance.
-"""
+"""Shows a layout as tables: the layers on each device, and the skip connections."""
 
 from __future__ import annotations
 
@@ -15,8 +11,9 @@ from rich.table import Column, Table
 from torch import nn
 
 from lightning_gpipe.core.balance import StageCosts, parameter_costs
-from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import RouteName
+from lightning_gpipe.core.skip import Skip, stages_of
 
 
 def stage_table(
@@ -55,6 +52,32 @@ def stage_table(
             f"{parameters / max(sum(sizes), 1):.1%}",
             *(measured[len(table.rows)].cells if measured else ()),
             *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []),
+        )
+    return table
+
+
+def skip_table(
+    skips: Iterable[Skip], partitions: Sequence[Partition], sizes: Mapping[RouteName, int]
+) -> Table:
+    """List the skip connections, one row each::
+
+    name      stashed by  popped by  stages  crosses  bytes per micro-batch
+    'detail'  layer 3     layer 18   0 -> 2  2        147,456
+    'middle'  layer 7     layer 14   1       -
+    """
+    stage_of = stages_of(partitions)
+    size = Column("bytes per micro-batch", justify="right")
+    table = Table("name", "stashed by", "popped by", "stages", "crosses", size)
+    for skip in skips:
+        source, target = stage_of[skip.stash], stage_of[skip.pop]
+        number = sizes.get(skip.name)
+        table.add_row(
+            str(skip.name),
+            f"layer {skip.stash}",
+            f"layer {skip.pop}",
+            f"{source}" if source == target else f"{source} -> {target}",
+            "-" if source == target else f"{target - source}",
+            "" if number is None else f"{number:,}",
         )
     return table
 

@@ -1,10 +1,8 @@
 """Writes timelines in the JSON trace event format, which Perfetto and Chrome open.
 
-Each worker is a thread of the trace, and so is the caller. If the caller's code is a row of the
-schedule, that row is another thread. An action is a complete event ("X") with its micro-batch,
-stage and layers as arguments. A transfer from one stage to another, or to the caller, is a flow
-("s" to "f"): an arrow from the end of the one action to the begin of the other. The times of copies
-between devices are not recorded.
+Each worker is a thread of the trace, and so is the caller, with another for its row of a schedule.
+An action is a complete event ("X"); a transfer from one stage to another, or to the caller, is a
+flow ("s" to "f"): an arrow from the end of the one action to the begin of the other.
 
 Times are whole microseconds: readers drop an event that partly overlaps another of its thread, and
 fractions, which they round in different ways, would make neighbours overlap. The numbers of flows

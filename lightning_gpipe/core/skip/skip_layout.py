@@ -102,7 +102,7 @@ def leaving_tensors(table: Table, leaving: Sequence[Route]) -> list[Any]:
 
 def stages_of(partitions: Iterable[Partition]) -> dict[int, int]:
     """Return the stage of each layer."""
-    return {k: p.index for p in partitions for k in range(p.first, p.last + 1)}
+    return {k: p.index for p in partitions for k in p.indices}
 
 
 def _uses(

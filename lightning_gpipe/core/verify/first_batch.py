@@ -31,7 +31,9 @@ class FirstBatchVerifier:
         self._piped = piped
         self._on_result = on_result
         self._done: set[PipedModule] = set()
-        owners = dict.fromkeys(taken.owner for taken in piped if not taken.takes_batch)
+        owners = dict.fromkeys(
+            taken.frontend.owner for taken in piped if not taken.frontend.takes_batch
+        )
         self._handles = {
             owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in owners
@@ -47,7 +49,11 @@ class FirstBatchVerifier:
             taken.check = None
 
     def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
-        piped = [taken for taken in self._piped if taken.owner is owner and taken not in self._done]
+        piped = [
+            taken
+            for taken in self._piped
+            if taken.frontend.owner is owner and taken not in self._done
+        ]
         if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
         self._done.update(piped)

@@ -112,7 +112,9 @@ class WholeCall:
         A run of an nn.Sequential takes the changes in the journal of its own pipeline for those
         that an interrupted verification left, and undoes them.
         """
-        return next(taken.pipeline.patches for taken in self.piped if not taken.takes_batch)
+        return next(
+            taken.pipeline.patches for taken in self.piped if not taken.frontend.takes_batch
+        )
 
     def _first(
         self, tolerance: float, plain: Run, piped: Run, amplified: Run | None
@@ -156,7 +158,7 @@ class WholeCall:
         """Run the module without pipelines, its layers on the devices of their stages."""
         with self.isolated(), ExitStack() as stack:
             for taken in self.piped:
-                stack.enter_context(taken.plain())
+                stack.enter_context(taken.frontend.plain())
                 for stage in taken.pipeline.stages:
                     stack.enter_context(following(stage))
             if len(set(self._layout.devices)) > 1:

@@ -91,7 +91,7 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
     parities: dict[PipedModule, Parity] = {}
 
     def check(taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
-        if not taken.takes_batch:  # its program was recorded from a forward
+        if not taken.frontend.takes_batch:  # its program was recorded from a forward
             call.record(taken, program)
         if taken not in parities:
             parities[taken] = verify_run(taken, program, values, tolerance=tolerance)
@@ -126,7 +126,7 @@ def verify_run(
     taken: PipedModule, program: Program, values: Sequence[Any], *, tolerance: float | None = None
 ) -> Parity:
     """Verify one run of a module that runs as a pipeline, with these values as inputs."""
-    layers = taken.module if taken.takes_batch else None
+    layers = taken.module if taken.frontend.takes_batch else None
     subject = VerifiedProgram(taken.pipeline, program, layers)
     return verify_program(subject, unpacked(values), tolerance)
 

@@ -23,7 +23,7 @@ from lightning.pytorch.profilers import (
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_gpipe.core.pipeline import GPipe, Handles
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import Timeline
 
 _ALL_THREADS = "experimental_config"
@@ -43,7 +43,7 @@ class Profiling:
         self._recording: PyTorchProfiler | None = None
         self._timing: SimpleProfiler | AdvancedProfiler | None = None
         self._pending: deque[tuple[str, Timeline]] = deque()
-        self._handle: RemovableHandle | Handles | None = None
+        self._handle: RemovableHandle | None = None
 
     def record_threads(self, profiler: Profiler) -> None:
         """Let a PyTorchProfiler that has not begun record all threads, unless the user chose."""

@@ -1,8 +1,6 @@
-import pytest
 import torch
 from torch import nn
 
-from lightning_gpipe.core.balance.by_parameters import balance_by_parameters
 from lightning_gpipe.core.balance.costs import parameter_costs
 
 
@@ -39,23 +37,3 @@ def test_meta_tensors_are_counted_without_memory() -> None:
         module = nn.Sequential(*(nn.Linear(100_000, 100_000, bias=False) for _ in range(4)))
 
     assert parameter_costs(module) == [10**10] * 4
-    assert balance_by_parameters(module, stages=2) == [2, 2]
-
-
-def test_balance_by_parameters() -> None:
-    big, small = nn.Linear(40, 40), [nn.Linear(20, 20) for _ in range(4)]
-
-    assert balance_by_parameters(nn.Sequential(big, *small), stages=2) == [1, 4]
-    assert balance_by_parameters(nn.Sequential(*small, nn.ReLU(), nn.ReLU()), stages=2) == [2, 4]
-    assert balance_by_parameters(nn.Sequential(*small), stages=1) == [4]
-
-
-@pytest.mark.parametrize("stages", [0, 3])
-def test_balance_by_parameters_over_too_few_or_many_stages(stages: int) -> None:
-    with pytest.raises(ValueError, match=f"got {stages} stages for the 2 layers of module"):
-        balance_by_parameters(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), stages)
-
-
-def test_balance_by_parameters_of_what_cannot_be_cut() -> None:
-    with pytest.raises(TypeError, match="module must be an nn.Sequential"):
-        balance_by_parameters(nn.Linear(2, 2), 1)  # type: ignore[arg-type]  # the fault under test

@@ -248,9 +248,7 @@ def test_model_that_fits_no_cut_says_what_is_missing_where() -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: LayerCosts([1], memory=[1, 2]), "memory must have .* got 2 for 1 layers"),
         (lambda: LayerCosts([1], memory=[-1]), r"memory must be finite .* got memory\[0\]=-1"),
-        (lambda: LayerCosts([1, 1], transfers=[Transfer(1, 1, 0)]), "to a later one of the 2"),
         (lambda: Place(speed=0), "speed of a device must be positive: got 0"),
         (lambda: Place(memory=-1), "memory of a device must not be negative: got -1"),
     ],

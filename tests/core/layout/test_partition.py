@@ -17,7 +17,11 @@ def test_cut_keeps_the_layers_and_their_order() -> None:
     partitions = cut(module, [1, 3, 2])
 
     assert [layer for p in partitions for layer in p.layers] == list(module)
-    assert [(p.index, p.first, p.last) for p in partitions] == [(0, 0, 0), (1, 1, 3), (2, 4, 5)]
+    assert [(p.index, p.indices) for p in partitions] == [
+        (0, range(1)),
+        (1, range(1, 4)),
+        (2, range(4, 6)),
+    ]
 
 
 def test_cut_leaves_the_module_as_it_was() -> None:

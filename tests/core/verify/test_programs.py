@@ -14,6 +14,7 @@ from lightning_gpipe import Rows, whole
 from lightning_gpipe.core.layout import Partition, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.programs import Program, Step, Value
+from lightning_gpipe.core.transport import Workers
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 from lightning_gpipe.core.verify.verification import verify_program
@@ -35,13 +36,16 @@ def verified(between: Callable[[Tensor], Tensor] = torch.tanh, *layers: nn.Modul
         Step(last, (Value(3),), 4, 1, name="last"),
         Step(torch.add, (Value(4), Value(1)), 5, 1, name="add"),
     ]
+    layout = lay_out(partitions, [torch.device("cpu")])
     pipeline = Pipeline(
-        lay_out(partitions, [torch.device("cpu")]),
+        layout,
         chunks=3,
         activation_checkpointing="except_last",
         microbatching=Rows(),
         deferred_batch_norm=True,
         threads=False,
+        split_backward=False,
+        workers=Workers(layout),
     )
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, WIDTH, dtype=torch.float64, generator=generator).requires_grad_()

@@ -8,11 +8,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.balance import parameter_costs, solve
+from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.layout import check_enough_layers, check_sequential, layers_of
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import Measuring
 from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activation_checkpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing
+
+
+def balance_by_parameters(module: nn.Sequential, stages: int) -> list[int]:
+    """Balance the layers so that the stage with the most parameters has as few as possible.
+
+    >>> balance_by_parameters(nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), stages=4)
+    [2, 2, 1, 1]
+
+    The number of parameters is a good measure of the memory of a stage, and of its running time if
+    the layers are of one kind. No layer is run, so the module may be on the ``meta`` device.
+
+    Returns:
+        The number of layers of each stage, first to last.
+
+    Raises:
+        TypeError, ValueError: If the module cannot be cut, or not into this number of stages.
+    """
+    check_sequential(module)
+    layers = layers_of(module)
+    check_enough_layers(len(layers), stages)
+    return solve(parameter_costs(layers.values()), stages)
 
 
 def balance_by_time(
@@ -49,19 +72,18 @@ def balance_by_time(
         TypeError, ValueError: If the model cannot be cut, an argument is wrong, or nothing fits.
         BaseException: The error of a layer that cannot run on the sample, with a note.
     """
-    return _balance(
-        "time",
+    measuring = Measuring.of_model(
         model,
         module,
         sample,
-        device,
-        stages,
-        device_memory,
+        [torch.device(device)] * stages,
         chunks=chunks,
         activation_checkpointing=activation_checkpointing,
         microbatching=microbatching,
         optimizer=optimizer,
+        memory=_memory_of_each(device_memory, stages),
     )
+    return list(balances_for(measuring, ["time"], "last")[0])
 
 
 def balance_by_memory(
@@ -82,50 +104,21 @@ def balance_by_memory(
     Parameters, gradients, optimizer state and buffers count, and what is saved for backward at the
     peak of a mini-batch; on the last device also what is around the layers.
 
-    Args:
-        model, sample, module, device, chunks, microbatching: See :func:`~lightning_gpipe.profile`.
-        stages: The number of stages.
-        activation_checkpointing: Which of the micro-batches are recomputed, and save nothing.
-        optimizer: The optimizer whose state counts; None counts none.
-        device_memory: See :func:`balance_by_time`.
-
-    Returns:
-        The number of layers of each stage, first to last.
-
-    Raises:
-        TypeError, ValueError, BaseException: See :func:`balance_by_time`.
+    See :func:`balance_by_time` for the arguments, the result and errors. Micro-batches that are
+    recomputed save nothing.
     """
-    return _balance(
-        "memory",
+    measuring = Measuring.of_model(
         model,
         module,
         sample,
-        device,
-        stages,
-        device_memory,
+        [torch.device(device)] * stages,
         chunks=chunks,
         activation_checkpointing=activation_checkpointing,
         microbatching=microbatching,
         optimizer=optimizer,
+        memory=_memory_of_each(device_memory, stages),
     )
-
-
-def _balance(
-    criterion: str,
-    model: nn.Module,
-    module: str | None,
-    sample: Any,
-    device: str | torch.device,
-    stages: int,
-    device_memory: float | Sequence[float] | None,
-    **settings: Any,
-) -> list[int]:
-    check_chunks(settings["chunks"])
-    check_activation_checkpointing(settings["activation_checkpointing"])
-    check_microbatching(settings["microbatching"])
-    memory = _memory_of_each(device_memory, stages)
-    measuring = Measuring.of_model(model, module, sample, device, stages, memory=memory, **settings)
-    return list(balances_for(measuring.modules, [criterion], measuring, "last")[0])
+    return list(balances_for(measuring, ["memory"], "last")[0])
 
 
 def _memory_of_each(device_memory: float | Sequence[float] | None, stages: int) -> Sequence[float]:

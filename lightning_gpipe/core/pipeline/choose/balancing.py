@@ -6,9 +6,9 @@ before anything has run, or is measured: time, or memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -17,10 +17,10 @@ from lightning_gpipe.core.balance import (
     ModelProfile,
     Place,
     StageCosts,
-    counts_between,
     memory_costs,
     solve_on,
     stage_costs,
+    sums_of,
     time_costs,
 )
 from lightning_gpipe.core.layout import Around, check_enough_layers
@@ -31,87 +31,11 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomp
 # Numbers of units, the names of where stages begin, or what to go by.
 Balance = Sequence[int] | Sequence[str] | str
 
-
-@dataclass(frozen=True)
-class Weights:
-    """The costs of units, by the criterion of a balance.
-
-    Attributes:
-        costs: Returns the costs of the units of a module, by the module's index.
-        around: The cost of what is around the modules, on its device.
-        lasting: True if the cost remains while another pipeline of the model runs.
-        speeds: The relative speed of each device; empty if all are equal.
-        memory: The bytes of each device; empty if there is no limit.
-        bytes_around: The bytes of what is around the modules.
-    """
-
-    costs: Callable[[int], LayerCosts]
-    around: float = 0.0
-    lasting: bool = True
-    speeds: Sequence[float] = ()
-    memory: Sequence[float] = ()
-    bytes_around: float = 0.0
-
-    def places(self, busy: Sequence[float], outside: int) -> list[Place]:
-        """Return the place of each stage, on devices with these costs already."""
-        return [
-            Place(
-                speed=self.speeds[j] if self.speeds else 1.0,
-                memory=self.memory[j] if self.memory else inf,
-                busy=cost,
-                taken=self.bytes_around if j == outside else 0.0,
-            )
-            for j, cost in enumerate(busy)
-        ]
-
-
-def _by_parameters(modules: Sequence[PipedModule], _: Measuring) -> Weights:
-    return Weights(lambda k: LayerCosts(modules[k].costs()), parameters_around(modules))
-
-
-def _by_time(_: Sequence[PipedModule], measuring: Measuring) -> Weights:
-    """Weigh units by their time for a mini-batch."""
-    profiles, mode = measuring.profiles, measuring.activation_checkpointing
-
-    def costs(k: int) -> LayerCosts:
-        recomputed = count_recomputed(mode, profiles[k].chunks)
-        return time_costs(profiles[k], recomputed, split=measuring.split)
-
-    return Weights(
-        costs,
-        lasting=False,
-        speeds=measuring.speeds(),
-        memory=measuring.memory,
-        bytes_around=profiles[0].around.held_bytes,
-    )
-
-
-def _by_memory(_: Sequence[PipedModule], measuring: Measuring) -> Weights:
-    """Weigh units by their bytes at the peak of a mini-batch."""
-    profiles, mode = measuring.profiles, measuring.activation_checkpointing
-
-    def costs(k: int) -> LayerCosts:
-        peak = memory_costs(profiles[k], count_recomputed(mode, profiles[k].chunks))
-        return LayerCosts(peak.times, peak.times, peak.transfers)
-
-    around = profiles[0].around.held_bytes
-    return Weights(costs, around, memory=measuring.memory, bytes_around=around)
-
-
-_WEIGHTS: dict[str, Callable[[Sequence[PipedModule], Measuring], Weights]] = {
-    "parameters": _by_parameters,
-    "time": _by_time,
-    "memory": _by_memory,
-}
-FOUND = tuple(_WEIGHTS)
+CRITERIA = ("parameters", "time", "memory")
 
 
 def balance_of_each(paths: Any, balance: Any) -> list[Any]:
-    """Return the balance of each path of a list, or of a single path; a string is for all.
-
-    Raises:
-        ValueError: If there is not a balance for each.
-    """
+    """Return the balance of each path of a list, or of a single path; a string is for all."""
     if not isinstance(paths, list | tuple):
         return [balance]
     if isinstance(balance, str) and paths:
@@ -129,7 +53,7 @@ def balance_of_each(paths: Any, balance: Any) -> list[Any]:
 
 def is_criterion(balance: Any) -> bool:
     """Return whether a balance is a criterion, by which the numbers of units are found."""
-    return isinstance(balance, str) and balance in _WEIGHTS
+    return isinstance(balance, str) and balance in CRITERIA
 
 
 def _is_balance(balance: Any) -> bool:
@@ -141,26 +65,18 @@ def _path_of(path: str | PipedModule) -> str:
 
 
 def balances_for(
-    modules: Sequence[PipedModule],
-    balances: Sequence[Any],
-    measuring: Measuring,
-    around: Around,
+    measuring: Measuring, balances: Sequence[Any], around: Around
 ) -> list[Sequence[int]]:
-    """Return the number of units in each stage, for each piped module.
+    """Return the number of units in each stage, for each module that is measured.
 
     A balance is numbers, names of units where stages begin, or a criterion. A criterion counts what
     is on the devices already: what is around the modules, and the stages of the modules before by
     the same criterion.
-
-    Raises:
-        TypeError, ValueError: If a balance is none of these, or does not fit.
     """
     devices = len(measuring.devices)
-    outside = devices - 1 if around == "last" else 0
-    busy: dict[str, list[float]] = {}  # the costs on each device, by criterion
-    weights: dict[str, Weights] = {}
-    sizes = []
-    for k, (piped, balance) in enumerate(zip(modules, balances, strict=True)):
+    places: dict[str, list[Place]] = {}  # the place of each stage, by criterion
+    sizes: list[Sequence[int]] = []
+    for k, (piped, balance) in enumerate(zip(measuring.modules, balances, strict=True)):
         if not is_criterion(balance):
             sizes.append(_in_units(piped, balance))
             continue
@@ -169,19 +85,43 @@ def balances_for(
                 f"balance={balance!r} gives each device a stage, so devices must be given: got "
                 "devices=None. Write devices=['cuda:0', 'cuda:1'], or a list of numbers."
             )
-        check_enough_layers(len(piped.units), devices, piped.name)
-        if balance not in weights:
-            weights[balance] = _WEIGHTS[balance](modules, measuring)
-            busy[balance] = [0.0] * devices
-            busy[balance][outside] = weights[balance].around
-        weight = weights[balance]
-        costs = weight.costs(k)
-        sizes.append(solve_on(costs, weight.places(busy[balance], outside)))
-        if weight.lasting:
-            unit_costs = iter(costs.times)
-            pairs = zip(busy[balance], sizes[-1], strict=True)
-            busy[balance] = [cost + sum(islice(unit_costs, size)) for cost, size in pairs]
+        check_enough_layers(len(piped.frontend.units), devices, piped.name)
+        if balance not in places:
+            outside = devices - 1 if around == "last" else 0
+            places[balance] = _places(balance, measuring, outside)
+        costs = _unit_costs(balance, measuring, k)
+        sizes.append(solve_on(costs, places[balance]))
+        if balance != "time":  # pipelines of a model run one after another, but are there at once
+            pairs = zip(places[balance], sums_of(costs.times, sizes[-1]), strict=True)
+            places[balance] = [replace(place, busy=place.busy + cost) for place, cost in pairs]
     return sizes
+
+
+def _unit_costs(criterion: str, measuring: Measuring, k: int) -> LayerCosts:
+    """Return the costs of the units of module ``k`` by a criterion, for a mini-batch."""
+    if criterion == "parameters":
+        return LayerCosts(measuring.modules[k].frontend.costs())
+    profile = measuring.profiles[k]
+    recomputed = count_recomputed(measuring.activation_checkpointing, profile.chunks)
+    if criterion == "time":
+        return time_costs(profile, recomputed, split=measuring.split)
+    peak = memory_costs(profile, recomputed)
+    return LayerCosts(peak.times, peak.times, peak.transfers)
+
+
+def _places(criterion: str, measuring: Measuring, outside: int) -> list[Place]:
+    """Return the place of each stage, with what is around the modules, by a criterion."""
+    n = len(measuring.devices)
+    if criterion == "parameters":
+        places = [Place()] * n
+        places[outside] = Place(busy=parameters_around(measuring.modules))
+        return places
+    speeds = measuring.speeds() if criterion == "time" else [1.0] * n
+    places = list(map(Place, speeds, measuring.memory or [inf] * n))
+    held = measuring.profiles[0].around.held_bytes
+    busy = held if criterion == "memory" else 0.0
+    places[outside] = replace(places[outside], busy=busy, taken=held)
+    return places
 
 
 def measured_costs(
@@ -202,11 +142,46 @@ def measured_costs(
 def _in_units(piped: PipedModule, balance: Any) -> Sequence[int]:
     """Return the number of units in each stage, by numbers or names."""
     if isinstance(balance, list | tuple) and balance and all(isinstance(b, str) for b in balance):
-        return counts_between(balance, piped.units, piped.name, piped.path)
-    return piped.in_units(balance)  # of any type: the front-end that cuts by it checks it
+        return counts_between(balance, piped.frontend.units, piped.name, piped.path)
+    return piped.frontend.in_units(balance)  # of any type: the front-end that cuts by it checks it
+
+
+def counts_between(starts: Sequence[str], units: Sequence[str], name: str, path: str) -> list[int]:
+    """Return the number of units in each stage, by the names of the modules where stages begin.
+
+    >>> counts_between(["down.1", "up"], ["down.0", "down.1.conv", "down.1.norm", "up"])
+    [1, 2, 1]
+
+    The first stage begins at the first unit, named or not. A name stands for the first unit in it.
+
+    Args:
+        starts: The names, relative to the whole model or to the pipelined module.
+        units: The names of all units, in order.
+        name, path: The pipelined module in errors, and its path in the whole model.
+    """
+    indices = [_first(start, units, name, path) for start in starts]
+    if any(one >= other for one, other in pairwise(indices)):
+        raise ValueError(
+            f"balance must name the modules where stages begin in their order: got "
+            f"{list(starts)}, which are numbers {indices} of the {len(units)} units of {name}."
+        )
+    bounds = dict.fromkeys([0, *indices, len(units)])
+    return [end - begin for begin, end in pairwise(bounds)]
+
+
+def _first(start: str, units: Sequence[str], name: str, path: str) -> int:
+    """The index of the first unit that is ``start``, or within it."""
+    for k, unit in enumerate(units):
+        if f"{unit}.".startswith((f"{start}.", f"{path}.{start}.")):
+            return k
+    listed = ", ".join(map(repr, dict.fromkeys(units)))
+    raise ValueError(
+        f"balance must name modules where stages begin: got {start!r}, and no unit of {name} is "
+        f"that or is within it. The units are {listed}."
+    )
 
 
 def parameters_around(modules: Sequence[PipedModule]) -> int:
     """Return the number of parameters of a model that are in no unit of its piped modules."""
     total = sum(parameter.numel() for parameter in modules[0].root.parameters())
-    return max(0, total - sum(sum(piped.costs()) for piped in modules))
+    return max(0, total - sum(sum(piped.frontend.costs()) for piped in modules))

@@ -12,11 +12,12 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.layout import META
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, subject_of
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.selection import take
 from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
-from lightning_gpipe.core.schedules import ActivationCheckpointing
+from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activation_checkpointing
 
 
 @dataclass(eq=False)
@@ -47,19 +48,22 @@ class Measuring:
     split: bool = False
     done: list[ModelProfile] = field(default_factory=list, init=False)
 
+    def __post_init__(self) -> None:
+        check_chunks(self.chunks)
+        check_activation_checkpointing(self.activation_checkpointing)
+        check_microbatching(self.microbatching)
+
     @classmethod
     def of_model(
         cls,
         model: nn.Module,
         module: str | None,
         sample: Any,
-        device: str | torch.device,
-        n: int = 1,
+        devices: Sequence[torch.device],
         **settings: Any,
     ) -> Measuring:
-        """Return the measurements of one module of a model, for ``n`` stages on one device."""
+        """Return the measurements of one module of a model."""
         modules = [take(model, module)]
-        devices = [torch.device(device)] * n
         return cls(modules, partial(entries_with, modules, sample), devices, **settings)
 
     @property
@@ -81,23 +85,18 @@ class Measuring:
 
     def at(self, chunks: int) -> ModelProfile:
         """Measure the only module, in mini-batches of another number of micro-batches."""
-        return self.measure(self._place, chunks)[0]
+        return self.measure(self.devices[0], chunks)[0]
 
     def most(self, chunks: int) -> int:
         """Return how many micro-batches the mini-batch of the only module makes, up to a number."""
         (piped,), (entry,) = self.modules, self._entries
         return subject_of(piped, entry, chunks, self.microbatching).chunks
 
-    @property
+    @cached_property
     def counts(self) -> bool:
-        """True if operations are counted, and nothing is computed."""
-        return self._place.type == "meta"
-
-    @property
-    def _place(self) -> torch.device:
-        if any(p.is_meta for piped in self.modules for p in piped.root.parameters()):
-            return torch.device("meta")  # they have no values yet, so nothing can be run
-        return self.devices[0]
+        """True if operations are counted: the model or the first device has no values."""
+        parameters = (p for piped in self.modules for p in piped.root.parameters())
+        return self.devices[0].type == "meta" or any(p.is_meta for p in parameters)
 
     @cached_property
     def _entries(self) -> Sequence[Entry]:
@@ -106,7 +105,7 @@ class Measuring:
     def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
         """Measure all modules on a device, or count their operations."""
         entries = self._entries
-        device = device if self._place.type != "meta" else self._place
+        device = META if self.counts else device
         profiles = []
         for piped, entry in zip(self.modules, entries, strict=True):
             beside = [other.module for other in self.modules if other is not piped]
@@ -156,13 +155,11 @@ def profile(
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         BaseException: The error of a layer that cannot run on the sample, with a note.
     """
-    check_chunks(chunks)
-    check_microbatching(microbatching)
     measuring = Measuring.of_model(
         model,
         module,
         sample,
-        device,
+        [torch.device(device)],
         chunks=chunks,
         microbatching=microbatching,
         optimizer=optimizer,

@@ -47,14 +47,7 @@ class Resolved(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """The settings that the user requests and that can be planned, if they are ``"auto"``.
-
-    Attributes:
-        chunks: The number of micro-batches.
-        activation_checkpointing: Which of them are recomputed.
-        schedule: The schedule.
-        split_backward: Whether the gradients of the weights are computed apart.
-    """
+    """The settings that the user requests; those that are ``"auto"`` are planned."""
 
     chunks: int | Literal["auto"]
     activation_checkpointing: ActivationCheckpointing | Literal["auto"]
@@ -62,11 +55,7 @@ class Requested(NamedTuple):
     split_backward: bool | Literal["auto"] = False
 
     def check(self) -> None:
-        """Check the settings.
-
-        Raises:
-            TypeError, ValueError: If one has the wrong type, or an impossible value.
-        """
+        """Refuse a setting of the wrong type, or with an impossible value."""
         if self.chunks != AUTO:
             check_chunks(self.chunks)
         if self.activation_checkpointing != AUTO:
@@ -88,10 +77,3 @@ class Requested(NamedTuple):
     def needs_split_costs(self) -> bool:
         """True if backwards may be split, so that their parts must be measured."""
         return self.schedule in (AUTO, *ALWAYS_SPLIT) or self.split_backward in (AUTO, True)
-
-    def without_plan(self, balances: Sequence[Any]) -> Resolved:
-        """Return these settings with the balances; none of them is to be planned."""
-        chunks, mode, schedule, split = self
-        assert chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO
-        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
-        return Resolved(list(balances), chunks, mode, order)

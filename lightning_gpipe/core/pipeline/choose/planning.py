@@ -1,7 +1,6 @@
-"""Plans for a model: its layers are measured, the planner chooses.
+"""Plans for a model: its layers are measured, with micro-batches of several sizes.
 
-A layer takes less time for each row of a large micro-batch, but how much less no formula knows. So
-the layers are measured with micro-batches of several sizes, each of which serves those near it.
+A layer takes less time for each row of a large micro-batch; how much less no formula knows.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.data import MicroBatching, check_microbatching
+from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.layout import Around, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
 from lightning_gpipe.core.pipeline.choose.measuring import Measuring
@@ -24,7 +23,12 @@ from lightning_gpipe.core.pipeline.choose.sampling import Entry
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.planner import Plan, plan_for
 from lightning_gpipe.core.profile import Optimizers
-from lightning_gpipe.core.schedules import ActivationCheckpointing, ScheduleName
+from lightning_gpipe.core.schedules import (
+    ALWAYS_SPLIT,
+    ActivationCheckpointing,
+    ScheduleKind,
+    ScheduleName,
+)
 
 _MOST = 16  # micro-batches per stage: then the bubble is 6 % at most
 _USABLE = 0.9  # of a GPU's memory: its libraries and the gaps between tensors take the rest
@@ -46,11 +50,8 @@ def resolve(
     """Plan the settings that the user leaves open, and count the units in each stage.
 
     Args:
-        modules: The piped modules.
-        balances: Their balances, as the user wrote them.
-        requested: The user's other settings.
-        entries: Returns the inputs of each module, if they are measured.
-        devices: The devices of the stages; empty if they are not known.
+        modules, entries, devices: See :class:`Measuring`.
+        balances, requested: What the user wrote.
         agree: Returns the first process's value in each process.
         measured: Whether to measure the layers even if no balance needs it.
 
@@ -69,24 +70,22 @@ def resolve(
         optimizer=optimizer,
         split=requested.needs_split_costs,
     )
-    resolved: Resolved = agree(_with_plan(modules, balances, measuring, requested, around))
-    sizes = agree(balances_for(modules, resolved.balances, measuring, around))
+    resolved: Resolved = agree(_with_plan(measuring, balances, requested, around))
+    sizes = agree(balances_for(measuring, resolved.balances, around))
     profiles = measuring.profiles if measured else measuring.done
     return resolved._replace(balances=list(map(list, sizes)), profiles=profiles)
 
 
 def _with_plan(
-    modules: Sequence[PipedModule],
-    balances: Sequence[Any],
-    measuring: Measuring,
-    requested: Requested,
-    around: Around,
+    measuring: Measuring, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
-    if not requested.planned:
-        return requested.without_plan(balances)
+    chunks, mode, schedule, split = requested
+    if chunks != AUTO and mode != AUTO and schedule != AUTO and split != AUTO:
+        order = ScheduleKind(schedule, split or schedule in ALWAYS_SPLIT)
+        return Resolved(list(balances), chunks, mode, order)
     planned = " and ".join(requested.planned)
-    if len(modules) > 1:
+    if len(modules := measuring.modules) > 1:
         raise ValueError(
             f"a plan, as of {planned}, must be for one pipeline: got {len(modules)}, "
             f"{', '.join(piped.name for piped in modules)}. Write what you want in its place."
@@ -96,9 +95,8 @@ def _with_plan(
             f"a plan, as of {planned}, must be for devices: got devices=None. Write "
             "devices=['cuda:0', 'cuda:1']."
         )
-    balance = None
-    if balances[0] != "time":
-        balance = balances_for(modules, balances, measuring, around)[0]
+    by_time = balances[0] == "time"
+    balance = None if by_time else balances_for(measuring, balances, around)[0]
     places = list(map(_place, measuring.devices))
     n = len(balance or places)
     plan = _plan(measuring, places, requested, n, stages=n, balance=balance, around=around)
@@ -166,7 +164,6 @@ def plan(
         AUTO if split_backward is None else split_backward,
     )
     requested.check()
-    check_microbatching(microbatching)
     check_around(around)
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
     if not places:
@@ -176,14 +173,13 @@ def plan(
         model,
         module,
         sample,
-        device,
-        n,
+        [torch.device(device)] * n,
         microbatching=microbatching,
         optimizer=optimizer,
         split=True,
     )
     if balance is not None:
-        balance = measuring.modules[0].in_units(balance)
+        balance = measuring.modules[0].frontend.in_units(balance)
     return _plan(measuring, places, requested, n, stages=stages, balance=balance, around=around)
 
 
@@ -227,11 +223,6 @@ def profiles_of(measuring: Measuring, chunks: int | None, stages: int) -> list[M
         profiles.append(measuring.at(m))
         m *= 4
     return profiles
-
-
-def rows_of(profiles: Sequence[ModelProfile]) -> int:
-    """Return the number of rows of the mini-batch that was measured."""
-    return profiles[0].rows * profiles[0].chunks
 
 
 def _place(device: torch.device) -> Place:

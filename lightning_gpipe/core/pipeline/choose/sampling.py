@@ -43,16 +43,11 @@ class _AllReached(BaseException):
 
 
 def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[Entry]:
-    """Return the inputs of each pipeline in a call of the model.
-
-    Raises:
-        RuntimeError: If the call does not reach all of them.
-        BaseException: The error of the model.
-    """
+    """Return the inputs of each pipeline in a call of the model, which must reach all."""
     layers = {piped: _unit_partitions(piped) for piped in modules}
     entries: dict[PipedModule, Entry] = {}
 
-    def record(piped: PipedModule, program: Program, values: Sequence[Any]) -> list[Any]:
+    def record(piped: PipedModule, program: Program, values: Sequence[Any], **_: Any) -> list[Any]:
         entries.setdefault(piped, Entry(layers[piped], program, change_tensors(values, _detached)))
         if len(entries) == len(modules):
             raise _AllReached
@@ -89,9 +84,6 @@ def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
     """Return the inputs of each pipeline if the model is called with a sample.
 
     An nn.Sequential that is the model gets the sample as its only argument.
-
-    Raises:
-        ValueError: If there is no sample.
     """
     if sample is None:
         raise ValueError(
@@ -99,7 +91,7 @@ def entries_with(modules: Sequence[PipedModule], sample: Any) -> list[Entry]:
             "Write sample=x, with x as the model is called with, or balance='parameters'."
         )
     (first, *others) = modules
-    if first.takes_batch and not (first.path or others):
+    if first.frontend.takes_batch and not (first.path or others):
         return entries_of(modules, lambda: first.run(sample))
     return entries_of(modules, calling(first.root, sample))
 
@@ -114,9 +106,6 @@ def subject_of(
     """Return what is profiled: a micro-batch, and one of about half of its rows.
 
     ``beside`` are the other piped modules of the model.
-
-    Raises:
-        ValueError: If the input makes no micro-batches.
     """
     microbatching = microbatching or Rows(at_least=rows_needed(piped.module))
     pieces = microbatching.split(as_batch(entry.values), chunks)
@@ -127,14 +116,14 @@ def subject_of(
     if microbatching.division(pieces) is None:
         by_rows = {1: pieces[0]}  # the number of its rows is not known
     return Subject(
-        piped.root, entry.layers, piped.units, beside, entry.program, by_rows, len(pieces)
+        piped.root, entry.layers, piped.frontend.units, beside, entry.program, by_rows, len(pieces)
     )
 
 
 def _unit_partitions(piped: PipedModule) -> list[Partition]:
     """Cut the module into a partition for each unit."""
     try:
-        return piped.partitions([1] * len(piped.units))
+        return piped.frontend.partitions([1] * len(piped.frontend.units))
     except (TypeError, ValueError) as error:
         add_note(
             error,
