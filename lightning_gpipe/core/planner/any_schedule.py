@@ -55,7 +55,7 @@ class _Workers:
         self._backwards = _visits([pattern.backwards for pattern in patterns])
         self._visits = self._backwards.shape[1]
         self._warm_up = np.array([pattern.warm_up for pattern in patterns])
-        self._split = any(pattern.split for pattern in patterns)
+        self._split = distinct[0].weights is not None
         self._late = np.array([pattern.late for pattern in patterns])
         shape = len(times), len(nothing)
         # The ends of all forwards and backwards, and for each worker the numbers of those it began.

@@ -174,7 +174,7 @@ class Prediction:
         order, m = self.settings.order, len(self.rows)
         if not order.by_micro_batch and len(self.workers) == len(self.places):
             return fill_drain_times(times)
-        patterns = order.patterns(m, self.placement, self.settings.recomputed)
+        patterns = order.patterns(m, self.placement)
         return any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
 
     def _times(self, rows: int, recomputed: bool) -> MicroBatchTimes:

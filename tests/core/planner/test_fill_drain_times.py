@@ -96,7 +96,7 @@ def test_times_of_any_schedule_are_those_of_the_simulation(order: ScheduleKind, 
     times = drawn(random, m, len(placement), recomputed, split=order.split)
 
     schedule = order.build(m, placement, recomputed)
-    patterns = order.patterns(m, placement, recomputed)
+    patterns = order.patterns(m, placement)
     found = any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
 
     assert by_waves(found) == by_simulation(times, schedule)
@@ -107,7 +107,7 @@ def test_actions_of_each_worker_come_in_its_order() -> None:
     order = ScheduleKind("1f1b", split=True)
     schedule = order.build(6, looped(6, 3), 2)
 
-    patterns = order.patterns(6, schedule.placement, 2)
+    patterns = order.patterns(6, schedule.placement)
     found = by_waves(any_schedule_times(patterns, times, one_loss=False))
 
     for worker, row in enumerate(schedule.rows):
