@@ -18,14 +18,6 @@ import numpy as np
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
-from lightning_gpipe.core.planner.any_schedule import any_schedule_times
-from lightning_gpipe.core.planner.fill_drain_times import MicroBatchTimes, Wave, fill_drain_times
-from lightning_gpipe.core.planner.predicted_memory import (
-    FREES,
-    Bytes,
-    end_and_peaks,
-    memory_changes,
-)
 from lightning_gpipe.core.planner.predicted_stage import (
     StagePrediction,
     static_memory,
@@ -33,6 +25,15 @@ from lightning_gpipe.core.planner.predicted_stage import (
 )
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
+from lightning_gpipe.core.planner.waves import (
+    FREES,
+    Bytes,
+    MicroBatchTimes,
+    Wave,
+    end_and_peaks,
+    memory_changes,
+    waves,
+)
 from lightning_gpipe.core.schedules import Action
 
 
@@ -170,12 +171,12 @@ class Prediction:
     def _waves(self) -> Iterator[Wave]:
         """All actions, with their times; those of each worker in its order."""
         of_kind = {kind: self._times(*kind) for kind in {*self._kinds}}
-        times = [of_kind[kind] for kind in self._kinds]
-        order, m = self.settings.order, len(self.rows)
-        if not order.by_micro_batch and len(self.workers) == len(self.places):
-            return fill_drain_times(times)
-        patterns = order.patterns(m, self.placement)
-        return any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
+        order = self.settings.order
+        return waves(
+            order.patterns(len(self.rows), self.placement),
+            [of_kind[kind] for kind in self._kinds],
+            one_loss=not order.by_micro_batch,
+        )
 
     def _times(self, rows: int, recomputed: bool) -> MicroBatchTimes:
         speed = np.array([place.speed for place in self.places])

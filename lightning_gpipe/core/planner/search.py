@@ -9,6 +9,7 @@ A* search.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,9 +18,8 @@ from math import ceil, log2
 
 from lightning_gpipe.core.balance import LayerCosts, ModelProfile, NothingFits, Place, solve_on
 from lightning_gpipe.core.layout import layer_ranges
-from lightning_gpipe.core.planner.candidates import PlanRequest
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
 from lightning_gpipe.core.schedules import KINDS
 
@@ -61,18 +61,16 @@ class Search:
 
     def _first_that_fits(self, candidates: Sequence[PlannedSettings]) -> PlannedSettings | None:
         """The first that fits, of candidates that need ever less memory, by bisection."""
-        if not any(self.predicted(candidates[0]).missing):
+
+        def fits(candidate: PlannedSettings) -> bool:
+            return not any(self.predicted(candidate).missing)
+
+        if fits(candidates[0]):
             return candidates[0]
-        if any(self.predicted(candidates[-1]).missing):
+        if not fits(candidates[-1]):
             return None
-        lacks, fits = 0, len(candidates) - 1
-        while fits - lacks > 1:
-            middle = (lacks + fits) // 2
-            if any(self.predicted(candidates[middle]).missing):
-                lacks = middle
-            else:
-                fits = middle
-        return candidates[fits]
+        last = len(candidates) - 1
+        return candidates[bisect_left(candidates, True, 1, last, key=fits)]
 
     def nearest(self, candidates: Sequence[PlannedSettings]) -> Prediction:
         """Return, of candidates of which none fits, the one that lacks least where it lacks most.
