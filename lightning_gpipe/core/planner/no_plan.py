@@ -50,11 +50,10 @@ class NoPlan(ValueError):
 
 
 def nearest_fitting(request: PlanRequest) -> Prediction | None:
-    """Return the nearest plan that fits, where none fits the request.
+    """Return the nearest plan that fits: on the same devices with other settings, or on more.
 
-    On the same devices, one with other settings, of other schedules only if need be; or else the
-    fastest one on as few more devices as possible, each like the largest. None if no number of them
-    would do.
+    Other schedules are tried only if need be; more devices are as few as possible, each like the
+    largest. None if no number of them would do.
     """
     free = replace(request, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     others = replace(free, orders=tuple(filter(request.is_measured, KINDS)))

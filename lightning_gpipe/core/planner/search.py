@@ -36,10 +36,7 @@ class Search:
         self._wholes: dict[tuple[int, bool], MicroBatchCost] = {}
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
-        """Return the prediction with the least time of those that fit; None if none does.
-
-        Of candidates that differ in recomputation only, it is the one that recomputes least.
-        """
+        """Return the prediction with the least time of those that fit; None if none does."""
         groups: dict[Hashable, list[PlannedSettings]] = {}
         for each in sorted(candidates, key=lambda each: each.recomputed):
             if self._excess(each) <= 0:
@@ -142,7 +139,7 @@ class Search:
         )
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
-        """The place of each stage; one of them has the modules around and the outputs, too."""
+        """Return the place of each stage, with the modules around and the outputs on one."""
         places = [self._request.places[d] for d in self._devices(candidate.stages)]
         outside = len(places) - 1 if self._request.around == "last" else 0
         profile = self._profile(candidate.chunks)

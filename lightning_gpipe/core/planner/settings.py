@@ -63,11 +63,7 @@ class PlannedSettings(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A plan's fixed quantities, and what is left to choose.
-
-    All but ``orders``, the kinds of schedules to choose from, are arguments of
-    :func:`~lightning_gpipe.core.planner.planner.plan_for`.
-    """
+    """The arguments of a plan, and the kinds of schedules to choose from, ``orders``."""
 
     profiles: tuple[ModelProfile, ...]
     places: tuple[Place, ...]

@@ -180,9 +180,8 @@ def memory_changes(
 ) -> Callable[[Wave], Bytes]:
     """Return a function of the bytes by which each action of a wave changes its stage's memory.
 
-    Args:
-        kinds: The number of rows of each micro-batch, and whether it is recomputed.
-        costs: The costs of each stage for a micro-batch, by its number of rows.
+    ``kinds`` says of each micro-batch how many rows it has, and whether it is recomputed; ``costs``
+    has the costs of each stage by the number of rows.
     """
     distinct = list(dict.fromkeys(kinds))
     kind_of = np.array([distinct.index(kind) for kind in kinds])
@@ -209,13 +208,7 @@ def memory_changes(
 def end_and_peaks(
     waves: Iterable[Wave], changes: Callable[[Wave], Bytes], placement: Sequence[int]
 ) -> tuple[float, Bytes]:
-    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device.
-
-    Args:
-        waves: All actions; those of each worker in its order.
-        changes: Returns the bytes by which they change the memory.
-        placement: The worker of each stage.
-    """
+    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device."""
     worker_of = np.array(placement)
     now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
     total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)

@@ -36,10 +36,8 @@ class Pattern:
     def actions(self, recomputed: int, *, split: bool) -> Iterator[Action]:
         """Yield the actions, in order.
 
-        Args:
-            recomputed: An integer k: the first k micro-batches drop their activations; each of
-                their backwards is preceded by a recomputation.
-            split: Whether the gradients of the weights are an action of their own.
+        The first ``recomputed`` micro-batches drop their activations: each of their backwards is
+        preceded by a recomputation. ``split`` makes the gradients of the weights actions.
         """
         for i, j in self.forwards[: self.warm_up]:
             yield Action(Kind.FORWARD, i, j)

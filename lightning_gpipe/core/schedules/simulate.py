@@ -49,9 +49,6 @@ def simulate(
             are ignored.
         cost: Returns the duration of an action, in any unit.
         caller: The caller's actions, in order; its idle time does not count.
-
-    Raises:
-        RuntimeError: If the workers deadlock; names the actions at which they wait.
     """
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}

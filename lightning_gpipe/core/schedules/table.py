@@ -88,7 +88,7 @@ def schedule_for(
     recomputed: int = 0,
     split: bool = False,
 ) -> Schedule:
-    """Return the schedule of one mini-batch.
+    """Return the schedule of one mini-batch, with ``m`` micro-batches.
 
     Args:
         name: The name of the schedule, which must fit the placement.
@@ -118,13 +118,7 @@ fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one los
 
 
 class ScheduleKind(NamedTuple):
-    """A schedule of the table, with whole backwards or with split ones.
-
-    Attributes:
-        schedule: The name of the schedule.
-        split: Whether the gradients of the weights are an action of their own; they always are in
-            ``"zero_bubble"`` and ``"zero_bubble_v"``.
-    """
+    """The name of a schedule of the table, and whether its backwards are split."""
 
     schedule: ScheduleName = "fill_drain"
     split: bool = False
@@ -166,7 +160,7 @@ class ScheduleKind(NamedTuple):
         return True
 
     def group(self, stages: int, workers: int) -> int:
-        """Return the size of a group; the number of micro-batches must be a multiple of it."""
+        """Return the number of which the number of micro-batches must be a multiple."""
         return workers if self.definition.in_groups and workers < stages else 1
 
 

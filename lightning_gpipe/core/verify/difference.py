@@ -28,7 +28,6 @@ from lightning_gpipe.core.verify.named_values import (
     LOSS_TERMS,
     OUTPUT,
 )
-from lightning_gpipe.core.verify.rounding import AMPLIFIED
 from lightning_gpipe.core.verify.runs import Run
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
@@ -43,6 +42,10 @@ _WORDS = {
 _NO_MEAN = (
     "it is the sum or mean of those of the micro-batches, and a term that is neither a sum nor a "
     "mean over the rows is another one for the whole batch, as one with the wrong reduction is"
+)
+_AMPLIFIED = (
+    "rounding alone changes it about as much, because the layers amplify it. To find other "
+    "differences, call verify() in float64"
 )
 BY_MICRO_BATCH = "which normalises by micro-batch"
 
@@ -82,16 +85,14 @@ def compare(
     search: Search,
     repeat_search: Search | None = None,
 ) -> tuple[Difference | None, Difference | None]:
-    """Return the first difference, and the first one between two plain runs.
+    """Return the first difference of a run, and the first one between two plain runs.
 
     Each is None if there is none. More plain runs are made only if there is a difference.
 
     Args:
-        plain: A plain run.
-        other: The run that is compared with it.
+        plain, other: A plain run, and the run that is compared with it.
         rerun: Makes another plain run, with rounding errors added if its argument is True.
-        search: Finds the first difference.
-        repeat_search: Finds the first difference between two plain runs; None for ``search``.
+        search, repeat_search: Find the first difference, the latter between two plain runs.
     """
     difference = search(plain, other, None)
     if difference is None:
@@ -100,7 +101,7 @@ def compare(
     if difference.reason is not None or unrepeatable is not None:
         return difference, unrepeatable
     left = search(plain, other, rerun(True))
-    return left or replace(difference, reason=AMPLIFIED), None
+    return left or replace(difference, reason=_AMPLIFIED), None
 
 
 def first_kind(
@@ -117,11 +118,10 @@ def first_kind(
 def first_unit(
     tolerance: float, plain: Run, other: Run, perturbed: Run | None
 ) -> tuple[range, Deviation | None]:
-    """Search for the first unit whose output deviates by more than rounding.
+    """Return the first unit whose output deviates by more than rounding, with its deviation.
 
-    Returns:
-        The units after the last one that agrees, up to the one that deviates, and its deviation;
-        those up to the last unit, and None, if no output deviates.
+    Before it come the units after the last one that agrees. If no output deviates, all units after
+    that are returned, and None.
     """
     agreeing = -1
     for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):

@@ -24,6 +24,7 @@ from lightning_gpipe.core.faithful import Attributes, Journal, Manager, RandomSt
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (
     Difference,
     compare,
@@ -37,20 +38,13 @@ from lightning_gpipe.core.verify.isolation import (
     without_dropout,
 )
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
-from lightning_gpipe.core.verify.rounding import perturbed
 from lightning_gpipe.core.verify.runs import Run, copied, recorded, results, tolerance_for
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
 class WholeCall:
-    """A call of a module in whose forward pipelines run.
-
-    Args:
-        module: The module.
-        piped: The modules in it that run as pipelines.
-        call: Calls the module.
-        args, kwargs: The arguments of the call.
+    """A call of a module in whose forward pipelines run: those of the ``piped`` modules.
 
     Attributes:
         titles: The names of each layer that programs of the forward call, one for each call.

@@ -27,7 +27,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.schedules import ByMicroBatch
-from lightning_gpipe.core.verify.compare import deviations
+from lightning_gpipe.core.verify.compare import deviations, perturbed
 from lightning_gpipe.core.verify.difference import (
     BY_MICRO_BATCH,
     Difference,
@@ -36,7 +36,6 @@ from lightning_gpipe.core.verify.difference import (
     normalises_by_batch,
     unlocated,
 )
-from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
     isolated,
@@ -44,8 +43,8 @@ from lightning_gpipe.core.verify.isolation import (
 )
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, Values, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
-from lightning_gpipe.core.verify.rounding import perturbed
 from lightning_gpipe.core.verify.runs import Run, gradients_of, tolerance_for
+from lightning_gpipe.core.verify.verification import FirstBatchVerifier
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 
@@ -159,11 +158,9 @@ class StepRuns:
             return self._run(outcome.loss)
 
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
-        """Run the step on the whole batch.
+        """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
 
-        Args:
-            perturb: Whether to add rounding errors to the outputs of layers.
-            parities: A list for the results of verifying the layers; None not to verify them.
+        The layers are verified if there is a list for the results, ``parities``.
         """
         with isolated(self.modules, [self._pipeline.only]), ExitStack() as stack:
             if parities is not None:
