@@ -1,9 +1,8 @@
 """Advice: the gains of other settings, by the measured times of actions.
 
-The simulator runs the schedule of other settings with the measured times. What a setting does to an
-action is known in part: an action on half of the rows takes half as long at best. So some gains are
-upper bounds, and say so. If the simulator does not even explain the time of the present settings,
-it has nothing to say about others: ask :func:`doubts` first.
+The simulator runs the schedule of other settings with the measured times. An action on half of the
+rows takes half as long at best, so some gains are upper bounds. If the simulator does not explain
+the time of the present settings, it says nothing about others: ask :func:`doubts` first.
 """
 
 from __future__ import annotations
