@@ -13,7 +13,7 @@ reverse order, and only its gradients of parameters can be compared::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -55,7 +55,7 @@ class Difference:
     """The first value of the pipelined run that differs from that of the plain one.
 
     Attributes:
-        kind: "output", "gradients", "buffers", "input gradients", "loss terms" or "loss".
+        kind: The kind of values, as of :class:`Run`.
         deviation: Its name and by how much it differs.
         layer: The index of the layer (of the stage, unless the model is an nn.Sequential) whose
             output, parameter or buffer it is; None if unknown.
@@ -134,9 +134,26 @@ def first_unit(
     return range(agreeing + 1, len(plain.units)), None
 
 
-def unlocated(kind: str, deviation: Deviation, reason: str | None = None) -> Difference:
-    """Return a difference of which no layer is known to be the cause."""
+def first_difference(
+    tolerance: float,
+    reason: str | None,
+    titles: Sequence[str],
+    plain: Run,
+    other: Run,
+    perturbed: Run | None,
+) -> Difference | None:
+    """Return the first deviation that is more than rounding, with the unit of an output.
+
+    ``reason`` is the known reason for a difference, ``titles`` are the names of the units.
+    """
+    differing = first_kind(tolerance, plain, other, perturbed)
+    if differing is None:
+        return None
+    kind, [deviation, *_] = differing
     value = _WORDS[kind].format(deviation.name)
+    units, of_unit = first_unit(tolerance, plain, other, perturbed)
+    if kind == OUTPUT and of_unit is not None:
+        deviation, value = of_unit, f"the output of {titles[units[-1]]}"
     return Difference(kind, deviation, None, range(0), value, reason)
 
 
@@ -203,9 +220,9 @@ class UnitSearch:
         units = self._subject.units
         # A deviation within the tolerance in forward may exceed it in backward.
         reason = self._reason(plain, suspects.stop if kind == OUTPUT else len(units))
-        difference = unlocated(kind, deviation, reason)
         title = "" if k is None else f" of {units[k].title}"
-        return replace(difference, layer=k, suspects=suspects, value=difference.value + title)
+        value = _WORDS[kind].format(deviation.name) + title
+        return Difference(kind, deviation, k, suspects, value, reason)
 
     def _reason(self, plain: Run, end: int) -> str | None:
         """Return the units before ``end`` whose results depend on the micro-batches, and why."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,9 +27,7 @@ from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (
     Difference,
     compare,
-    first_kind,
-    first_unit,
-    unlocated,
+    first_difference,
 )
 from lightning_gpipe.core.verify.isolation import (
     isolated,
@@ -92,7 +89,8 @@ class WholeCall:
             plain = self._own_run(piped)
             if tolerance is None:
                 tolerance = tolerance_for(plain, self.module.parameters(), devices)
-            search = partial(self._first, tolerance)
+            titles = list(chain.from_iterable(self.titles.values()))
+            search = partial(first_difference, tolerance, _DRAWS if self._drew else None, titles)
             return compare(plain, piped, partial(self._own_run, piped), search)
 
     def isolated(self) -> Manager:
@@ -103,26 +101,9 @@ class WholeCall:
     def _journal(self) -> Journal:
         """The journal of a pipeline that runs the forward.
 
-        A run of an nn.Sequential takes the changes in the journal of its own pipeline for those
-        that an interrupted verification left, and undoes them.
+        The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
         """
         return next(taken.pipeline.patches for taken in self.piped if not taken.takes_batch)
-
-    def _first(
-        self, tolerance: float, plain: Run, piped: Run, amplified: Run | None
-    ) -> Difference | None:
-        differing = first_kind(tolerance, plain, piped, amplified)
-        if differing is None:
-            return None
-        kind, [deviation, *_] = differing
-        difference = unlocated(kind, deviation, _DRAWS if self._drew else None)
-        units, deviation_of_layer = first_unit(tolerance, plain, piped, amplified)
-        if kind != OUTPUT or deviation_of_layer is None:
-            return difference
-        titles = list(chain.from_iterable(self.titles.values()))
-        return replace(
-            difference, deviation=deviation_of_layer, value=f"the output of {titles[units[-1]]}"
-        )
 
     def _run(self, like: Run | None = None) -> Run:
         """Make the call with copies of its arguments, and compute its gradients.

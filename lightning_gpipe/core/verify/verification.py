@@ -1,13 +1,10 @@
 """Verifies that a pipeline computes what its layers compute: one batch, run plain and pipelined.
 
-A result that changes with ``chunks`` has a cause that raises no error: a layer that takes a mean
-over the batch, a backward that divides by the size of the batch, a buffer that is updated in every
-call. Comparing two losses shows at most that something is wrong.
-
-So the layers run on a batch both ways, and everything that a pipeline promises is compared: output,
-gradients, buffers. The gradients are computed from a random gradient of the output, so no loss is
-needed and none can hide a fault. Dropouts draw other masks for each micro-batch, so they are
-disabled in both runs; other layers that draw are detected.
+A result that changes with ``chunks`` has a cause that raises no error, such as a layer that takes a
+mean over the batch. So everything that a pipeline promises is compared: output, gradients, buffers.
+The gradients are computed from a random gradient of the output, so no loss is needed and none can
+hide a fault. Dropouts draw other masks for each micro-batch, so they are disabled in both runs;
+other layers that draw are detected.
 
 A difference may have a known reason: a batch norm in training, a layer that draws, amplified
 rounding. Any other difference is a fault of a layer, or of this package. Before any reason is
@@ -129,13 +126,7 @@ def verify_run(
 
 
 def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None = None) -> Parity:
-    """Run a program in micro-batches and unit by unit, and compare.
-
-    Args:
-        subject: The pipeline and the program.
-        input: The value of the program's input, or a list of several values.
-        tolerance: As for :func:`verify`.
-    """
+    """Run a program in micro-batches and unit by unit, and compare; several inputs are a list."""
     pipeline, module = subject.pipeline, subject.module
 
     def rerun(perturb: bool) -> Run:
