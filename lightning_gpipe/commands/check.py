@@ -39,7 +39,8 @@ def check(arguments: Sequence[str]) -> int:
     """
     try:
         if any(argument.startswith("--config") for argument in arguments):
-            _check_configuration(arguments)
+            fit_one_step(arguments, trainer_defaults={"callbacks": [_Listed()]})
+            print("A batch was trained and one validated.")
         else:
             _check_model(_parser().parse_args(list(arguments)))
     except Exception as error:  # of the user's model too
@@ -116,8 +117,3 @@ class _Listed(Callback):
             )
         if trainer.is_global_zero:
             print(listing(strategy.pipeline))
-
-
-def _check_configuration(arguments: Sequence[str]) -> None:
-    fit_one_step(arguments, trainer_defaults={"callbacks": [_Listed()]})
-    print("A batch was trained and one validated.")

@@ -10,11 +10,13 @@ one GPU. The operations of a model on the meta device, made in ``configure_model
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
-from lightning_gpipe.commands.device_options import places_of
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.pipeline import Measuring, profiles_of
@@ -32,6 +33,10 @@ from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
 from lightning_gpipe.core.schedules import KINDS
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
+
+_BYTES = {"B": 1, **{f"{letter}iB": 2 ** (10 * k) for k, letter in enumerate("KMGT", 1)}}
+_BYTES |= {f"{letter}B": 10 ** (3 * k) for k, letter in enumerate("KMGT", 1)}
+_OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP", 2)}
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -137,8 +142,14 @@ def _plan(
                 **kwargs, accelerator=planning, devices=1, strategy=strategy
             )
 
-    with suppress(_Planned), _explained():
-        fit_one_step(others, Planner)
+    try:
+        with suppress(_Planned):
+            fit_one_step(others, Planner)
+    except SystemExit as error:  # of LightningCLI
+        raise ValueError(
+            "a plan needs a model, and data or an example_input_array: the configuration has what "
+            "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
+        ) from error
     assert planning.plan is not None, "the strategy was set up"
     return planning.plan
 
@@ -154,18 +165,6 @@ def _pipelined(configured: Strategy | str) -> Strategy | str:
         kind = StrategyRegistry[configured]["strategy"]
     is_pipeline = isinstance(kind, type) and issubclass(kind, GPipeStrategy)
     return configured if is_pipeline else GPipeStrategy()
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turn an exit of LightningCLI in a ``with`` block into a ValueError."""
-    try:
-        yield
-    except SystemExit as error:
-        raise ValueError(
-            "a plan needs a model, and data or an example_input_array: the configuration has what "
-            "the line above says. Write --config config.yaml, as for python -m lightning_gpipe fit."
-        ) from error
 
 
 def _listed(values: Sequence[str]) -> list[str]:
@@ -197,3 +196,66 @@ def _parser() -> ArgumentParser:
     add("--plot", metavar="PLAN.PNG", help="where to draw the timeline and the memory")
     add("--json", action="store_true", help="print the plan as JSON")
     return parser
+
+
+def _bytes_in(text: str) -> float:
+    """Parse a size such as ``24GiB``, in bytes."""
+    return _number(text, _BYTES, "--device-memory must be a size such as 24GiB or 80GB")
+
+
+def _speed_of(text: str) -> tuple[float, bool]:
+    """Parse a speed; returns also whether it is in operations per second and not a factor."""
+    wrong = "--device-speed must be a factor such as 2, or operations such as 312TFLOPS"
+    absolute = text.strip().endswith("FLOPS")
+    speed = _number(text, _OPERATIONS if absolute else {"": 1}, wrong)
+    if not speed > 0:
+        raise ValueError(f"{wrong}, and positive: got {text!r}.")
+    return speed, absolute
+
+
+def places_of(
+    devices: int | None, memory: Sequence[str], speed: Sequence[str]
+) -> tuple[list[Place], float | None]:
+    """Return the devices, and the operations per second of the first if speeds are absolute.
+
+    The lists have a value for each device, one for all, or none. Without a number of devices, that
+    of the lists counts.
+
+    Raises:
+        ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
+    """
+    sizes, speeds = [*map(_bytes_in, memory)], [*map(_speed_of, speed)]
+    number = max(len(sizes), len(speeds), 1) if devices is None else devices
+    if number < 1:
+        raise ValueError(f"--devices must be one at least: got {number}.")
+    for name, values in (("--device-memory", sizes), ("--device-speed", speeds)):
+        if len(values) not in (0, 1, number):
+            raise ValueError(
+                f"{name} must have one value for all devices, or one for each: got {len(values)} "
+                f"for {number} devices."
+            )
+    if len({absolute for _, absolute in speeds}) > 1:
+        raise ValueError(
+            f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
+        )
+    absolute = bool(speeds) and speeds[0][1]
+    first = speeds[0][0] if absolute else 1.0
+    factors = _for_each([value / first for value, _ in speeds] or [1.0], number)
+    places = zip(factors, _for_each(sizes or [inf], number), strict=True)
+    return [Place(speed=x, memory=size) for x, size in places], first if absolute else None
+
+
+def _for_each(values: list[float], number: int) -> list[float]:
+    """The option for each device; a single value applies to all."""
+    return values * number if len(values) == 1 else values
+
+
+def _number(text: str, units: dict[str, int], wrong: str) -> float:
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in units or match[1].count(".") > 1 or match[1] == ".":
+        names = f" The units are {', '.join(units)}." if len(units) > 1 else ""
+        raise ValueError(f"{wrong}: got {text!r}.{names}")
+    number = float(match[1]) * units[match[2]]
+    if not isfinite(number):
+        raise ValueError(f"{wrong}: got {text!r}.")
+    return number

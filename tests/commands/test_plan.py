@@ -11,8 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # its stubs are not among our extras
 from torch import Tensor, nn
 
-from lightning_gpipe.commands.device_options import places_of
-from lightning_gpipe.commands.plan import plan_command
+from lightning_gpipe.commands.plan import places_of, plan_command
 from lightning_gpipe.core.balance import Place
 from lightning_gpipe.core.show import can_draw
 from tests.support.lightning_modules import FEATURES, Classifier

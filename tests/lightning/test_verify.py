@@ -162,7 +162,7 @@ def verifications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(values[0].size(0))
         return verify_run(taken, program, values)
 
-    monkeypatch.setattr("lightning_gpipe.core.verify.first_batch.verify_run", counted)
+    monkeypatch.setattr("lightning_gpipe.core.verify.verification.verify_run", counted)
     return rows
 
 

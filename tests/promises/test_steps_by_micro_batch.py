@@ -21,6 +21,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import ByMicroBatch
 from tests.support.drawn import Reference, count_calls, split
 from tests.support.grammar import Case, cases, drawing_models, models
+from tests.support.live_activations import peak_live
 from tests.support.models import assert_same, gradients, perceptron, rows
 from tests.support.pipes import Pipe, with_and_without_threads
 
@@ -351,7 +352,7 @@ def test_zero_bubble(pipe: Pipe) -> None:
     assert [str(action) for action in ran if str(action)[0] in "BW"] == (
         ["B0", "B1", "B2", "W0", "B3", "W1", "B4", "W2", "B5", "W3", "B6", "W4", "W5", "W6"]
     )
-    assert pipeline.timeline.schedule.simulation.peak_live == (3, 3, 3)
+    assert peak_live(pipeline.timeline.schedule) == (3, 3, 3)
 
 
 class Looping(nn.Module):

@@ -3,22 +3,19 @@
 Only ``balance="auto"``, the plan command and the monitor's advice need it.
 """
 
-from lightning_gpipe.core.planner.advice import Change, changes, doubts
+from lightning_gpipe.core.planner.advice import changes, doubts
 from lightning_gpipe.core.planner.no_plan import NoPlan
-from lightning_gpipe.core.planner.planner import Alternative, Plan, plan_for
+from lightning_gpipe.core.planner.planner import Plan, plan_for
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
-from lightning_gpipe.core.planner.prediction import PlannedSpan, Prediction
+from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import sizes_of, split_shares
 
 __all__ = [
-    "Alternative",
-    "Change",
     "Memory",
     "NoPlan",
     "Plan",
     "PlannedSettings",
-    "PlannedSpan",
     "Prediction",
     "StagePrediction",
     "changes",

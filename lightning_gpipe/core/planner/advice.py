@@ -1,9 +1,8 @@
 """Advice: the gains of other settings, by the measured times of actions.
 
-The simulator runs the schedule of other settings with the measured times. What a setting does to an
-action is known in part: an action on half of the rows takes half as long at best. So some gains are
-upper bounds, and say so. If the simulator does not even explain the time of the present settings,
-it has nothing to say about others: ask :func:`doubts` first.
+The simulator runs the schedule of other settings with the measured times. An action on half of the
+rows takes half as long at best, so some gains are upper bounds. If the simulator does not explain
+the time of the present settings, it says nothing about others: ask :func:`doubts` first.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Change:
         setting: The setting as the user would write it.
         gain: The share by which the time of a mini-batch gets shorter.
         at_most: Whether the gain is an upper bound.
-        if_: The condition for it; empty if there is none.
+        if_: The condition for it, if there is one.
     """
 
     setting: str
@@ -51,11 +50,9 @@ def doubts(
     """Return why the simulation cannot predict gains; empty if it can.
 
     Args:
-        schedule: The schedule that ran.
-        times: The mean time of an action of each kind, on each stage and of the caller.
         length: The measured time of a mini-batch.
         lag: The time of actions, divided by the CPU time of their threads.
-        inline: Whether one thread ran all stages.
+        schedule, times, inline: As for :func:`changes`.
     """
     if lag > _LAG:
         return (
@@ -140,9 +137,9 @@ def _other_kinds(schedule: Schedule, *, steps: bool) -> Iterator[ScheduleKind]:
 
 
 def _in_parts(times: Times, parts: Sequence[tuple[float, float]] | None) -> Times:
-    """The times where backwards are split: as measured, or at best, in halves.
+    """Return times with backwards in parts as measured, or in halves at best.
 
-    Nobody waits for the backward of the first stage, which is therefore left whole.
+    Nobody waits for the backward of the first stage, so it stays whole.
     """
     split = dict(times)
     for (kind, j), time in times.items():

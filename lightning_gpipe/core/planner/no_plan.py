@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
-from lightning_gpipe.core.planner.candidates import PlanRequest
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import Search
-from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
 from lightning_gpipe.core.schedules import KINDS, counted
 
 _GIB = 2**30
@@ -50,11 +50,10 @@ class NoPlan(ValueError):
 
 
 def nearest_fitting(request: PlanRequest) -> Prediction | None:
-    """Return the nearest plan that fits, where none fits the request.
+    """Return the nearest plan that fits: on the same devices with other settings, or on more.
 
-    On the same devices, one with other settings, of other schedules only if need be; or else the
-    fastest one on as few more devices as possible, each like the largest. None if no number of them
-    would do.
+    Other schedules are tried only if need be; more devices are as few as possible, each like the
+    largest. None if no number of them would do.
     """
     free = replace(request, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     others = replace(free, orders=tuple(filter(request.is_measured, KINDS)))
@@ -67,7 +66,7 @@ def nearest_fitting(request: PlanRequest) -> Prediction | None:
 def _on_more(free: PlanRequest) -> Prediction | None:
     """The fastest plan on as few more devices as possible."""
     largest = max(free.places, key=lambda place: place.memory)
-    few, enough = len(free.places), free.layers
+    few, enough = len(free.places), free.layers  # few do not fit
 
     def on(devices: int) -> PlanRequest:
         more = [largest] * (devices - len(free.places))
@@ -75,13 +74,9 @@ def _on_more(free: PlanRequest) -> Prediction | None:
 
     if few >= enough or not _fits(on(enough)):
         return None
-    while enough - few > 1:  # by bisection: ``few`` do not fit, ``enough`` do
-        middle = (few + enough) // 2
-        if _fits(on(middle)):
-            enough = middle
-        else:
-            few = middle
-    return Search(on(enough)).fastest(on(enough).candidates())
+    between = range(few + 1, enough)
+    least = on(few + 1 + bisect_left(between, True, key=lambda number: _fits(on(number))))
+    return Search(least).fastest(least.candidates())
 
 
 def _fits(request: PlanRequest) -> bool:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around
-from lightning_gpipe.core.planner.candidates import PlanRequest, near
 from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.reasons import reason
 from lightning_gpipe.core.planner.search import Search
-from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest, near
 from lightning_gpipe.core.schedules import (
     KINDS,
     ActivationCheckpointing,
+    ScheduleKind,
     ScheduleName,
     check_by_micro_batch,
     check_even,
@@ -30,6 +30,8 @@ from lightning_gpipe.core.schedules import (
     kinds_for,
     looped,
 )
+
+_SAME = 1e-6  # the relative difference up to which times are the same
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def plan_for(
         *map(search.predicted, near(chosen.settings, candidates)),
         *_in_other_orders(search, request, chosen.settings),
     ]
-    alternatives = (Alternative(other, reason(chosen, other, request.orders)) for other in others)
+    alternatives = (Alternative(other, _reason(chosen, other, request.orders)) for other in others)
     return Plan(chosen, tuple(alternatives))
 
 
@@ -167,3 +169,36 @@ def _in_other_orders(
         same = replace(request, stages=best.stages, chunks=best.chunks, orders=(order,))
         candidates = same.candidates()
         yield search.fastest(candidates) or search.predicted(candidates[-1])
+
+
+def _reason(chosen: Prediction, other: Prediction, orders: Sequence[ScheduleKind]) -> str:
+    """Return why another candidate was not chosen, where ``orders`` were to be chosen from."""
+    lacking = [(lack, j) for j, lack in enumerate(other.missing) if lack]
+    if lacking:
+        lack, j = max(lacking)
+        return f"lacks {lack / 2**30:.3g} GiB on stage {j}"
+    order = other.settings.order
+    slower = other.time / chosen.time - 1 if chosen.time else inf
+    if slower < -_SAME and order not in orders:
+        if order.by_micro_batch and not chosen.settings.order.by_micro_batch:
+            needs = "a loss for each micro-batch: training_step is called with each"
+        else:
+            needs = "to be asked for"
+        return f"{-slower:.1%} less time, but needs {needs}; write {order}"
+    if slower <= _SAME:
+        return "as fast, and no simpler"
+    return f"{slower:.1%} slower: {_cause(chosen, other)}"
+
+
+def _cause(chosen: Prediction, other: Prediction) -> str:
+    """The cause of a longer time."""
+    best, settings = chosen.settings, other.settings
+    if settings.recomputed > best.recomputed and settings.chunks == best.chunks:
+        return "more is recomputed"
+    if other.bubble > chosen.bubble + _SAME:
+        return f"bubble {other.bubble:.0%}, not {chosen.bubble:.0%}"
+    if settings.stages < best.stages:
+        return "fewer devices compute"
+    if settings.order.split and not best.order.split:
+        return "backwards in two parts take longer"
+    return "smaller micro-batches take longer for each row"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, NamedTuple
-
-from lightning_gpipe.core.balance import LayerProfile
 
 
 class Memory(NamedTuple):
@@ -25,8 +22,8 @@ class Memory(NamedTuple):
     gradients: float
     optimizer: float
     buffers: float
-    activations: float = 0.0
-    boundaries: float = 0.0
+    activations: float
+    boundaries: float
     outputs: float = 0.0
 
     @property
@@ -79,24 +76,3 @@ class StagePrediction:
         limit = None if self.limit == inf else self.limit
         memory = {**self.memory._asdict(), "total": self.memory.total}
         return {**asdict(self), "layers": list(self.layers), "memory": memory, "limit": limit}
-
-
-def static_memory(layers: Sequence[LayerProfile]) -> Memory:
-    """Return the bytes that layers hold whatever runs."""
-    return Memory(
-        sum(layer.parameter_bytes for layer in layers),
-        sum(layer.gradient_bytes for layer in layers),
-        sum(layer.optimizer_bytes for layer in layers),
-        sum(layer.buffer_bytes for layer in layers),
-    )
-
-
-def with_neighbours(stages: Sequence[StagePrediction]) -> Iterator[StagePrediction]:
-    """Yield the stages, each with the bytes of the others on its device."""
-    needed: dict[int, float] = {}
-    for stage in stages:
-        needed[stage.device] = needed.get(stage.device, 0.0) + stage.memory.total
-    several = len(needed) < len(stages)
-    for stage in stages:
-        beside = needed[stage.device] - stage.memory.total
-        yield replace(stage, beside=beside) if several else stage

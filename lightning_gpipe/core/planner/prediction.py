@@ -1,15 +1,14 @@
 """Predicts the time and the memory of a mini-batch from the costs of layers and the schedule.
 
 The schedule is simulated with the measured time of each action. So the prediction includes what no
-formula does: that a recomputation fills a wait, or that micro-batches differ in size. The memory of
-each device over time follows from the same order of actions.
+formula does: that a recomputation fills a wait, or that micro-batches differ in size.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Any, Literal, NamedTuple
@@ -18,21 +17,18 @@ import numpy as np
 
 from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
-from lightning_gpipe.core.planner.any_schedule import any_schedule_times
-from lightning_gpipe.core.planner.fill_drain_times import MicroBatchTimes, Wave, fill_drain_times
-from lightning_gpipe.core.planner.predicted_memory import (
-    FREES,
-    Bytes,
-    end_and_peaks,
-    memory_changes,
-)
-from lightning_gpipe.core.planner.predicted_stage import (
-    StagePrediction,
-    static_memory,
-    with_neighbours,
-)
+from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
 from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
+from lightning_gpipe.core.planner.waves import (
+    FREES,
+    Bytes,
+    MicroBatchTimes,
+    Wave,
+    end_and_peaks,
+    memory_changes,
+    waves,
+)
 from lightning_gpipe.core.schedules import Action
 
 
@@ -102,7 +98,13 @@ class Prediction:
 
     @cached_property
     def stages(self) -> tuple[StagePrediction, ...]:
-        return tuple(with_neighbours(list(self._stages())))
+        stages = list(self._stages())
+        needed: defaultdict[int, float] = defaultdict(float)
+        for stage in stages:
+            needed[stage.device] += stage.memory.total
+        return tuple(
+            replace(stage, beside=needed[stage.device] - stage.memory.total) for stage in stages
+        )
 
     @property
     def missing(self) -> list[float]:
@@ -170,12 +172,12 @@ class Prediction:
     def _waves(self) -> Iterator[Wave]:
         """All actions, with their times; those of each worker in its order."""
         of_kind = {kind: self._times(*kind) for kind in {*self._kinds}}
-        times = [of_kind[kind] for kind in self._kinds]
-        order, m = self.settings.order, len(self.rows)
-        if not order.by_micro_batch and len(self.workers) == len(self.places):
-            return fill_drain_times(times)
-        patterns = order.patterns(m, self.placement, self.settings.recomputed)
-        return any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
+        order = self.settings.order
+        return waves(
+            order.patterns(len(self.rows), self.placement),
+            [of_kind[kind] for kind in self._kinds],
+            one_loss=not order.by_micro_batch,
+        )
 
     def _times(self, rows: int, recomputed: bool) -> MicroBatchTimes:
         speed = np.array([place.speed for place in self.places])
@@ -221,10 +223,14 @@ class Prediction:
                 self.devices[j],
                 sum(layer.parameters for layer in held),
                 time / self.places[j].speed,
-                static_memory(held)._replace(
-                    activations=activations,
-                    boundaries=boundaries,
-                    outputs=outputs if j == outside else 0.0,
+                Memory(
+                    sum(layer.parameter_bytes for layer in held),
+                    sum(layer.gradient_bytes for layer in held),
+                    sum(layer.optimizer_bytes for layer in held),
+                    sum(layer.buffer_bytes for layer in held),
+                    activations,
+                    boundaries,
+                    outputs if j == outside else 0.0,
                 ),
                 self.places[j].memory,
                 sum(number * cost.leaving for number, _, cost in costs),

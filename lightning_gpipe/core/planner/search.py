@@ -9,6 +9,7 @@ A* search.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,9 +18,8 @@ from math import ceil, log2
 
 from lightning_gpipe.core.balance import LayerCosts, ModelProfile, NothingFits, Place, solve_on
 from lightning_gpipe.core.layout import layer_ranges
-from lightning_gpipe.core.planner.candidates import PlanRequest
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
 from lightning_gpipe.core.schedules import KINDS
 
@@ -36,10 +36,7 @@ class Search:
         self._wholes: dict[tuple[int, bool], MicroBatchCost] = {}
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
-        """Return the prediction with the least time of those that fit; None if none does.
-
-        Of candidates that differ in recomputation only, it is the one that recomputes least.
-        """
+        """Return the prediction with the least time of those that fit; None if none does."""
         groups: dict[Hashable, list[PlannedSettings]] = {}
         for each in sorted(candidates, key=lambda each: each.recomputed):
             if self._excess(each) <= 0:
@@ -61,18 +58,16 @@ class Search:
 
     def _first_that_fits(self, candidates: Sequence[PlannedSettings]) -> PlannedSettings | None:
         """The first that fits, of candidates that need ever less memory, by bisection."""
-        if not any(self.predicted(candidates[0]).missing):
+
+        def fits(candidate: PlannedSettings) -> bool:
+            return not any(self.predicted(candidate).missing)
+
+        if fits(candidates[0]):
             return candidates[0]
-        if any(self.predicted(candidates[-1]).missing):
+        if not fits(candidates[-1]):
             return None
-        lacks, fits = 0, len(candidates) - 1
-        while fits - lacks > 1:
-            middle = (lacks + fits) // 2
-            if any(self.predicted(candidates[middle]).missing):
-                lacks = middle
-            else:
-                fits = middle
-        return candidates[fits]
+        last = len(candidates) - 1
+        return candidates[bisect_left(candidates, True, 1, last, key=fits)]
 
     def nearest(self, candidates: Sequence[PlannedSettings]) -> Prediction:
         """Return, of candidates of which none fits, the one that lacks least where it lacks most.
@@ -144,7 +139,7 @@ class Search:
         )
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
-        """The place of each stage; one of them has the modules around and the outputs, too."""
+        """Return the place of each stage, with the modules around and the outputs on one."""
         places = [self._request.places[d] for d in self._devices(candidate.stages)]
         outside = len(places) - 1 if self._request.around == "last" else 0
         profile = self._profile(candidate.chunks)

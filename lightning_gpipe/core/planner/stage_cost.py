@@ -43,13 +43,7 @@ def costs_of(
 ) -> list[MicroBatchCost]:
     """Return the costs of each stage of a balance.
 
-    A backward is not split where no stage before waits for it.
-
-    Args:
-        profile: The costs of the layers.
-        balance: The number of layers in each stage.
-        rows: The number of rows of the micro-batch.
-        split: Whether backwards are split, if they were measured in two parts.
+    With ``split``, backwards are in two parts where a stage before waits for them.
     """
     if split and not profile.split:
         raise ValueError(

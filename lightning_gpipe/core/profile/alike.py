@@ -2,14 +2,17 @@
 
 A large transformer has a thousand blocks of one kind. Their operations follow from the kinds of
 their modules, the shapes of their tensors and their inputs, so the first of them is run on the meta
-device, and its outputs stand for those of the others. Numbers that differ, such as an index, count
-if that run has read them.
+device, and its outputs stand for those of the others. Blocks often differ in one number, such as
+``layer_idx``, that their forwards do not read: it is for a cache, or for messages. A run that did
+not read a number would have been the same with any other, so only numbers that it has read count.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -17,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.profile.reads import Number, is_number, numbers_of, recording
 from lightning_gpipe.core.profile.saved import SavedBytes
 from lightning_gpipe.core.programs import Part
 from lightning_gpipe.core.run import Stage
 
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_NOT_THE_USERS = ("torch", "lightning_gpipe")  # packages that read attributes to save or to show
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # tensors, modules and hooks
+
+
+Number = tuple[int, str]  # the index of a module, and the name of its attribute
 
 
 class LayerRun(NamedTuple):
@@ -65,12 +71,12 @@ class Alike:
         except _Unlike:
             return measure()
         modules = list(_modules_of(stage, part))
-        numbers = numbers_of(modules)
+        numbers = _numbers_of(modules)
         for other in self._counted.setdefault(key, []):
             if all(numbers[number] == value for number, value in other.numbers.items()):
                 saved.count(other.run.outputs.leaves, other.outputs)
                 return other.run
-        with recording(modules) as numbers_read:
+        with _recording(modules) as numbers_read:
             run = measure()
         outputs = saved.are_counted(run.outputs.leaves)
         read = {number: numbers[number] for number in numbers_read}
@@ -80,15 +86,11 @@ class Alike:
 
 
 class _Unlike(Exception):
-    """Raised when a layer cannot be compared with others."""
+    """A layer with hooks, skip connections, or something else that cannot be compared."""
 
 
 def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -> Hashable:
-    """Return a key that is equal for layers that cost the same.
-
-    Raises:
-        _Unlike: If it has hooks, skip connections, or something else that cannot be compared.
-    """
+    """Return a key that is equal for layers that cost the same."""
     if stage.arriving or stage.leaving:
         raise _Unlike
     modules = tuple(_of_module(layer, numbers=False) for layer in stage.partition.layers)
@@ -135,7 +137,7 @@ def _settings(module: nn.Module, *, numbers: bool) -> Iterator[Hashable]:
         raise _Unlike
     for name, value in vars(module).items():
         if name not in _OF_TORCH:
-            counts = numbers or not is_number(module, value)
+            counts = numbers or not _is_number(module, value)
             yield name, _comparable(value) if counts else int
 
 
@@ -194,3 +196,66 @@ def _of_call(run: Callable[..., Any]) -> Hashable:
         return run
     method = run.__func__ if isinstance(run, MethodType) else None
     return method, _of_module(module, numbers=False)
+
+
+def _is_number(module: nn.Module, value: Any) -> bool:
+    """Return whether an attribute is a number of a user's module."""
+    return type(value) is int and not _is_ours(type(module).__module__)
+
+
+def _numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
+    """Return the numbers that modules have as attributes."""
+    return {
+        (k, name): value
+        for k, module in enumerate(modules)
+        for name, value in vars(module).items()
+        if _is_number(module, value)
+    }
+
+
+@contextmanager
+def _recording(modules: Iterable[nn.Module]) -> Iterator[set[Number]]:
+    """Collect the numbers of modules that are read in a ``with`` block, ``__dict__`` reads all."""
+    numbers_read: set[Number] = set()
+    listed = list(modules)
+    names: dict[int, dict[str, list[Number]]] = {}
+    for k, name in _numbers_of(listed):
+        own = names.setdefault(id(listed[k]), {})
+        for attribute in (name, "__dict__"):
+            own.setdefault(attribute, []).append((k, name))
+    with ExitStack() as stack:
+        for kind in dict.fromkeys(type(module) for module in listed if id(module) in names):
+            stack.enter_context(_watched(kind, names, numbers_read))
+        yield numbers_read
+
+
+@contextmanager
+def _watched(
+    kind: type[nn.Module],
+    names: Mapping[int, Mapping[str, list[Number]]],
+    numbers_read: set[Number],
+) -> Iterator[None]:
+    """Record the numbers of modules of a class that are read."""
+    before = vars(kind).get("__getattribute__")
+    read: Callable[[Any, str], Any] = kind.__getattribute__
+
+    def recorded(self: Any, name: str) -> Any:
+        numbers = names.get(id(self), {}).get(name)
+        if numbers and not (name == "__dict__" and _is_ours(sys._getframe(1).f_globals)):
+            numbers_read.update(numbers)
+        return read(self, name)
+
+    kind.__getattribute__ = recorded  # type: ignore[method-assign]  # it is undone
+    try:
+        yield
+    finally:
+        if before is None:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = before  # type: ignore[method-assign]  # what was there
+
+
+def _is_ours(module: str | Mapping[str, Any]) -> bool:
+    """Return whether a Python module, by its name or variables, is not the user's."""
+    name = module if isinstance(module, str) else module.get("__name__", "")
+    return name.partition(".")[0] in _NOT_THE_USERS

@@ -23,8 +23,7 @@ class Counting:
 
     Attributes:
         costs: The bytes that each layer saves, and the costs of a run.
-        sizes: The bytes that layers hand to later ones.
-        saved: Those of them that the later one is the first to save.
+        sizes, saved: The bytes that layers hand to later ones, and those first saved there.
         output: The bytes of the outputs of the last layer.
         waited: For each layer, whether any of its inputs requires a gradient.
     """

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_gpipe.core.balance import ModelProfile
+from lightning_gpipe.core.balance import LayerProfile, ModelProfile
+from lightning_gpipe.core.data import bytes_of
 from lightning_gpipe.core.faithful import preserved
 from lightning_gpipe.core.layout import Partition, lay_out
 from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
 from lightning_gpipe.core.profile.rounds import Rounds
-from lightning_gpipe.core.profile.sizes import static_costs
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run import Stage
 from lightning_gpipe.core.skip import routes_of, skips_of
@@ -63,20 +63,14 @@ def profile_layers(
     rounds = Rounds(subject.program, subject.microbatches, stages, empty, device, split=split)
     with preserved(modules, [device]), torch.enable_grad():
         rounds.run()
-    static = static_costs(
-        subject.root,
-        [partition.layers for partition in subject.layers],
-        subject.names,
-        subject.beside,
-        state_bytes,
-    )
+    *static, around = _static_costs(subject, state_bytes)
     return ModelProfile(
         tuple(
             replace(profile, **costs)
-            for profile, costs in zip(static[:-1], rounds.costs(subject.chunks), strict=True)
+            for profile, costs in zip(static, rounds.costs(subject.chunks), strict=True)
         ),
         rounds.carried,
-        static[-1],
+        around,
         max(subject.microbatches),
         subject.chunks,
         rounds.meter.unit,
@@ -92,3 +86,41 @@ def _stages(partitions: Sequence[Partition], device: torch.device) -> list[Stage
     layout = lay_out(partitions, [device], routes)
     layout = layout.with_homes({parameter: parameter.device for parameter in layout.homes})
     return [Stage(layout, j, deferred_batch_norm=True) for j in range(layout.n)]
+
+
+def _static_costs(subject: Subject, state_bytes: Mapping[int, int]) -> list[LayerProfile]:
+    """Count tensors and optimizer states of each layer, and last of what is around the layers.
+
+    A tensor that several layers share counts for the first of them.
+    """
+    counted: set[int] = set()
+    layers = [partition.layers for partition in subject.layers]
+    groups: list[tuple[str, Sequence[nn.Module]]] = [
+        *zip(subject.names, layers, strict=True),
+        ("beside", subject.beside),
+        ("around", [subject.root]),
+    ]
+    profiles = [_profile(name, modules, counted, state_bytes) for name, modules in groups]
+    return [*profiles[:-2], profiles[-1]]
+
+
+def _profile(
+    name: str, modules: Sequence[nn.Module], counted: set[int], state_bytes: Mapping[int, int]
+) -> LayerProfile:
+    parameters = _uncounted((p for module in modules for p in module.parameters()), counted)
+    buffers = _uncounted((b for module in modules for b in module.buffers()), counted)
+    return LayerProfile(
+        name,
+        parameters=sum(p.numel() for p in parameters),
+        parameter_bytes=sum(map(bytes_of, parameters)),
+        gradient_bytes=sum(bytes_of(p) for p in parameters if p.requires_grad),
+        optimizer_bytes=sum(state_bytes.get(id(p), 0) for p in parameters),
+        buffer_bytes=sum(map(bytes_of, buffers)),
+    )
+
+
+def _uncounted(tensors: Iterable[Tensor], counted: set[int]) -> list[Tensor]:
+    """Return the tensors that are not counted yet, and count them."""
+    new = {id(tensor): tensor for tensor in tensors if id(tensor) not in counted}
+    counted.update(new)
+    return list(new.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
@@ -11,37 +10,31 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-from typing_extensions import override
 
 T = TypeVar("T")
 
 
-class Meter(ABC):
-    """Measures calls.
+class Meter:
+    """Measures calls: their seconds on a device or, on the meta device, their operations.
+
+    Operations are floating-point ones of matrix products, convolutions and attention.
 
     Attributes:
         unit: The unit of the costs.
         exact: True if a call costs the same every time, also if its activations are dropped.
     """
 
-    unit: Literal["s", "FLOP"]
-    exact: bool
-
-    @abstractmethod
-    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
-        """Make a call, and return its result and its cost."""
-
-
-class Seconds(Meter):
-    """The seconds until a call is over on a device."""
-
-    unit, exact = "s", False
-
     def __init__(self, device: torch.device) -> None:
+        self.exact = device.type == "meta"
+        self.unit: Literal["s", "FLOP"] = "FLOP" if self.exact else "s"
         self._device = device
 
-    @override
     def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
+        """Make a call, and return its result and its cost."""
+        if self.exact:
+            with _Counting() as counting:
+                result = call()
+            return result, float(counting.total)
         self._wait()
         start = time.perf_counter()
         result = call()
@@ -51,32 +44,6 @@ class Seconds(Meter):
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Let operators use ``number`` threads, and at least one, in a ``with`` block.
-
-    The workers of a pipeline have equal shares of the caller's threads.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, number))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-class Operations(Meter):
-    """The floating-point operations of matrix products, convolutions and attention."""
-
-    unit, exact = "FLOP", True
-
-    @override
-    def __call__(self, call: Callable[[], T]) -> tuple[T, float]:
-        with _Counting() as counting:
-            result = call()
-        return result, float(counting.total)
 
 
 class _Counting(TorchDispatchMode):
@@ -103,3 +70,17 @@ class _Counting(TorchDispatchMode):
         if count is not None:
             self.total += count(*args, **kwargs, out_val=result)
         return result
+
+
+@contextmanager
+def intra_op_threads(number: int) -> Iterator[None]:
+    """Let operators use ``number`` threads, and at least one, in a ``with`` block.
+
+    The workers of a pipeline have equal shares of the caller's threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, number))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

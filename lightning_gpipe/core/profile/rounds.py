@@ -1,28 +1,35 @@
 """Runs the layers of a model one by one, round after round, and measures each of them.
 
 The first round counts the bytes that layers save and hand on, and on the meta device the
-operations. The others measure times, see ``times``.
+operations. The others measure times as a mini-batch has them. A layer that runs repeatedly finds
+its parameters in the cache, and its gradients in memory that is in use. In a mini-batch other
+layers run in between; the first backward makes a gradient, in fresh memory, and later ones add to
+it. So each layer is measured once in a round, and the gradients of several layers are alive at
+once. If the machine is slow for a moment, that is one measurement of many layers, not all
+measurements of one; medians leave it out.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from functools import partial
+from statistics import fmean, median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.balance import CarriedValue, LinearCost
-from lightning_gpipe.core.data import FlatTree, tree_flatten
+from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
 from lightning_gpipe.core.profile.counting import Counting, ends_of
 from lightning_gpipe.core.profile.flow import Flow
-from lightning_gpipe.core.profile.meters import Meter, Operations, Seconds
-from lightning_gpipe.core.profile.single_layer import noted, on_its_device
-from lightning_gpipe.core.profile.times import Times
+from lightning_gpipe.core.profile.meters import Meter
+from lightning_gpipe.core.profile.single_layer import alone, gradients_for, noted, on_its_device
 from lightning_gpipe.core.programs import Program, chain
 from lightning_gpipe.core.run import Stage
 
+_ALIVE = 2**28  # bytes; more than caches have, and than memory that is freed and soon used again
 _OFTEN = 8  # the empty stage is measured after as many layers
 _ROUNDS = 3, 9  # with times: at least, at most
 _ENOUGH = 0.05  # seconds; faster layers are measured in more rounds
@@ -36,9 +43,6 @@ class Rounds:
         empty: A stage without layers: its time is the overhead, which a stage of several layers has
             once.
         split: Whether to measure backwards in two parts, too.
-
-    Attributes:
-        meter: Measures seconds, or counts operations.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class Rounds:
         *,
         split: bool = False,
     ) -> None:
-        self.meter: Meter = Operations() if device.type == "meta" else Seconds(device)
+        self.meter = Meter(device)
         self._program, self._microbatches = program, microbatches
         self._stages, self._empty, self._device, self._split = stages, empty, device, split
         self._counted = {rows: Counting(program, self.meter, split=split) for rows in microbatches}
@@ -144,3 +148,68 @@ class Rounds:
         overhead = self._overhead.of(chunks)
         times = self._times[rows][k].of(chunks)
         return counted | {name: max(0.0, time - overhead[name]) for name, time in times.items()}
+
+
+class Times:
+    """The times of a stage for micro-batches of one size, in several rounds."""
+
+    def __init__(self) -> None:
+        self._forward: list[float] = []
+        self._dropping: list[float] = []
+        # Of backwards or their parts: the first of a mini-batch, and each later one.
+        self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def measure(
+        self,
+        stage: Stage,
+        program: Program,
+        inputs: FlatTree,
+        meter: Meter,
+        gradients: list[Tensor],
+        *,
+        split: bool = False,
+    ) -> FlatTree:
+        """Run two micro-batches, one of which is recomputed: F0 F1 R1 B1 B0; return the outputs.
+
+        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0. ``gradients`` are the
+        ones that are alive, and get those of the stage.
+        """
+        with alone(stage, program, recomputed=[1]) as single:
+            outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
+            _, dropping = meter(partial(single.forward, 1, inputs.detached()))
+            single.recompute(1)
+            _, first = meter(partial(single.backward, 1, gradients_for(outputs)))
+            _, later = meter(partial(single.backward, 0, gradients_for(outputs)))
+            _keep_alive(gradients, single.take_gradients())
+        self._forward.append(forward)
+        self._dropping.append(dropping)
+        self._backward["backward"].append((first, later))
+        if split:
+            with alone(stage, program, split=True) as single:
+                both = [single.forward(i, inputs.detached()) for i in (0, 1)]
+                parts = []
+                for i in (1, 0):
+                    _, of_inputs = meter(partial(single.backward, i, gradients_for(both[i])))
+                    _, of_weights = meter(partial(single.weights, i))
+                    parts.append((of_inputs, of_weights))
+                _keep_alive(gradients, single.take_gradients())
+            for name, (first, later) in zip(
+                ("inputs", "weights"), zip(*parts, strict=True), strict=True
+            ):
+                self._backward[name].append((first, later))
+        return outputs
+
+    def of(self, chunks: int) -> dict[str, float]:
+        """Return the mean time of each action in a mini-batch of ``chunks``, by the medians."""
+        times = {"forward": median(self._forward), "dropping": median(self._dropping)}
+        for name, pairs in self._backward.items():
+            first, later = map(median, zip(*pairs, strict=True))
+            times[name] = (first + (chunks - 1) * later) / chunks
+        return times
+
+
+def _keep_alive(gradients: list[Tensor], new: list[tuple[Tensor, Tensor]]) -> None:
+    """Add the gradients of one more layer; drop all if they are too large."""
+    gradients += [gradient for _, gradient in new]
+    if sum(map(bytes_of, gradients)) > _ALIVE:
+        gradients.clear()

@@ -17,11 +17,7 @@ from lightning_gpipe.core.data import bytes_of
 
 
 class SavedBytes:
-    """Counts the bytes that layers save, in the order in which they run.
-
-    Attributes:
-        number: The bytes that the latest layer saved, without those counted before.
-    """
+    """Counts the bytes that layers save: ``number`` has those of the latest, counted once."""
 
     def __init__(self) -> None:
         self.number = 0

@@ -52,9 +52,9 @@ def _in_order(schedule: Schedule, kind: Kind, j: int) -> list[int]:
 
 
 def _needed(schedule: Schedule, kind: Kind, j: int, order: list[int]) -> dict[Action, int]:
-    """For each action, the number of actions of a kind on stage j that it needs, directly or not.
+    """Count for each action the actions of a kind on stage j that it needs, directly or not.
 
-    These run in the given order of micro-batches, so that who needs one needs all before it.
+    These run in the order of micro-batches, so that an action that needs one needs all before it.
     """
     place = {Action(kind, i, j): k + 1 for k, i in enumerate(order)}
     counts: dict[Action, int] = {}

@@ -1,4 +1,4 @@
-"""The row of one worker in brief, from which its actions follow.
+"""The rows of workers in brief, from which their actions follow.
 
 The rows of most schedules are of one form: some forwards, then a backward after each further
 forward, and the rest of the backwards. They differ in the order in which micro-batches and stages
@@ -8,9 +8,10 @@ are visited, in how many forwards come first, and in when the gradients of the w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_gpipe.core.schedules.action import Action, Kind
+from lightning_gpipe.core.schedules.placement import check_looped, counted
 
 Visit = tuple[int, int]  # a micro-batch and a stage
 
@@ -23,31 +24,161 @@ class Pattern:
         forwards: The micro-batch and the stage of each forward, in order.
         backwards: Those of each backward; as many.
         warm_up: The number of forwards before the first backward.
-        recomputed: An integer k: the first k micro-batches drop their activations; each of their
-            backwards is preceded by a recomputation.
-        split: Whether the gradients of the weights are an action of their own.
-        late: The number of further backwards before the gradients of the weights.
+        late: Where backwards are split, the number of further ones before the gradients of the
+            weights.
     """
 
     forwards: Sequence[Visit]
     backwards: Sequence[Visit]
     warm_up: int
-    recomputed: int = 0
-    split: bool = False
     late: int = 0
 
-    def actions(self) -> Iterator[Action]:
-        """Yield the actions, in order."""
+    def actions(self, recomputed: int, *, split: bool) -> Iterator[Action]:
+        """Yield the actions, in order.
+
+        The first ``recomputed`` micro-batches drop their activations: each of their backwards is
+        preceded by a recomputation. ``split`` makes the gradients of the weights actions.
+        """
         for i, j in self.forwards[: self.warm_up]:
             yield Action(Kind.FORWARD, i, j)
         for k, (i, j) in enumerate(self.backwards):
             for forward in self.forwards[self.warm_up + k : self.warm_up + k + 1]:
                 yield Action(Kind.FORWARD, *forward)
-            if i < self.recomputed:
+            if i < recomputed:
                 yield Action(Kind.RECOMPUTE, i, j)
             yield Action(Kind.BACKWARD, i, j)
-            if self.split and k >= self.late:
+            if split and k >= self.late:
                 yield Action(Kind.WEIGHTS, *self.backwards[k - self.late])
-        if self.split:
+        if split:
             for visit in self.backwards[max(0, len(self.backwards) - self.late) :]:
                 yield Action(Kind.WEIGHTS, *visit)
+
+
+def fill_drain_patterns(m: int, placement: Sequence[int]) -> list[Pattern]:
+    """Fill the pipeline with all micro-batches, and drain it in reverse: GPipe's order.
+
+    Micro-batch i meets stage j at clock k = i + j while the pipeline fills. With fewer workers than
+    stages a worker takes all micro-batches through its first stage, then through its next, so that
+    a device with v stages waits no longer than a device with one::
+
+        stage 0 (worker 0) | F0 F1 .  .  .
+        stage 1 (worker 1) | .  F0 F1 .  .
+        stage 2 (worker 0) | .  .  F0 F1 .
+        stage 3 (worker 1) | .  .  .  F0 F1
+
+    A recomputation needs no gradient, and so fills the wait for one. Where backwards are split, the
+    gradients of the weights come right after, so that the stage before waits for less.
+
+    Source: Huang et al., "GPipe" (2019), for fill-drain; Lamy-Poirier, "Breadth-First Pipeline
+    Parallelism" (2022), for the looped form.
+    """
+
+    def pattern(worker: int) -> Pattern:
+        stages = [j for j, owner in enumerate(placement) if owner == worker]
+        forwards = [(i, j) for j in stages for i in range(m)]
+        return Pattern(forwards, forwards[::-1], len(forwards))
+
+    return list(map(pattern, range(max(placement) + 1)))
+
+
+def one_forward_one_backward_patterns(m: int, placement: Sequence[int]) -> list[Pattern]:
+    """Run a backward after each forward, once the first micro-batch has reached the last stage.
+
+    Stage j of n holds the activations of at most n - j micro-batches, whatever m is. The bubble is
+    that of fill-drain. Each micro-batch has a loss of its own::
+
+        stage 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+        stage 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+    Several stages of one worker are interleaved. Where a short mini-batch makes no whole groups for
+    that, all its forwards come before its backwards.
+
+    Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training" (2019);
+    with the flush between mini-batches, "Memory-Efficient Pipeline-Parallel DNN Training" (2021).
+    """
+    n, workers = len(placement), 1 + max(placement)
+    if workers < n:
+        return (fill_drain_patterns if m % workers else _interleaved)(m, placement)
+
+    def pattern(j: int) -> Pattern:
+        visits = [(i, j) for i in range(m)]
+        return Pattern(visits, visits, n - 1 - j)
+
+    return list(map(pattern, range(n)))
+
+
+def _interleaved(m: int, placement: Sequence[int]) -> list[Pattern]:
+    """Run 1F1B where each of d workers has several stages: stage j is on worker j mod d.
+
+    Groups of d micro-batches go through each of a worker's stages in turn, so that a group comes
+    back to the first worker when that has just sent away its last one::
+
+        stage 0 (worker 0) | F0 F1 .  .  F2 .  F3 .  .  B0 .  B1 .  .  .  .  B2 B3
+        stage 1 (worker 1) | .  F0 F1 .  .  .  .  F2 B0 F3 B1 .  .  .  .  B2 B3 .
+        stage 2 (worker 0) | .  .  F0 F1 .  B0 .  B1 F2 .  F3 .  .  B2 .  B3 .  .
+        stage 3 (worker 1) | .  .  .  F0 B0 F1 B1 .  .  .  .  F2 B2 F3 B3 .  .  .
+
+    Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM" (2021).
+    """
+    workers = 1 + max(placement)
+    loops = range(len(placement) // workers)
+
+    def visits(worker: int, loops: Sequence[int]) -> list[Visit]:
+        return [
+            (i, loop * workers + worker)
+            for first in range(0, m, workers)
+            for loop in loops
+            for i in range(first, first + workers)
+        ]
+
+    def pattern(worker: int) -> Pattern:
+        # While the first backward comes back, as many forwards go on as on the way to the end.
+        warm_up = 2 * (workers - 1 - worker) + (len(loops) - 1) * workers
+        return Pattern(visits(worker, loops), visits(worker, loops[::-1]), warm_up)
+
+    return list(map(pattern, range(workers)))
+
+
+def check_one_forward_one_backward(m: int, placement: Sequence[int]) -> None:
+    """Refuse a placement that is not looped, and for interleaved stages incomplete groups."""
+    check_looped("1f1b", placement)
+    workers = 1 + max(placement)
+    if workers < len(placement) and m % workers:  # a gap in the last group would be a deadlock
+        fewer, more = m // workers * workers, -(-m // workers) * workers
+        choice = f"chunks={fewer} or chunks={more}" if fewer else f"chunks={more}"
+        raise ValueError(
+            "interleaved stages need a number of micro-batches that is a multiple of the number of "
+            f"devices: got {m} micro-batches on {workers} devices. Write {choice}, or give each "
+            "device one stage."
+        )
+
+
+def zero_bubble_patterns(m: int, placement: Sequence[int]) -> list[Pattern]:
+    """Run 1F1B with split backwards, in which stage j is j micro-batches late with the weights.
+
+    Nobody waits for the gradients of the weights, so they fill the time of waiting: later stages
+    begin later, and have more time to fill at the end. Each stage holds the activations of at most
+    n micro-batches. If F, B and W take equally long, the bubble is a third of that of 1F1B::
+
+        stage 0 | F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1 | .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2 | .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023), where it is called ZB-H1.
+    """
+    patterns = one_forward_one_backward_patterns(m, placement)
+    return [replace(pattern, late=j) for j, pattern in enumerate(patterns)]
+
+
+def check_zero_bubble(m: int, placement: Sequence[int]) -> None:
+    """Refuse a placement in which a worker has several stages."""
+    check_looped("zero_bubble", placement)
+    n, workers = len(placement), 1 + max(placement)
+    if workers < n:
+        raise ValueError(
+            f"schedule='zero_bubble' needs a device for each stage: got {counted(n, 'stage')} on "
+            f"{counted(workers, 'device')}. Use a balance of {counted(workers, 'stage')}, or write "
+            "schedule='1f1b', which interleaves the stages of a device."
+        )

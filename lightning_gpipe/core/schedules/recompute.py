@@ -6,8 +6,7 @@ micro-batch is the first in backward, so its activations live shortest, and keep
 little: hence the default, ``"except_last"``.
 
 The activations are dropped by freeing the graph after forward, not by running forward without
-gradients. So both forwards use the same kernels and compute the same numbers, the first one shows
-which outputs require a gradient, and the peak memory is that of the recomputation.
+gradients: so both forwards use the same kernels and compute the same numbers.
 """
 
 from __future__ import annotations

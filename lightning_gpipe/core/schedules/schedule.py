@@ -30,7 +30,6 @@ from functools import cached_property
 from itertools import chain, groupby
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
-from lightning_gpipe.core.schedules.draw import table
 from lightning_gpipe.core.schedules.simulate import Simulation, one, simulate
 
 
@@ -103,7 +102,7 @@ class Schedule:
         yield from self._results_before.get(action, ())
 
     def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
-        """Simulate the schedule; see :func:`~lightning_gpipe.core.schedules.simulate.simulate`."""
+        """Simulate the schedule, with the duration of each action, in any unit."""
         return simulate(self.rows, self.needs, cost, self.caller)
 
     @cached_property
@@ -137,8 +136,22 @@ class Schedule:
         return self.placement[action.j] if 0 <= action.j < self.n else self.workers
 
     def __str__(self) -> str:
-        simulation = self.simulation
-        return table(simulation.start, simulation.makespan, self.placement, self.caller)
+        """Return a line for each stage, a column for each clock cycle, and the caller's actions."""
+        start, cycles = self.simulation.start, round(self.simulation.makespan)
+        width = max((len(str(action)) for action in start), default=1)
+        lines = []
+        for j, worker in enumerate(self.placement):
+            cells = ["."] * cycles
+            for action, cycle in start.items():
+                if action.j == j:
+                    cells[round(cycle)] = str(action)
+            owner = f" (worker {worker})" if self.workers < self.n else ""
+            row = " ".join(cell.ljust(width) for cell in cells)
+            lines.append(f"stage {j}{owner} | {row}".rstrip())
+        if self.caller:
+            title = "caller".ljust(lines[-1].index(" |"))
+            lines.append(f"{title} | {' '.join(map(str, self.caller))}")
+        return "\n".join(lines) + "\n"
 
     @cached_property
     def _phases(self) -> tuple[Schedule, ...]:

@@ -1,14 +1,11 @@
-"""Simulates a schedule: finds deadlocks, the bubble, and the number of live activations."""
+"""Simulates a schedule: finds deadlocks and the bubble."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_gpipe.core.schedules.action import Action, Kind, Row
-
-_MAKES = (Kind.FORWARD, Kind.RECOMPUTE)  # make activations
-_FREES = (Kind.BACKWARD, Kind.WEIGHTS)  # free them; the second, where there are both
+from lightning_gpipe.core.schedules.action import Action, Row
 
 
 @dataclass(frozen=True)
@@ -20,14 +17,12 @@ class Simulation:
         end: The end of each action.
         makespan: The end of the last action.
         bubble: The share of the workers' time in which they are idle.
-        peak_live: For each worker, the most micro-batches whose activations it holds at once.
     """
 
     start: dict[Action, float]
     end: dict[Action, float]
     makespan: float
     bubble: float
-    peak_live: tuple[int, ...]
 
 
 def one(action: Action) -> float:
@@ -49,9 +44,6 @@ def simulate(
             are ignored.
         cost: Returns the duration of an action, in any unit.
         caller: The caller's actions, in order; its idle time does not count.
-
-    Raises:
-        RuntimeError: If the workers deadlock; names the actions at which they wait.
     """
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
@@ -79,27 +71,10 @@ def simulate(
     makespan = max(clock, default=0.0)
     busy = sum(end[action] - start[action] for row in rows for action in row)
     bubble = 1.0 - busy / (makespan * len(rows)) if makespan else 0.0
-    return Simulation(start, end, makespan, bubble, tuple(map(_peak_live, rows)))
+    return Simulation(start, end, makespan, bubble)
 
 
 def _stuck(worker: int, action: Action, workers: int) -> str:
     if worker == workers:
         return f"the caller at {action}"
     return f"worker {worker} at {action} on stage {action.j}"
-
-
-def _peak_live(row: Row) -> int:
-    """The most micro-batches of one worker whose activations are alive at once.
-
-    They are alive from the forward, or the recomputation if there is one, to the backward or, where
-    that is split, its second part.
-    """
-    makes = {(action.i, action.j): action for action in row if action.kind in _MAKES}
-    frees = {(action.i, action.j): action for action in row if action.kind in _FREES}
-    live = peak = 0
-    for action in row:
-        key = action.i, action.j
-        live += makes.get(key) is action
-        peak = max(peak, live)
-        live -= frees.get(key) is action
-    return peak

@@ -1,7 +1,7 @@
-"""The table of schedules: each is a module with the rows of its workers, and an entry here.
+"""The table of schedules.
 
-An entry has all that the rest of the package asks of a schedule. So a new one is a new module, an
-entry in ``SCHEDULES`` and a name in ``ScheduleName``.
+An entry has all that the rest of the package asks of a schedule. So a new one is a function of the
+rows of its workers, an entry in ``SCHEDULES`` and a name in ``ScheduleName``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Literal, NamedTuple, TypeGuard, get_args
 
 from lightning_gpipe.core.schedules.action import Kind, Row
 from lightning_gpipe.core.schedules.caller_row import with_caller
-from lightning_gpipe.core.schedules.fill_drain import fill_drain_patterns
-from lightning_gpipe.core.schedules.one_forward_one_backward import (
+from lightning_gpipe.core.schedules.patterns import (
+    Pattern,
     check_one_forward_one_backward,
+    check_zero_bubble,
+    fill_drain_patterns,
     one_forward_one_backward_patterns,
+    zero_bubble_patterns,
 )
-from lightning_gpipe.core.schedules.patterns import Pattern
 from lightning_gpipe.core.schedules.schedule import Schedule
-from lightning_gpipe.core.schedules.zero_bubble import check_zero_bubble, zero_bubble_patterns
 from lightning_gpipe.core.schedules.zero_bubble_v import check_zero_bubble_v, zero_bubble_v_rows
 
 # Literals, for the types of arguments; a test compares them with the table.
@@ -32,13 +33,11 @@ ByMicroBatch = Literal["1f1b", "zero_bubble", "zero_bubble_v"]
 class ScheduleDefinition:
     """An entry of the table.
 
-    Both functions of rows take the number of micro-batches, the worker of each stage, and by name
-    ``recomputed`` and ``split``, as :func:`schedule_for` does.
-
     Attributes:
-        patterns: Returns the row of each worker in brief; None if rows are no patterns, so that the
-            schedule is not planned.
-        rows: Returns the row of each worker, where there are no patterns.
+        patterns: Returns the row of each worker in brief, of the number of micro-batches and the
+            worker of each stage; None if rows are no patterns, so that the schedule is not planned.
+        rows: Returns the row of each worker, where there are no patterns; gets also the number of
+            micro-batches to recompute.
         check: Raises a ValueError if the schedule cannot run with a number of micro-batches and a
             placement.
         folded: Whether the stages go down the devices and back, two on each.
@@ -49,8 +48,8 @@ class ScheduleDefinition:
         defers_weights: Whether stage j computes the gradients of the weights j micro-batches late.
     """
 
-    patterns: Callable[..., Sequence[Pattern]] | None = None
-    rows: Callable[..., Sequence[Row]] | None = None
+    patterns: Callable[[int, Sequence[int]], Sequence[Pattern]] | None = None
+    rows: Callable[[int, Sequence[int], int], tuple[Row, ...]] | None = None
     check: Callable[[int, Sequence[int]], None] = lambda m, placement: None
     folded: bool = False
     by_micro_batch: bool = True
@@ -89,7 +88,7 @@ def schedule_for(
     recomputed: int = 0,
     split: bool = False,
 ) -> Schedule:
-    """Return the schedule of one mini-batch.
+    """Return the schedule of one mini-batch, with ``m`` micro-batches.
 
     Args:
         name: The name of the schedule, which must fit the placement.
@@ -101,11 +100,11 @@ def schedule_for(
     definition = SCHEDULES[name]
     rows: tuple[Row, ...]
     if definition.patterns is not None:
-        patterns = definition.patterns(m, placement, recomputed=recomputed, split=split)
-        rows = tuple(tuple(pattern.actions()) for pattern in patterns)
+        patterns, split = definition.patterns(m, placement), split or definition.always_split
+        rows = tuple(tuple(pattern.actions(recomputed, split=split)) for pattern in patterns)
     else:
         assert definition.rows is not None, "an entry has patterns or rows"
-        rows = tuple(definition.rows(m, placement, recomputed=recomputed, split=split))
+        rows = definition.rows(m, placement, recomputed)
     if definition.by_micro_batch:
         return with_caller(Schedule(m, placement, (rows,)))
     fill, drain = (
@@ -119,13 +118,7 @@ fill_drain = partial(schedule_for, "fill_drain")  # of a mini-batch with one los
 
 
 class ScheduleKind(NamedTuple):
-    """A schedule of the table, with whole backwards or with split ones.
-
-    Attributes:
-        schedule: The name of the schedule.
-        split: Whether the gradients of the weights are an action of their own; they always are in
-            ``"zero_bubble"`` and ``"zero_bubble_v"``.
-    """
+    """The name of a schedule of the table, and whether its backwards are split."""
 
     schedule: ScheduleName = "fill_drain"
     split: bool = False
@@ -149,13 +142,10 @@ class ScheduleKind(NamedTuple):
     def __str__(self) -> str:
         return self.arguments or "schedule='fill_drain'"
 
-    def patterns(self, m: int, placement: Sequence[int], recomputed: int = 0) -> Sequence[Pattern]:
-        """Return the row of each worker in brief; a ValueError if the schedule has no patterns."""
-        if self.definition.patterns is None:
-            raise ValueError(
-                f"schedule={self.schedule!r} is a table without patterns: got patterns()."
-            )
-        return self.definition.patterns(m, placement, recomputed=recomputed, split=self.split)
+    def patterns(self, m: int, placement: Sequence[int]) -> Sequence[Pattern]:
+        """Return the row of each worker in brief, of a schedule that is planned."""
+        assert self.definition.patterns is not None, "schedules without patterns are not planned"
+        return self.definition.patterns(m, placement)
 
     def build(self, m: int, placement: tuple[int, ...], recomputed: int = 0) -> Schedule:
         """Return the schedule; arguments as for :func:`schedule_for`."""
@@ -170,7 +160,7 @@ class ScheduleKind(NamedTuple):
         return True
 
     def group(self, stages: int, workers: int) -> int:
-        """Return the size of a group; the number of micro-batches must be a multiple of it."""
+        """Return the number of which the number of micro-batches must be a multiple."""
         return workers if self.definition.in_groups and workers < stages else 1
 
 

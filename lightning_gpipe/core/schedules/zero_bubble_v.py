@@ -8,16 +8,14 @@ from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessor
 from lightning_gpipe.core.schedules.placement import folded
 
 
-def zero_bubble_v_rows(
-    m: int, placement: Sequence[int], *, recomputed: int = 0, split: bool = True
-) -> tuple[Row, ...]:
+def zero_bubble_v_rows(m: int, placement: Sequence[int], recomputed: int) -> tuple[Row, ...]:
     """Run what is ready: a backward, else a forward that there is room for, else the weights.
 
     Stage j of 2d is on worker j, and on worker 2d - 1 - j on the way back. So the last stage is
     where the first is: a loss is there early, and so is the first backward. A worker holds the
     activations of at most 2d micro-batches of its two stages, which are half as large as with one
-    stage each: as much as for :mod:`~.zero_bubble`. If F, B and W take equally long, its bubble is
-    about half of that one's. With four micro-batches, up to the last loss::
+    stage each: as much as ``"zero_bubble"``. If F, B and W take equally long, its bubble is about
+    half of that one's. With four micro-batches, up to the last loss::
 
         stage 0 (worker 0) | F0 F1 F2 .  .  .  .  B0 .  .  F3 B1 W0 .  .  .  W1 B2 W2 .  .  .
         stage 1 (worker 1) | .  F0 .  F1 .  .  B0 .  F2 .  B1 .  .  W0 F3 .  B2 .  .  W1 W2 .

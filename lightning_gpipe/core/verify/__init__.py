@@ -4,10 +4,9 @@ Output, gradients and buffers are compared, the first layer that differs is name
 the pipeline is restored.
 """
 
-from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity, Verdict
 from lightning_gpipe.core.verify.step_verification import verify_step
-from lightning_gpipe.core.verify.verification import verify
+from lightning_gpipe.core.verify.verification import FirstBatchVerifier, verify
 
 __all__ = [
     "FirstBatchVerifier",

@@ -1,20 +1,29 @@
-"""Deviations between the values of two runs, and how large rounding may make them.
+"""Deviations between the values of two runs, and how large rounding alone may make them.
 
 A pipeline adds up the same numbers in another order, so equal means equal up to rounding. Rounding
 is relative to the size of the summands, which is not always that of the sum: the gradient of a bias
 before a normalisation is zero except for rounding. So a deviation is taken relative to the largest
 value of the tensor, or to a tenth of the largest value of its kind if that is larger.
+
+Layers may amplify rounding. If the input of a ReLU is almost zero, its last bit decides whether a
+gradient passes, and in a deep model the difference reaches the first digit by the end of backward.
+No tolerance separates that from a fault. So before a difference counts as a fault, the plain layers
+run again with the last bits of their outputs changed at random: a value that changes as much then
+is not a fault of the pipeline.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.verify.named_values import Values
 
 _TOLERANCES = {
@@ -26,6 +35,8 @@ _TOLERANCES = {
 _ON_CUDA = 1e-2  # in float32: convolutions round to TF32 there, matrix products may
 _LOW_PRECISION = 5e-2
 _SMALL = 0.1
+_IN_SUMS = 8  # times the last bit is the error of a sum of many terms
+_TF32 = 2.0**-11  # the error of float32 on CUDA, if it is TF32
 _FAR = 5.0  # times the effect of rounding is a fault; correct models reached 2.3 times
 
 
@@ -80,12 +91,8 @@ def beyond(
 ) -> list[Deviation]:
     """Return the deviations that are more than rounding, in order.
 
-    Args:
-        plain: The values of a kind in the plain run.
-        other: The values in the run that is compared with it.
-        tolerance: The largest relative deviation that counts as rounding.
-        perturbed: The values in a plain run with rounding errors added; a deviation that is not
-            much larger than their effect counts as rounding too.
+    With the values of a ``perturbed`` plain run, to which rounding errors were added, a deviation
+    that is not much larger than their effect counts as rounding too.
     """
     effects = [] if perturbed is None else deviations(plain, perturbed)
     finite = [effect.relative for effect in effects if math.isfinite(effect.relative)]
@@ -146,3 +153,39 @@ def _wide(tensor: Tensor) -> Tensor:
     """Return the tensor in the highest precision."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return dense.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def perturbing() -> Callable[[Tensor], Tensor]:
+    """Return a function that changes the elements of a tensor by as much as rounding may have."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def perturb(x: Tensor) -> Tensor:
+        if not (x.is_floating_point() or x.is_complex()):
+            return x
+        up = torch.randint(2, x.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return x * (1 + _rounding_error(x) * (2 * up - 1)).to(x)
+
+    return perturb
+
+
+@contextmanager
+def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Add rounding errors to the outputs of layers in a ``with`` block, the same every time."""
+
+    def hook(perturb: Callable[[Tensor], Tensor], layer: nn.Module, args: Any, output: Any) -> Any:
+        return change_tensors(output, perturb)
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            # Each draws for itself, because layers of several stages run in any order.
+            hooks.callback(layer.register_forward_hook(partial(hook, perturbing())).remove)
+        yield
+
+
+def _rounding_error(x: Tensor) -> float:
+    eps = torch.finfo(x.dtype).eps
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return eps  # sums are accumulated in float32
+    if x.dtype == torch.float32 and x.is_cuda:
+        return _TF32
+    return eps * _IN_SUMS

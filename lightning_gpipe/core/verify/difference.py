@@ -13,7 +13,7 @@ reverse order, and only its gradients of parameters can be compared::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -28,7 +28,6 @@ from lightning_gpipe.core.verify.named_values import (
     LOSS_TERMS,
     OUTPUT,
 )
-from lightning_gpipe.core.verify.rounding import AMPLIFIED
 from lightning_gpipe.core.verify.runs import Run
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
@@ -44,6 +43,10 @@ _NO_MEAN = (
     "it is the sum or mean of those of the micro-batches, and a term that is neither a sum nor a "
     "mean over the rows is another one for the whole batch, as one with the wrong reduction is"
 )
+_AMPLIFIED = (
+    "rounding alone changes it about as much, because the layers amplify it. To find other "
+    "differences, call verify() in float64"
+)
 BY_MICRO_BATCH = "which normalises by micro-batch"
 
 
@@ -52,7 +55,7 @@ class Difference:
     """The first value of the pipelined run that differs from that of the plain one.
 
     Attributes:
-        kind: "output", "gradients", "buffers", "input gradients", "loss terms" or "loss".
+        kind: The kind of values, as of :class:`Run`.
         deviation: Its name and by how much it differs.
         layer: The index of the layer (of the stage, unless the model is an nn.Sequential) whose
             output, parameter or buffer it is; None if unknown.
@@ -82,16 +85,14 @@ def compare(
     search: Search,
     repeat_search: Search | None = None,
 ) -> tuple[Difference | None, Difference | None]:
-    """Return the first difference, and the first one between two plain runs.
+    """Return the first difference of a run, and the first one between two plain runs.
 
     Each is None if there is none. More plain runs are made only if there is a difference.
 
     Args:
-        plain: A plain run.
-        other: The run that is compared with it.
+        plain, other: A plain run, and the run that is compared with it.
         rerun: Makes another plain run, with rounding errors added if its argument is True.
-        search: Finds the first difference.
-        repeat_search: Finds the first difference between two plain runs; None for ``search``.
+        search, repeat_search: Find the first difference, the latter between two plain runs.
     """
     difference = search(plain, other, None)
     if difference is None:
@@ -100,7 +101,7 @@ def compare(
     if difference.reason is not None or unrepeatable is not None:
         return difference, unrepeatable
     left = search(plain, other, rerun(True))
-    return left or replace(difference, reason=AMPLIFIED), None
+    return left or replace(difference, reason=_AMPLIFIED), None
 
 
 def first_kind(
@@ -117,11 +118,10 @@ def first_kind(
 def first_unit(
     tolerance: float, plain: Run, other: Run, perturbed: Run | None
 ) -> tuple[range, Deviation | None]:
-    """Search for the first unit whose output deviates by more than rounding.
+    """Return the first unit whose output deviates by more than rounding, with its deviation.
 
-    Returns:
-        The units after the last one that agrees, up to the one that deviates, and its deviation;
-        those up to the last unit, and None, if no output deviates.
+    Before it come the units after the last one that agrees. If no output deviates, all units after
+    that are returned, and None.
     """
     agreeing = -1
     for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):
@@ -134,9 +134,26 @@ def first_unit(
     return range(agreeing + 1, len(plain.units)), None
 
 
-def unlocated(kind: str, deviation: Deviation, reason: str | None = None) -> Difference:
-    """Return a difference of which no layer is known to be the cause."""
+def first_difference(
+    tolerance: float,
+    reason: str | None,
+    titles: Sequence[str],
+    plain: Run,
+    other: Run,
+    perturbed: Run | None,
+) -> Difference | None:
+    """Return the first deviation that is more than rounding, with the unit of an output.
+
+    ``reason`` is the known reason for a difference, ``titles`` are the names of the units.
+    """
+    differing = first_kind(tolerance, plain, other, perturbed)
+    if differing is None:
+        return None
+    kind, [deviation, *_] = differing
     value = _WORDS[kind].format(deviation.name)
+    units, of_unit = first_unit(tolerance, plain, other, perturbed)
+    if kind == OUTPUT and of_unit is not None:
+        deviation, value = of_unit, f"the output of {titles[units[-1]]}"
     return Difference(kind, deviation, None, range(0), value, reason)
 
 
@@ -203,9 +220,9 @@ class UnitSearch:
         units = self._subject.units
         # A deviation within the tolerance in forward may exceed it in backward.
         reason = self._reason(plain, suspects.stop if kind == OUTPUT else len(units))
-        difference = unlocated(kind, deviation, reason)
         title = "" if k is None else f" of {units[k].title}"
-        return replace(difference, layer=k, suspects=suspects, value=difference.value + title)
+        value = _WORDS[kind].format(deviation.name) + title
+        return Difference(kind, deviation, k, suspects, value, reason)
 
     def _reason(self, plain: Run, end: int) -> str | None:
         """Return the units before ``end`` whose results depend on the micro-batches, and why."""

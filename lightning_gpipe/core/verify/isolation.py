@@ -37,11 +37,7 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
 
 @contextmanager
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Iterator[None]:
-    """Restore at the end of a ``with`` block what running modules and pipelines has changed.
-
-    The pipelines' records are restored, and what
-    :func:`~lightning_gpipe.core.faithful.preserved` restores of the modules.
-    """
+    """Restore at the end of a ``with`` block what running modules and pipelines has changed."""
     with preserved(modules, pipelines[0].layout.devices), ExitStack() as stack:
         for pipeline in pipelines:
             stack.enter_context(pipeline.engine.unchanged())

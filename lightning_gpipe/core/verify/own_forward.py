@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -24,12 +23,11 @@ from lightning_gpipe.core.faithful import Attributes, Journal, Manager, RandomSt
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import (
     Difference,
     compare,
-    first_kind,
-    first_unit,
-    unlocated,
+    first_difference,
 )
 from lightning_gpipe.core.verify.isolation import (
     isolated,
@@ -37,20 +35,13 @@ from lightning_gpipe.core.verify.isolation import (
     without_dropout,
 )
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
-from lightning_gpipe.core.verify.rounding import perturbed
 from lightning_gpipe.core.verify.runs import Run, copied, recorded, results, tolerance_for
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
 class WholeCall:
-    """A call of a module in whose forward pipelines run.
-
-    Args:
-        module: The module.
-        piped: The modules in it that run as pipelines.
-        call: Calls the module.
-        args, kwargs: The arguments of the call.
+    """A call of a module in whose forward pipelines run: those of the ``piped`` modules.
 
     Attributes:
         titles: The names of each layer that programs of the forward call, one for each call.
@@ -98,7 +89,8 @@ class WholeCall:
             plain = self._own_run(piped)
             if tolerance is None:
                 tolerance = tolerance_for(plain, self.module.parameters(), devices)
-            search = partial(self._first, tolerance)
+            titles = list(chain.from_iterable(self.titles.values()))
+            search = partial(first_difference, tolerance, _DRAWS if self._drew else None, titles)
             return compare(plain, piped, partial(self._own_run, piped), search)
 
     def isolated(self) -> Manager:
@@ -109,27 +101,10 @@ class WholeCall:
     def _journal(self) -> Journal:
         """The journal of a pipeline that runs the forward.
 
-        A run of an nn.Sequential takes the changes in the journal of its own pipeline for those
-        that an interrupted verification left, and undoes them.
+        The run of an nn.Sequential undoes the changes in the journal of its own pipeline.
         """
         return next(
             taken.pipeline.patches for taken in self.piped if not taken.frontend.takes_batch
-        )
-
-    def _first(
-        self, tolerance: float, plain: Run, piped: Run, amplified: Run | None
-    ) -> Difference | None:
-        differing = first_kind(tolerance, plain, piped, amplified)
-        if differing is None:
-            return None
-        kind, [deviation, *_] = differing
-        difference = unlocated(kind, deviation, _DRAWS if self._drew else None)
-        units, deviation_of_layer = first_unit(tolerance, plain, piped, amplified)
-        if kind != OUTPUT or deviation_of_layer is None:
-            return difference
-        titles = list(chain.from_iterable(self.titles.values()))
-        return replace(
-            difference, deviation=deviation_of_layer, value=f"the output of {titles[units[-1]]}"
         )
 
     def _run(self, like: Run | None = None) -> Run:

@@ -63,13 +63,18 @@ class Verdict(ABC):
         known = self.difference is not None and self.difference.reason is not None
         return known and self.unrepeatable is None
 
+    @property
+    def faulty(self) -> bool:
+        """True if there is a difference that is not explained."""
+        return self.difference is not None and not self.explained
+
     def check(self) -> None:
         """Raise if there is a difference that is not explained.
 
         Raises:
             RuntimeError: If so; with the value that differs, the cause, and the cure.
         """
-        if self.difference is not None and not self.explained:
+        if self.faulty:
             raise RuntimeError(str(self))
 
     @property
@@ -209,11 +214,7 @@ class StepParity:
         return *self.layers, self.loss
 
     def check(self) -> None:
-        """Raise if there is a difference that is not explained.
-
-        Raises:
-            RuntimeError: If so; with the value that differs, the cause, and the cure.
-        """
+        """Raise a RuntimeError if there is a difference that is not explained."""
         for verdict in self.verdicts:
             verdict.check()
 

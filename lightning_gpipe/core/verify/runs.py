@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import Rows, collect_loss_terms, named_leaves
 from lightning_gpipe.core.faithful import Context, RandomState, add_note
 from lightning_gpipe.core.profile import change_tensors
-from lightning_gpipe.core.verify.asides import terms_in_attributes
 from lightning_gpipe.core.verify.compare import tolerance_of
 from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
@@ -38,6 +37,8 @@ from lightning_gpipe.core.verify.named_values import (
     unpacked,
 )
 from lightning_gpipe.core.verify.subject import VerifiedProgram
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,7 @@ def run_plain(
 ) -> Run:
     """Run the units one after another on the whole batch, each on its stage's device.
 
-    Args:
-        subject: The pipeline and the program.
-        input: The batch.
-        mask: The elements of the output that are compared.
-        change: A function to apply to each tensor that a unit returns.
+    ``change`` is applied to each tensor that a unit returns.
     """
     x, leaves = copied(input)
     units: list[Values | None] = []
@@ -126,7 +123,7 @@ def run_plain(
 
     output = subject.walk(x, visit)
     # Before backward, which may free their graphs.
-    asides = list(terms_in_attributes([unit.module for unit in subject.units], output))
+    asides = list(_terms_in_attributes([unit.module for unit in subject.units], output))
     values = results(subject.module, subject.devices, named_leaves(output), leaves, terms, mask)
     return Run(values, units, frozenset(drew), asides=asides, term_units=term_units)
 
@@ -161,15 +158,10 @@ def results(
     terms: Mapping[str, Tensor],
     mask: Mask,
 ) -> dict[str, Values]:
-    """Return the values of all kinds after a forward of a module.
+    """Return the values of all kinds after a forward of a module on some devices.
 
-    Args:
-        module: The module with the parameters and buffers.
-        devices: The devices that it ran on.
-        output: The leaves of its output, with their paths.
-        leaves: The leaves of its input that get gradients, by path.
-        terms: The loss terms of its layers.
-        mask: The elements of the output that are compared.
+    ``output`` has the leaves of the output with their paths, ``leaves`` those of the input that get
+    gradients.
     """
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -223,12 +215,48 @@ def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
 
 
 def tolerance_for(run: Run, parameters: Iterable[Tensor], devices: Sequence[torch.device]) -> float:
-    """Return the largest relative deviation that may be due to rounding.
-
-    The lowest precision of autocast, of the parameters, and of all values of the run sets it.
-    """
+    """Return the tolerance by the lowest precision of autocast, parameters and values of a run."""
     casts = {cast.dtype for cast in Context.capture(devices).autocast if cast.enabled}
     groups = [*run.values.values(), *(unit for unit in run.units if unit is not None)]
     values = {value.dtype for group in groups for value in group.values() if value is not None}
     dtypes = casts | {parameter.dtype for parameter in parameters} | values
     return tolerance_of(dtypes, on_cuda=any(device.type == "cuda" for device in devices))
+
+
+def _terms_in_attributes(layers: Sequence[nn.Module], output: Any) -> Iterator[tuple[int, str]]:
+    """Yield the layers that keep a loss term in an attribute such as ``"inner.kl"``, with its name.
+
+    Its gradient does not pass through a pipeline. A term is a single number that was computed from
+    parameters and does not influence the output, as the graph of a plain run shows. Attention
+    weights or hidden states that a layer keeps are parts of the output's graph, or no single
+    numbers.
+    """
+    used = _behind(tensors(output).values())
+    parameters = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    for k, layer in enumerate(layers):
+        for name, tensor in _attributes(layer):
+            if tensor.numel() != 1 or tensor.grad_fn is None or tensor.grad_fn in used:
+                continue
+            leaves = (getattr(node, "variable", None) for node in _behind([tensor]))
+            if any(id(leaf) in parameters for leaf in leaves):
+                yield k, name
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in attributes of a layer and the modules within it, with their names."""
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in _OF_TORCH:
+                for tensor in tensors(value).values():
+                    yield f"{path}.{name}".lstrip("."), tensor
+
+
+def _behind(roots: Iterable[Tensor]) -> set[Any]:
+    """Return all nodes of the graphs that end in ``roots``."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    nodes: set[Any] = set(waiting)
+    while waiting:
+        new = {node for node, _ in waiting.pop().next_functions if node is not None} - nodes
+        nodes |= new
+        waiting += new
+    return nodes

@@ -6,9 +6,7 @@ compares rows with one another raise no error: they train something else.
 
 So a step runs on one batch both ways: on all of it, where the layers run as by fill-drain, and for
 each micro-batch. Its loss and the gradients of all parameters are compared. The layers are verified
-in the first of these runs, as :func:`~lightning_gpipe.verify` does it, and reported apart: any
-other difference is due to the loss. As there, dropouts are disabled, a known reason for a
-difference is named, and afterwards the state is restored.
+in the first of these runs, and reported apart: any other difference is due to the loss.
 """
 
 from __future__ import annotations
@@ -27,16 +25,13 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.schedules import ByMicroBatch
-from lightning_gpipe.core.verify.compare import deviations
+from lightning_gpipe.core.verify.compare import deviations, perturbed
 from lightning_gpipe.core.verify.difference import (
     BY_MICRO_BATCH,
-    Difference,
     compare,
-    first_kind,
+    first_difference,
     normalises_by_batch,
-    unlocated,
 )
-from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
     isolated,
@@ -44,8 +39,8 @@ from lightning_gpipe.core.verify.isolation import (
 )
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, Values, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
-from lightning_gpipe.core.verify.rounding import perturbed
 from lightning_gpipe.core.verify.runs import Run, gradients_of, tolerance_for
+from lightning_gpipe.core.verify.verification import FirstBatchVerifier
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 
@@ -99,7 +94,8 @@ def verify_step(
         assert value is not None, "the step does not skip the batch"
         loss = float(value)
         summed = abs(sum(runs.losses) - loss) <= tolerance * abs(loss)
-        search = partial(runs.first_difference, tolerance, summed)
+        # If the loss is a sum, that is the cause.
+        search = partial(first_difference, tolerance, None if summed else runs.reason(), ())
         difference, unrepeatable = compare(whole, pieces, runs.whole, search)
     loss_parity = LossParity(
         len(runs.losses),
@@ -117,8 +113,7 @@ class StepRuns:
     """Runs of one step on one batch, each from the same state.
 
     Attributes:
-        modules: The modules that the step uses.
-        parameters: The trained parameters by their names, each once.
+        modules, parameters: The modules that the step uses, and their trained parameters by name.
         losses: The loss of each micro-batch, after its run; none if the step skips the batch.
         weighted: Whether the step then has returned the weight of each loss.
     """
@@ -159,11 +154,9 @@ class StepRuns:
             return self._run(outcome.loss)
 
     def whole(self, perturb: bool = False, *, parities: list[Parity] | None = None) -> Run:
-        """Run the step on the whole batch.
+        """Run the step on the whole batch, with rounding errors added to outputs of layers or not.
 
-        Args:
-            perturb: Whether to add rounding errors to the outputs of layers.
-            parities: A list for the results of verifying the layers; None not to verify them.
+        The layers are verified if there is a list for the results, ``parities``.
         """
         with isolated(self.modules, [self._pipeline.only]), ExitStack() as stack:
             if parities is not None:
@@ -177,17 +170,7 @@ class StepRuns:
             self._drew = bool(before.differences())
             return run
 
-    def first_difference(
-        self, tolerance: float, summed: bool, whole: Run, other: Run, amplified: Run | None
-    ) -> Difference | None:
-        """Return the first value that differs; of a ``summed`` loss no other reason is searched."""
-        differing = first_kind(tolerance, whole, other, amplified)
-        if differing is None:
-            return None
-        kind, [deviation, *_] = differing
-        return unlocated(kind, deviation, None if summed else self._reason())
-
-    def _reason(self) -> str | None:
+    def reason(self) -> str | None:
         """Return why a step for each micro-batch may differ, if that is known.
 
         The layers run in micro-batches in both, of the same rows if these are equally many.

@@ -24,8 +24,7 @@ class VerifiedUnit(NamedTuple):
     """A layer of an nn.Sequential, or a stage of another program.
 
     Attributes:
-        name: The path in the program's module.
-        title: The name in messages.
+        name, title: The path in the program's module, and the name in messages.
         module: The layer, or a module with the layers of the stage.
         stage: The stage that runs it.
     """
@@ -40,8 +39,7 @@ class VerifiedProgram:
     """A pipeline and a program of it.
 
     Args:
-        pipeline: The pipeline.
-        program: The program.
+        pipeline, program: The pipeline, and the program.
         sequential: The nn.Sequential whose layers the program calls; None for another program.
 
     Attributes:

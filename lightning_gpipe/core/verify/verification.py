@@ -1,13 +1,10 @@
 """Verifies that a pipeline computes what its layers compute: one batch, run plain and pipelined.
 
-A result that changes with ``chunks`` has a cause that raises no error: a layer that takes a mean
-over the batch, a backward that divides by the size of the batch, a buffer that is updated in every
-call. Comparing two losses shows at most that something is wrong.
-
-So the layers run on a batch both ways, and everything that a pipeline promises is compared: output,
-gradients, buffers. The gradients are computed from a random gradient of the output, so no loss is
-needed and none can hide a fault. Dropouts draw other masks for each micro-batch, so they are
-disabled in both runs; other layers that draw are detected.
+A result that changes with ``chunks`` has a cause that raises no error, such as a layer that takes a
+mean over the batch. So everything that a pipeline promises is compared: output, gradients, buffers.
+The gradients are computed from a random gradient of the output, so no loss is needed and none can
+hide a fault. Dropouts draw other masks for each micro-batch, so they are disabled in both runs;
+other layers that draw are detected.
 
 A difference may have a known reason: a batch norm in training, a layer that draws, amplified
 rounding. Any other difference is a fault of a layer, or of this package. Before any reason is
@@ -17,14 +14,18 @@ reported instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
+
+from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.verify.compare import deviations
+from lightning_gpipe.core.verify.compare import deviations, perturbing
 from lightning_gpipe.core.verify.difference import UnitSearch, compare
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
@@ -35,7 +36,6 @@ from lightning_gpipe.core.verify.isolation import (
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
-from lightning_gpipe.core.verify.rounding import perturbing
 from lightning_gpipe.core.verify.runs import Run, run_pipelined, run_plain, tolerance_for
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
@@ -103,8 +103,8 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
             call()
         if not parities:
             return None
-        worst = max(parities.values(), key=_severity)
-        if _severity(worst) > 1 or not call.titles:
+        worst = max(parities.values(), key=lambda each: (each.faulty, each.difference is not None))
+        if worst.faulty or not call.titles:
             return worst
         difference, unrepeatable = call.compare(tolerance)
     if difference is None:
@@ -114,12 +114,6 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
 
 class _AllVerified(BaseException):
     """Ends a call after its last run that is verified."""
-
-
-def _severity(parity: Parity) -> int:
-    if parity.difference is None:
-        return 0
-    return 1 if parity.explained else 2
 
 
 def verify_run(
@@ -132,13 +126,7 @@ def verify_run(
 
 
 def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None = None) -> Parity:
-    """Run a program in micro-batches and unit by unit, and compare.
-
-    Args:
-        subject: The pipeline and the program.
-        input: The value of the program's input, or a list of several values.
-        tolerance: As for :func:`verify`.
-    """
+    """Run a program in micro-batches and unit by unit, and compare; several inputs are a list."""
     pipeline, module = subject.pipeline, subject.module
 
     def rerun(perturb: bool) -> Run:
@@ -168,3 +156,56 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
         unrepeatable,
         tuple(f"{name!r} of {subject.units[k].title}" for k, name in plain.asides),
     )
+
+
+class FirstBatchVerifier:
+    """Verifies the first run of each pipeline of a model, in training mode with gradients.
+
+    A module whose forward makes the programs is verified with its whole call, if it is called; it
+    is not where another module loops over its blocks.
+
+    Args:
+        piped: The modules that run as pipelines.
+        on_result: Called with the result of each verification.
+    """
+
+    def __init__(self, piped: Sequence[PipedModule], on_result: Callable[[Parity], None]) -> None:
+        self._piped = piped
+        self._on_result = on_result
+        self._done: set[PipedModule] = set()
+        frontends = [taken.frontend for taken in piped if not taken.frontend.takes_batch]
+        self._handles = {
+            owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
+            for owner in dict.fromkeys(frontend.owner for frontend in frontends)
+        }
+        for taken in piped:
+            taken.check = self._before_run
+
+    def remove(self) -> None:
+        """Verify no more."""
+        for handle in self._handles.values():
+            handle.remove()
+        for taken in self._piped:
+            taken.check = None
+
+    def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
+        own = [taken for taken in self._piped if taken.frontend.owner is owner]
+        piped = [taken for taken in own if taken not in self._done]
+        if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
+            return
+        self._done.update(piped)
+        parity = verify_call(WholeCall(owner, piped, owner.forward, args, kwargs))
+        if parity is None:  # a call without them
+            self._done.difference_update(piped)
+            return
+        self._handles[owner].remove()
+        self._on_result(parity)
+
+    def _before_run(self, taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
+        if taken not in self._done and _trains(taken.module):
+            self._done.add(taken)
+            self._on_result(verify_run(taken, program, values))
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()

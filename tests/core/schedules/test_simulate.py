@@ -4,6 +4,7 @@ from lightning_gpipe.core.schedules.action import Action, Kind
 from lightning_gpipe.core.schedules.placement import looped, one_each
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import fill_drain
+from tests.support.live_activations import peak_live
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 W, L = Kind.WEIGHTS, Kind.LOSS
@@ -11,28 +12,28 @@ W, L = Kind.WEIGHTS, Kind.LOSS
 
 @pytest.mark.parametrize("m, n", [(1, 1), (4, 1), (4, 3)])
 def test_peak_is_one_when_all_are_recomputed(m: int, n: int) -> None:
-    assert fill_drain(m, one_each(n), recomputed=m).simulate().peak_live == (1,) * n
+    assert peak_live(fill_drain(m, one_each(n), recomputed=m)) == (1,) * n
 
 
 @pytest.mark.parametrize("m, n", [(1, 1), (4, 1), (4, 3)])
 def test_peak_is_every_micro_batch_when_none_is_recomputed(m: int, n: int) -> None:
-    assert fill_drain(m, one_each(n)).simulate().peak_live == (m,) * n
+    assert peak_live(fill_drain(m, one_each(n))) == (m,) * n
 
 
 def test_peak_of_all_but_the_last_is_one() -> None:
-    assert fill_drain(4, one_each(3), recomputed=3).simulate().peak_live == (1, 1, 1)
+    assert peak_live(fill_drain(4, one_each(3), recomputed=3)) == (1, 1, 1)
 
 
 def test_peak_counts_each_stage_of_a_worker() -> None:
-    assert fill_drain(4, looped(4, 2)).simulate().peak_live == (8, 8)
+    assert peak_live(fill_drain(4, looped(4, 2))) == (8, 8)
 
 
 def test_activations_live_until_the_gradients_of_the_weights_are_computed() -> None:
     row = (Action(F, 0, 0), Action(B, 0, 0), Action(F, 1, 0), Action(B, 1, 0))
     late = (*row, Action(W, 0, 0), Action(W, 1, 0))
 
-    assert Schedule(2, (0,), ((row,),)).simulate().peak_live == (1,)
-    assert Schedule(2, (0,), ((late,),)).simulate().peak_live == (2,)
+    assert peak_live(Schedule(2, (0,), ((row,),))) == (1,)
+    assert peak_live(Schedule(2, (0,), ((late,),))) == (2,)
 
 
 def test_caller_takes_time_and_is_no_worker_that_could_be_idle() -> None:

@@ -23,6 +23,7 @@ from lightning_gpipe.core.schedules.table import (
     schedule_for,
 )
 from lightning_gpipe.core.schedules.zero_bubble_v import zero_bubble_v_rows
+from tests.support.live_activations import peak_live
 
 
 def drawn(picture: str) -> str:
@@ -113,10 +114,10 @@ def test_zero_bubble_v_holds_no_more_than_a_whole_stage_of_each_micro_batch(
 ) -> None:
     for recomputed in (0, 1, m):
         placement = folded(2 * workers, workers)
-        simulation = schedule_for("zero_bubble_v", m, placement, recomputed=recomputed).simulation
+        schedule = schedule_for("zero_bubble_v", m, placement, recomputed=recomputed)
 
-        assert max(simulation.peak_live) <= min(2 * m, 2 * workers)
-        assert len(simulation.end) == m * (6 * workers + 3) + 2 * workers * recomputed
+        assert max(peak_live(schedule)) <= min(2 * m, 2 * workers)
+        assert len(schedule.simulation.end) == m * (6 * workers + 3) + 2 * workers * recomputed
 
 
 def test_caller_goes_on_to_what_came_before_the_call_when_it_need_not_wait() -> None:
@@ -186,7 +187,7 @@ def test_bubble(name: str) -> None:
 @pytest.mark.parametrize("n, m", SIZES)
 def test_most_alive(n: int, m: int) -> None:
     def alive(name: str) -> tuple[int, ...]:
-        return of_name(name, n, m).simulation.peak_live
+        return peak_live(of_name(name, n, m))
 
     assert alive("fill-drain") == (m,) * n
     assert alive("1F1B") == alive("1F1B, W") == tuple(n - j for j in range(n))
@@ -201,9 +202,7 @@ def test_most_alive(n: int, m: int) -> None:
 @pytest.mark.parametrize("n", range(1, 6))
 @pytest.mark.parametrize("m", range(1, 6))
 def test_one_forward_one_backward_holds_no_more_than_the_stages_after_it(m: int, n: int) -> None:
-    simulation = schedule_for("1f1b", m, one_each(n)).simulation
-
-    assert simulation.peak_live == tuple(min(m, n - j) for j in range(n))
+    assert peak_live(schedule_for("1f1b", m, one_each(n))) == tuple(min(m, n - j) for j in range(n))
 
 
 def test_interleaved_stages_need_whole_groups() -> None:

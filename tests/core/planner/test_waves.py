@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from random import Random
 
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.planner.any_schedule import any_schedule_times
-from lightning_gpipe.core.planner.fill_drain_times import MicroBatchTimes, Wave, fill_drain_times
+from lightning_gpipe.core.planner.waves import MicroBatchTimes, Wave, waves
 from lightning_gpipe.core.schedules import (
+    FILL_DRAIN,
     KINDS,
     Action,
     Kind,
     Pattern,
     Schedule,
     ScheduleKind,
-    fill_drain,
     looped,
     one_each,
 )
@@ -74,15 +73,20 @@ def by_waves(found: Iterable[Wave]) -> dict[Action, Span]:
     }
 
 
+def in_fill_drain(times: Sequence[MicroBatchTimes]) -> Iterator[Wave]:
+    patterns = FILL_DRAIN.patterns(len(times), one_each(len(times[0].forward)))
+    return waves(patterns, times, one_loss=True)
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_every_action_of_a_drawn_case_has_the_times_of_the_simulation(seed: int) -> None:
     random = Random(seed)
     m, n, split = random.randint(1, 7), random.randint(1, 6), random.random() < 0.5
     recomputed = random.randint(0, m)
     times = drawn(random, m, n, recomputed, split=split)
-    schedule = fill_drain(m, one_each(n), recomputed=recomputed, split=split)
+    schedule = ScheduleKind(split=split).build(m, one_each(n), recomputed)
 
-    assert by_waves(fill_drain_times(times)) == by_simulation(times, schedule)
+    assert by_waves(in_fill_drain(times)) == by_simulation(times, schedule)
 
 
 @pytest.mark.parametrize("order", KINDS, ids=str)
@@ -96,8 +100,8 @@ def test_times_of_any_schedule_are_those_of_the_simulation(order: ScheduleKind, 
     times = drawn(random, m, len(placement), recomputed, split=order.split)
 
     schedule = order.build(m, placement, recomputed)
-    patterns = order.patterns(m, placement, recomputed)
-    found = any_schedule_times(patterns, times, one_loss=not order.by_micro_batch)
+    patterns = order.patterns(m, placement)
+    found = waves(patterns, times, one_loss=not order.by_micro_batch)
 
     assert by_waves(found) == by_simulation(times, schedule)
 
@@ -107,8 +111,8 @@ def test_actions_of_each_worker_come_in_its_order() -> None:
     order = ScheduleKind("1f1b", split=True)
     schedule = order.build(6, looped(6, 3), 2)
 
-    patterns = order.patterns(6, schedule.placement, 2)
-    found = by_waves(any_schedule_times(patterns, times, one_loss=False))
+    patterns = order.patterns(6, schedule.placement)
+    found = by_waves(waves(patterns, times, one_loss=False))
 
     for worker, row in enumerate(schedule.rows):
         assert [a for a in found if schedule.worker_of(a) == worker] == list(row)
@@ -119,13 +123,13 @@ def test_workers_that_wait_for_one_another() -> None:
     nobody_first = [Pattern([(0, j)], [(0, j)], 0) for j in (1, 1)]
 
     with pytest.raises(RuntimeError, match="wait for one another"):
-        list(any_schedule_times(nobody_first, times, one_loss=False))
+        list(waves(nobody_first, times, one_loss=False))
 
 
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:
     forward, backward = np.array([1.0, 5.0, 2.0]), np.array([2.0, 7.0, 3.0])
 
-    *_, last = fill_drain_times([MicroBatchTimes(forward, None, backward)] * 10)
+    *_, last = in_fill_drain([MicroBatchTimes(forward, None, backward)] * 10)
 
     assert last.end.max() == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
 
@@ -135,6 +139,6 @@ def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
     random = np.random.default_rng(0)
     times = [MicroBatchTimes(*random.random((3, 8))) for _ in range(50)]
     free = np.zeros(8)
-    for wave in fill_drain_times(times):
-        assert (wave.start >= free).all()
-        free = wave.end
+    for wave in in_fill_drain(times):
+        assert (wave.start >= free[wave.j]).all()
+        free[wave.j] = wave.end

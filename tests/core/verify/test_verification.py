@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.pipeline import GPipe
-from lightning_gpipe.core.verify.first_batch import FirstBatchVerifier
 from lightning_gpipe.core.verify.parity import Parity
+from lightning_gpipe.core.verify.verification import FirstBatchVerifier
 from tests.support.pipes import Pipe
 
 X = torch.linspace(-1, 1, 8).reshape(4, 2)

@@ -1,0 +1,225 @@
+"""Simulates a mini-batch in numpy: the start and end of each action, and the memory of each stage.
+
+Each round, every worker whose next forward or backward is ready runs it, all of them at once: so a
+thousand micro-batches on a thousand stages take some thousand rounds instead of a million actions.
+A recomputation and the gradients of the weights wait for no other worker; they run right before and
+after a backward. The tests compare this with the simulation of the schedule.
+
+A forward adds the inputs from other stages and, unless its activations are dropped, the tensors
+saved for backward; a recomputation adds these later. A backward frees both. The first part of a
+split one leaves some bytes until the gradients of the weights are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost
+from lightning_gpipe.core.schedules import Kind, Pattern, Visit
+
+FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
+
+Times = NDArray[np.float64]  # one for each stage, or for each action
+Indices = NDArray[np.int64]
+Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
+
+
+class MicroBatchTimes(NamedTuple):
+    """The duration of each action on a micro-batch, on each stage.
+
+    Attributes:
+        forward: The forward.
+        recomputation: The recomputation; None if there is none.
+        backward: The backward.
+        weights: The gradients of the weights; None if they are a part of backward.
+    """
+
+    forward: Times
+    recomputation: Times | None
+    backward: Times
+    weights: Times | None = None
+
+
+class Wave(NamedTuple):
+    """Actions of one kind, at most one for each worker.
+
+    Attributes:
+        kind: The kind of the actions.
+        i, j: The micro-batch and the stage of each.
+        start, end: The times of each; the mini-batch starts at 0.
+    """
+
+    kind: Kind
+    i: Indices
+    j: Indices
+    start: Times
+    end: Times
+
+
+def waves(
+    patterns: Sequence[Pattern], times: Sequence[MicroBatchTimes], *, one_loss: bool
+) -> Iterator[Wave]:
+    """Yield all actions of a mini-batch, those of each worker in its order.
+
+    Args:
+        patterns: The row of each worker in brief.
+        times: The durations of the actions on each micro-batch.
+        one_loss: Whether the mini-batch has one loss, so that no backward starts before the last
+            forward has ended.
+    """
+    workers = _Workers(patterns, times)
+    if one_loss:
+        while not workers.ended(Kind.FORWARD):
+            yield from workers.round(backwards=False)
+        workers.meet()
+    while not workers.ended(Kind.BACKWARD):
+        yield from workers.round(backwards=True)
+    yield from workers.weights_left()
+
+
+class _Workers:
+    """The progress of the workers in their rows, and the times of their latest actions."""
+
+    def __init__(self, patterns: Sequence[Pattern], times: Sequence[MicroBatchTimes]) -> None:
+        nothing = np.zeros_like(times[0].forward)
+        kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS)
+        self._costs = {
+            kind: np.stack([nothing if part is None else part for part in parts])
+            for kind, parts in zip(kinds, zip(*times, strict=True), strict=True)
+        }
+        self._dropped = np.array([each.recomputation is not None for each in times])
+        self._split = times[0].weights is not None
+        self._visits = {
+            Kind.FORWARD: _visits([pattern.forwards for pattern in patterns]),
+            Kind.BACKWARD: _visits([pattern.backwards for pattern in patterns]),
+        }
+        self._number = self._visits[Kind.BACKWARD].shape[1]
+        self._warm_up = np.array([pattern.warm_up for pattern in patterns])
+        self._late = np.array([pattern.late for pattern in patterns])
+        # When micro-batches reach each stage, and come back to each, the last first.
+        self._last = 2 * len(nothing) - 1
+        self._arrival = np.full((len(times), self._last + 2), np.nan)
+        self._arrival[:, 0] = 0.0
+        # The numbers of forwards and backwards that each worker began, and when it is free.
+        self._begun = {kind: np.zeros(len(patterns), dtype=np.int64) for kind in self._visits}
+        self._free = np.zeros(len(patterns))
+
+    def ended(self, kind: Kind) -> bool:
+        """Return True if all actions of a kind have ended."""
+        return bool((self._begun[kind] == self._number).all())
+
+    def meet(self) -> None:
+        """Let all workers wait for the last one."""
+        self._free[:] = self._free.max()
+
+    def round(self, *, backwards: bool) -> Iterator[Wave]:
+        """Run the next forwards and, if they may run, backwards that are ready."""
+        f, b = self._begun[Kind.FORWARD], self._begun[Kind.BACKWARD]
+        forward = f < np.minimum(self._number, self._warm_up + b + 1)
+        ran = list(self._run_ready(Kind.FORWARD, np.flatnonzero(forward)))
+        if backwards:
+            backward = ~forward & (b < self._number)
+            ran += self._run_ready(Kind.BACKWARD, np.flatnonzero(backward))
+        if not ran:
+            raise RuntimeError("a schedule must end: its workers wait for one another.")
+        yield from ran
+
+    def weights_left(self) -> Iterator[Wave]:
+        """Compute the gradients of the weights that are left at the end."""
+        for late in range(int(self._late.max()), 0, -1) if self._split else ():
+            workers = np.flatnonzero(np.minimum(self._late, self._number) >= late)
+            yield from self._run_weights(workers, np.full(len(workers), self._number - late))
+
+    def _run_ready(self, kind: Kind, workers: Indices) -> Iterator[Wave]:
+        """Run the next action of a kind of each of these workers that it has arrived at."""
+        begun = self._begun[kind]
+        i, j = self._visits[kind][workers, begun[workers]].T
+        place = j if kind is Kind.FORWARD else self._last - j
+        ready = ~np.isnan(self._arrival[i, place])
+        workers, i, j, place = workers[ready], i[ready], j[ready], place[ready]
+        if not len(workers):
+            return
+        dropped = self._dropped[i]
+        if kind is Kind.BACKWARD and dropped.any():
+            yield self._run(Kind.RECOMPUTE, workers[dropped], i[dropped], j[dropped])
+        wave = self._run(kind, workers, i, j, self._arrival[i, place])
+        self._arrival[i, place + 1] = wave.end
+        yield wave
+        if kind is Kind.BACKWARD and self._split:
+            yield from self._run_weights(workers, (begun - self._late)[workers])
+        begun[workers] += 1
+
+    def _run_weights(self, workers: Indices, places: Indices) -> Iterator[Wave]:
+        """Compute the gradients of the weights for the backwards at these places of the rows."""
+        due = places >= 0
+        if due.any():
+            i, j = self._visits[Kind.BACKWARD][workers[due], places[due]].T
+            yield self._run(Kind.WEIGHTS, workers[due], i, j)
+
+    def _run(
+        self, kind: Kind, workers: Indices, i: Indices, j: Indices, arrival: Times | float = 0.0
+    ) -> Wave:
+        start = np.maximum(self._free[workers], arrival)
+        self._free[workers] = end = start + self._costs[kind][i, j]
+        return Wave(kind, i, j, start, end)
+
+
+def _visits(rows: Sequence[Sequence[Visit]]) -> Indices:
+    """The visits of each worker, of shape (workers, visits, 2)."""
+    numbers = chain.from_iterable(chain.from_iterable(rows))
+    return np.fromiter(numbers, dtype=np.int64).reshape(len(rows), -1, 2)
+
+
+def memory_changes(
+    kinds: Sequence[tuple[int, bool]], costs: Mapping[int, Sequence[MicroBatchCost]]
+) -> Callable[[Wave], Bytes]:
+    """Return a function of the bytes by which each action of a wave changes its stage's memory.
+
+    ``kinds`` says of each micro-batch how many rows it has, and whether it is recomputed; ``costs``
+    has the costs of each stage by the number of rows.
+    """
+    distinct = list(dict.fromkeys(kinds))
+    kind_of = np.array([distinct.index(kind) for kind in kinds])
+    saved, entering, left = (
+        np.array([[getattr(cost, name) for cost in costs[rows]] for rows, _ in distinct])
+        for name in ("saved", "entering", "left")
+    )
+    dropped = np.array([[float(recomputed)] for _, recomputed in distinct])
+    nothing = np.zeros_like(saved)
+    of_kind: dict[Kind, Bytes] = {
+        Kind.FORWARD: np.stack([(1 - dropped) * saved, entering], axis=-1),
+        Kind.RECOMPUTE: np.stack([dropped * saved, nothing], axis=-1),
+        Kind.BACKWARD: np.stack([left - saved, -entering], axis=-1),
+        Kind.WEIGHTS: np.stack([-left, nothing], axis=-1),
+    }
+
+    def changes(wave: Wave) -> Bytes:
+        changes: Bytes = of_kind[wave.kind][kind_of[wave.i], wave.j]
+        return changes
+
+    return changes
+
+
+def end_and_peaks(
+    waves: Iterable[Wave], changes: Callable[[Wave], Bytes], placement: Sequence[int]
+) -> tuple[float, Bytes]:
+    """Return the end of a mini-batch, and the bytes of each stage at the peak of its device."""
+    worker_of = np.array(placement)
+    now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
+    total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
+    end = 0.0
+    for wave in waves:
+        end = max(end, float(wave.end.max()))
+        change, workers = changes(wave), worker_of[wave.j]
+        now[wave.j] += change
+        total[workers] += change.sum(axis=1)
+        risen = total > peak
+        if risen.any():
+            peak[risen] = total[risen]
+            at_peak[risen[worker_of]] = now[risen[worker_of]]
+    return end, at_peak
