@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, holds_tensor, is_whole, tree_flatten, tree_unflatten
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind
+from lightning_gpipe.core.frontends.traced.symbolic import ValueKind
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import map_instances, whole
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, Output
-from lightning_gpipe.core.frontends.traced.forward_modes import run_under
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
-from lightning_gpipe.core.frontends.traced.rows.indexing import get_rows, needs_look
-from lightning_gpipe.core.frontends.traced.rows.row_dims import row_dims
+from lightning_gpipe.core.frontends.traced.row_dims import ACROSS, row_dims
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.traced_values import function_name
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.symbolic import function_name
+from lightning_gpipe.core.frontends.traced.tracer import Output
+from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
 
 
@@ -144,6 +143,33 @@ class _Lowering:
         later = set(self._graph.nodes[self._graph.nodes.index(node) + 1 :])
         arguments = node.all_input_nodes
         return any(later & set(x.users) or x in self._graph.outputs for x in arguments)
+
+
+def needs_look(node: fx.Node) -> bool:
+    """Return whether only a run tells if ``x[index]`` takes rows by number."""
+    base, index = node.args[0], node.args[1]
+    if isinstance(index, int):  # of a tuple, or of a tensor
+        return isinstance(base, fx.Node) and base.op == "call_module"
+    first = _first(index)
+    return isinstance(first, fx.Node) and function_name(first) != "arange"
+
+
+def get_rows(value: Any, index: Any, *, line: str) -> Any:
+    """Return ``value[index]`` of a value with its rows in dim 0.
+
+    Raises:
+        UnsupportedForward: If it takes rows of a tensor by their number; names the user's line.
+    """
+    first = _first(index)
+    # Neither bool nor uint8, which are masks.
+    numbers = isinstance(first, Tensor) and first.dtype.itemsize > 1
+    if isinstance(value, Tensor) and (numbers or isinstance(first, int)):
+        raise UnsupportedForward(ACROSS.format(line=line, what="takes rows by their number"))
+    return operator.getitem(value, index)
+
+
+def _first(index: Any) -> Any:
+    return index[0] if isinstance(index, tuple) and index else index
 
 
 def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> Any:

@@ -21,16 +21,14 @@ from lightning_gpipe.core.frontends.install import (
     install,
     own_forward_of,
 )
-from lightning_gpipe.core.frontends.traced.assumed import Assumed
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, trace
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind, check_constants
-from lightning_gpipe.core.frontends.traced.forward_modes import Modes
 from lightning_gpipe.core.frontends.traced.inplace_edits import rename
 from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
-from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.frontends.traced.ownership import Ownership, Unit, units_of
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.units import Unit, units_of
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.traced_attributes import Assumed
+from lightning_gpipe.core.frontends.traced.watching import Modes
 from lightning_gpipe.core.layout import Partition, check_balance
 
 _KINDS = 64  # the most programs in memory

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,22 +13,17 @@ from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_gpipe.core.data import map_instances
 from lightning_gpipe.core.frontends.lines import checkpointed_line, current_line
-from lightning_gpipe.core.frontends.traced.call_kinds import Argument
-from lightning_gpipe.core.frontends.traced.forward_modes import (
+from lightning_gpipe.core.frontends.traced.call_kinds import CallKind
+from lightning_gpipe.core.frontends.traced.symbolic import Symbolic, infer_kind
+from lightning_gpipe.core.frontends.traced.watching import (
+    AUTOWRAPPED,
     Modes,
     check_settings,
     function_modes,
     settings,
-)
-from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, infer_kind
-from lightning_gpipe.core.frontends.traced.watching import (
-    AUTOWRAPPED,
-    FunctionRecorder,
-    any_arguments,
-    functions_whole,
-    same_randomness,
+    watch,
 )
 from lightning_gpipe.core.layout import hooks_of
 
@@ -52,29 +48,38 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hooks_of(module))
 
 
+@dataclass(frozen=True)
+class Output:
+    """Stands for a value in a forward's result: the index of the value."""
+
+    index: int
+
+
 class Tracer(fx.Tracer):
     """Traces one call of a module.
 
     Args:
         module: The module.
-        forward: Runs the module's forward; returns a list of its outputs.
-        inputs: The arguments of the call that are values.
+        forward: Its forward.
+        kind: The kind of the call.
         whole: Modules to keep whole, besides those of :func:`is_layer`.
 
     Attributes:
+        returned: The forward's result, with an :class:`Output` for each value.
         failed: The innermost module whose forward raised while it was traced through.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[..., list[Any]],
-        inputs: Sequence[Argument],
+        forward: Callable[..., Any],
+        kind: CallKind,
         whole: Collection[nn.Module],
     ) -> None:
         super().__init__(autowrap_functions=tuple(AUTOWRAPPED.values()))
+        self.returned: Any = None
         self.failed: nn.Module | None = None
-        self._module, self._forward, self._inputs, self._whole = module, forward, inputs, whole
+        self._module, self._forward, self._kind, self._whole = module, forward, kind, whole
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
@@ -85,7 +90,8 @@ class Tracer(fx.Tracer):
         self._function_modes = 0
 
     def record(self) -> fx.Graph:
-        with same_randomness(), FunctionRecorder(self), any_arguments(self), functions_whole(self):
+        """Return the graph, whose output is a list of the values that the forward returns."""
+        with watch(self):
             self._function_modes = function_modes()
             return self.trace(self._module)
 
@@ -98,14 +104,21 @@ class Tracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         values = []
-        for k, argument in enumerate(self._inputs):
+        for k, argument in enumerate(self._kind.inputs):
             value = self.create_proxy("placeholder", f"input_{k}", (), {})
             value.node.meta.update(vars(argument))
             values.append(value)
-        forward = self._forward
 
-        def run() -> list[Any]:
-            return forward(*values)
+        def run() -> list[Symbolic]:
+            outputs: list[Symbolic] = []
+
+            def place(value: Symbolic) -> Output:
+                outputs.append(value)
+                return Output(len(outputs) - 1)
+
+            returned = self._kind.call(self._forward, values)
+            self.returned = map_instances(Symbolic, place, returned)
+            return outputs
 
         return run, []
 
@@ -127,7 +140,13 @@ class Tracer(fx.Tracer):
     @override
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            return self._tensor_argument(a)
+            if id(a) in self._names:
+                return self._read(a).node
+            if a.requires_grad:
+                raise TraceError(
+                    "it computes with parameters that it does not read as attributes of modules"
+                )
+            return a  # a constant of the forward
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -179,15 +198,4 @@ class Tracer(fx.Tracer):
         name = self._names[id(tensor)]
         if name not in self._reads:
             self._reads[name] = self.create_proxy("get_attr", name, (), {})
-            self._reads[name].node.meta["kind"] = ValueKind.TENSOR
         return self._reads[name]
-
-    def _tensor_argument(self, tensor: Tensor) -> Any:
-        """Record a tensor among arguments: one of the model, or a constant of the forward."""
-        if id(tensor) in self._names:
-            return self._read(tensor).node
-        if tensor.requires_grad:
-            raise TraceError(
-                "it computes with parameters that it does not read as attributes of modules"
-            )
-        return tensor

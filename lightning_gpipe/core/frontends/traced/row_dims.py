@@ -15,13 +15,55 @@ from typing import Any
 
 from torch import fx
 
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
-from lightning_gpipe.core.frontends.traced.rows.indexing import ACROSS, AcrossRows, dim_after
-from lightning_gpipe.core.frontends.traced.rows.numbers import check_numbers, rows_in
-from lightning_gpipe.core.frontends.traced.rows.reductions import check_reductions
-from lightning_gpipe.core.frontends.traced.symbolic import set_item
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, function_name, kind_of
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
+from lightning_gpipe.core.frontends.traced.row_checks import (
+    check_numbers,
+    check_reductions,
+    rows_in,
+)
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    ValueKind,
+    function_name,
+    kind_of,
+    set_item,
+)
+
+ACROSS = (
+    "a forward must not compute across the rows of a mini-batch, since a stage has those of a "
+    "micro-batch: {line} {what}. Compute it outside of the model; or, if each micro-batch may "
+    "count for itself, in a module of its own, which runs as one layer."
+)
+
+
+class AcrossRows(Exception):
+    """Says how a step computes across rows."""
+
+
+def dim_after(dim: int, index: Any) -> int | None:
+    """Return the dim of the rows in ``x[index]``, where they are in ``dim`` of x; None if unknown.
+
+    Raises:
+        AcrossRows: If the index takes some of them.
+    """
+    before = 0  # dims of the result
+    at = 0  # of x
+    for item in index if isinstance(index, tuple) else (index,):
+        if at > dim:
+            break
+        if item is Ellipsis:
+            return before if at == dim else None
+        is_number = isinstance(item, fx.Node) and kind_of(item) is ValueKind.NUMBER
+        if at == dim and item is not None:
+            if item == slice(None):
+                return before
+            if isinstance(item, fx.Node) and not is_number:
+                return before  # a mask, or one index for each row: see get_rows
+            raise AcrossRows("takes some of the rows")
+        if not (item is None or isinstance(item, slice | int) or is_number):
+            return None
+        at += item is not None
+        before += item is None or isinstance(item, slice)
+    return before + max(0, dim - at)
 
 
 def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
@@ -30,19 +72,17 @@ def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
     Raises:
         UnsupportedForward: If a step between layers computes across rows, or with their number.
     """
-    rows = rows_in(graph)
-    check_numbers(graph, rows)
-    check_reductions(graph, rows.values)
-    dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows.values}
+    rows, counts = rows_in(graph)
+    check_numbers(graph, counts)
+    check_reductions(graph, rows)
+    dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows}
     for node in graph.nodes:
-        if node not in rows.values:
-            continue
-        call = TracedCall(node, dims)
-        try:
-            dims[node] = _common(call) if node.op == "call_module" else _dim_after(call)
-        except AcrossRows as error:
-            line = node.meta["line"]
-            raise UnsupportedForward(ACROSS.format(line=line, what=error)) from None
+        if node in rows:
+            try:
+                dims[node] = _dim_after(TracedCall(node, dims))
+            except AcrossRows as error:
+                line = node.meta["line"]
+                raise UnsupportedForward(ACROSS.format(line=line, what=error)) from None
     return dims
 
 
@@ -50,18 +90,16 @@ class TracedCall:
     """A function or method of a step, and its arguments.
 
     Attributes:
-        name: The name of the function.
-        args, kwargs: Its arguments.
+        name: The name of the function; empty for a layer.
         dim: The dim of the rows in its first argument, or in the first tensor in that.
-        rows: The dim of the rows in each of its arguments.
+        rows: The dims of the rows in all arguments.
     """
 
     def __init__(self, node: fx.Node, dims: Mapping[fx.Node, int | None]) -> None:
-        self.node = node
         self.name = function_name(node)
         self.args, self.kwargs = list(node.args), node.kwargs
         self._dims = dims
-        self.rows = [dims[x] for x in node.all_input_nodes if x in dims]
+        self.rows = {dims[x] for x in node.all_input_nodes if x in dims} - {None}
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         within = map(self.of, first if isinstance(first, list | tuple) else [first])
         self.dim = next((dim for dim in within if dim is not None), None)
@@ -86,15 +124,10 @@ def _dim_after(call: TracedCall) -> int | None:
     if call.name == "einsum":
         return _einsum(call)
     rule = _RULES.get(call.name)
-    if rule is None:
-        return _common(call)
-    return None if call.dim is None else rule(call, call.dim)
-
-
-def _common(call: TracedCall) -> int | None:
-    """The rule for a layer or an elementwise function, which leave rows in their dim."""
-    dims = set(call.rows) - {None}
-    return dims.pop() if len(dims) == 1 else None
+    if rule is not None:
+        return None if call.dim is None else rule(call, call.dim)
+    # A layer, or an elementwise function: rows stay in their dim.
+    return next(iter(call.rows)) if len(call.rows) == 1 else None
 
 
 def _einsum(call: TracedCall) -> int | None:
@@ -151,7 +184,7 @@ def _transpose(call: TracedCall, dim: int) -> int | None:
 
 
 def _t(_: TracedCall, dim: int) -> int | None:
-    return {0: 1, 1: 0}.get(dim)
+    return 1 - dim if dim < 2 else None
 
 
 def _permute(call: TracedCall, dim: int) -> int | None:
