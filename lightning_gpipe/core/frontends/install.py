@@ -19,21 +19,15 @@ from lightning_gpipe.core.faithful import not_compiled
 
 
 class InstalledForward:
-    """The forward of a module that runs as a pipeline.
-
-    Attributes:
-        runs: The number of calls of the module.
-    """
+    """The forward of a module that runs as a pipeline."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
         self._run = run
         self._own = module.__dict__.get("forward")  # one that a user assigned to this object
-        self.runs = 0
 
     @not_compiled  # nor is the code of `run` around the pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
         return self._run(*args, **kwargs)
 
     @property

@@ -40,8 +40,6 @@ class Lowered:
         """Run the program; return the forward's result."""
         results = run(self.program, list(arguments)) if self.program.outputs else []
         values = [results[k] if k >= 0 else arguments[-k - 1] for k in self.outputs]
-        if type(self.returned) is Output:
-            return values[self.returned.index]
         return map_instances(Output, lambda output: values[output.index], self.returned)
 
 

@@ -93,11 +93,10 @@ class Assumed:
         attributes += [(vars(m), {"forward": vars(m).get("forward")}) for m in inner]
         self._slots = [(slots, k, v) for slots, values in attributes for k, v in values.items()]
         containers = [value for _, _, value in self._slots if isinstance(value, CONTAINERS)]
-        self._contents = [(container, tuple(contents(container))) for container in containers]
-        dicts: list[dict[Any, Any]] = [hooks for m in inner for hooks in hooks_of(m)]
-        for module in self.modules:
-            dicts += [module._parameters, module._modules]
-        self._views = [(slots.values(), tuple(slots.values())) for slots in dicts]
+        containers += [hooks for m in inner for hooks in hooks_of(m)]
+        containers += [slots for m in self.modules for slots in (m._parameters, m._modules)]
+        views = map(contents, containers)
+        self._contents = [(view, tuple(view)) for view in views]
         tensors = [value for _, _, value in self._slots if isinstance(value, Tensor)]
         self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
@@ -106,12 +105,8 @@ class Assumed:
         for slots, name, value in self._slots:
             if slots.get(name) is not value:
                 return False
-        for values, before in self._views:
-            if len(values) != len(before) or not all(map(is_, values, before)):
-                return False
-        for container, before in self._contents:
-            now = contents(container)
-            if len(now) != len(before) or not all(map(is_, now, before)):
+        for view, before in self._contents:
+            if len(view) != len(before) or not all(map(is_, view, before)):
                 return False
         return all(tensor._version == version for tensor, version in self._versions)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from types import MethodType
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.faithful import Journal, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import (
     InstalledForward,
@@ -125,9 +125,7 @@ class Traced(Frontend):
     @property
     def _forward(self) -> Callable[..., Any]:
         """The forward without a pipeline."""
-        if self._own_forward is not None:
-            return self._own_forward
-        return MethodType(type(self._module).forward, self._module)
+        return self._own_forward or MethodType(type(self._module).forward, self._module)
 
     def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         assert self._stage_modules is not None, "it was cut"
@@ -164,10 +162,11 @@ class Traced(Frontend):
 
     def _first_graphs(self) -> list[CallGraph]:
         """Trace training and, if possible, evaluation, with the required arguments only."""
-        kind = CallKind.required(self._forward)
-        with _training_as(self._module, True):
+        kind, modules = CallKind.required(self._forward), list(self._module.modules())
+        with Journal().changed((vars(module), "training", True) for module in modules):
             graphs = [self._trace(kind)]
-        with _training_as(self._module, False), suppress(UnsupportedForward):
+        evaluation = Journal().changed((vars(module), "training", False) for module in modules)
+        with evaluation, suppress(UnsupportedForward):
             graphs.append(self._trace(kind))
         return graphs
 
@@ -216,15 +215,3 @@ def _costs(graph: CallGraph, units: Sequence[Unit]) -> Iterator[int]:
         parameters.update(named[path] for path in reads if path in named)
         yield sum(p.numel() for p in parameters - seen)
         seen |= parameters
-
-
-@contextmanager
-def _training_as(root: nn.Module, training: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in root.modules()]
-    try:
-        for module, _ in before:
-            module.training = training
-        yield
-    finally:
-        for module, flag in before:
-            module.training = flag

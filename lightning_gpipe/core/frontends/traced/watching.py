@@ -47,26 +47,20 @@ class Modes(NamedTuple):
             next((m.device for m in reversed(_stack()) if isinstance(m, DeviceContext)), None),
         )
 
-    @contextmanager
-    def within(self, outer: Modes) -> Iterator[None]:
-        """Set the modes that differ from ``outer``."""
-        with ExitStack() as stack:
-            if self.grad != outer.grad:
-                stack.enter_context(torch.set_grad_enabled(self.grad))
-            for device, mine, other in zip(_DEVICES, self.autocast, outer.autocast, strict=True):
-                if mine != other:
-                    enabled, dtype = mine
-                    stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            if self.device is not None and self.device != outer.device:
-                stack.enter_context(self.device)
-            yield
-
 
 def run_under(
     modes: Modes, outer: Modes, run: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a call under modes of its own, within those in which the forward began."""
-    with modes.within(outer):
+    with ExitStack() as stack:
+        if modes.grad != outer.grad:
+            stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for device, mine, other in zip(_DEVICES, modes.autocast, outer.autocast, strict=True):
+            if mine != other:
+                enabled, dtype = mine
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        if modes.device is not None and modes.device != outer.device:
+            stack.enter_context(modes.device)
         return run(*args, **kwargs)
 
 
