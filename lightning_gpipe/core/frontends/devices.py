@@ -29,7 +29,13 @@ def choose_devices(
         gpus = torch.cuda.device_count()
         used = max((k for k in range(1, gpus + 1) if common % k == 0), default=0)
         if used == 1 < min(*stages, gpus):
-            _warn_of_one_gpu(stages, gpus)
+            numbers = " and ".join(map(str, stages))
+            warnings.warn(
+                f"all {numbers} stages share one GPU, so nothing runs at the same time: no other "
+                f"number of the {gpus} GPUs divides {numbers}. Cut the layers into {gpus} stages, "
+                "or a multiple of that, or give a device for each stage.",
+                stacklevel=3,  # where a GPipe is made
+            )
         chosen = [torch.device("cuda", k) for k in range(used)]
         chosen = chosen or [torch.device("cpu")] * common
     else:
@@ -42,16 +48,6 @@ def choose_devices(
             "balance with another number of stages.",
         )
     return list(map(with_index, chosen))
-
-
-def _warn_of_one_gpu(stages: Sequence[int], gpus: int) -> None:
-    numbers = " and ".join(map(str, stages))
-    warnings.warn(
-        f"all {numbers} stages share one GPU, so nothing runs at the same time: no other "
-        f"number of the {gpus} GPUs divides {numbers}. Cut the layers into {gpus} stages, "
-        "or a multiple of that, or give a device for each stage.",
-        stacklevel=4,  # where a GPipe is made
-    )
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -60,11 +60,6 @@ class Layers(Frontend):
         self._program: Program
         self._processes: OwnerProcesses | None = None
         self._installed: InstalledForward | None = None
-        # At the latest :meth:`install`, for :meth:`_check_same`.
-        self._layers: dict[str, nn.Module] = {}
-        self._groups: dict[str, nn.Module] = {}
-        self._children: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = []
-        self._hooks: list[dict[int, Any]] = []
 
     @property
     @override
@@ -98,6 +93,7 @@ class Layers(Frontend):
 
     @override
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
+        # For :meth:`_check_same`.
         self._layers, self._groups = layers_of(self._module), groups_of(self._module)
         containers = [self._module, *self._groups.values()]
         self._children = [(each, tuple(each._modules.values())) for each in containers]

@@ -34,7 +34,7 @@ class CallGraph:
         nodes: The steps, in order, without the placeholders.
         inputs: The placeholders.
         outputs: The nodes of the values that the forward returns.
-        returned: The forward's result, with an ``Output`` for each value.
+        returned: The forward's result, with these nodes in it.
         modes: The modes in which it was traced.
         whole: For each module that could not be traced through, the reason.
     """
@@ -82,7 +82,9 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
         finally:
             changed = before.restore()
         if error is not None:
-            failed, why = tracer.failed, _cause(error)
+            line = line_of(error)
+            why = f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"
+            failed = tracer.failed
         elif graph is not None and not changed:
             return _graph(root, graph, tracer.returned, whole)
         else:  # the last module, in the order of the tree, whose attributes its forward changed
@@ -114,8 +116,3 @@ def _graph(
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return CallGraph(root, nodes, inputs, outputs, returned, Modes.now(), whole)
-
-
-def _cause(error: Exception) -> str:
-    line = line_of(error)
-    return f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"

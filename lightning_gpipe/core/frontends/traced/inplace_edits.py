@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import fx
 
+from lightning_gpipe.core.data import map_instances
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.symbolic import (
     IN_PLACE,
@@ -52,8 +54,8 @@ def rename(graph: CallGraph) -> CallGraph:
         target = edited(graph, node)
         if target is not None:
             renamed[target] = node
-    outputs = [latest(node) for node in graph.outputs]
-    return CallGraph(**{**vars(graph), "outputs": outputs})
+    returned = map_instances(fx.Node, latest, graph.returned)
+    return replace(graph, outputs=list(map(latest, graph.outputs)), returned=returned)
 
 
 def edited(graph: CallGraph, node: fx.Node) -> fx.Node | None:

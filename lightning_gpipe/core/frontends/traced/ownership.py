@@ -30,7 +30,7 @@ from torch import fx, nn
 
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.symbolic import first_input
-from lightning_gpipe.core.frontends.traced.tracer import has_hooks
+from lightning_gpipe.core.layout import hooks_of
 
 _READ_METHODS = frozenset({"size", "dim", "numel", "ndimension", "is_floating_point", "__len__"})
 
@@ -195,7 +195,7 @@ def _is_read(node: fx.Node) -> bool:
 
 
 def _of_no_stage(call: fx.Node, layer: nn.Module) -> str:
-    if has_hooks(layer):
+    if any(hooks_of(layer)):
         return (
             f"a module with hooks must be on one stage, so that the hooks run with it: "
             f"{call.target} is on several. Register them on modules in it, or on the whole model, "

@@ -11,7 +11,7 @@ new graph, as the plain module would compute something else from then on.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
 from operator import is_
 from typing import Any
@@ -26,47 +26,37 @@ class ModuleSnapshot:
     """The attributes of a module, of all modules in it, and of the objects that they hold."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._slots = [
-            (holder.module, holder.prefix, holder.slots, dict(holder.slots))
-            for holder in holders(root.modules())
-        ]
+        self._slots = [(holder, dict(holder.slots)) for holder in holders(root.modules())]
         self._contents = [
-            (module, f"{prefix}{name}", value, _elements(value))
-            for module, prefix, _, slots in self._slots
+            (holder, name, value, _elements(value))
+            for holder, slots in self._slots
             for name, value in slots.items()
             if isinstance(value, CONTAINERS)
         ]
 
     def restore(self) -> dict[nn.Module, list[str]]:
         """Undo all changes, and return the names of the attributes that had any, by module."""
-        changed: dict[nn.Module, list[str]] = {}
-        for module, name in [*self._restored_contents(), *self._restored_slots()]:
-            changed.setdefault(module, []).append(name)
-        return changed
-
-    def _restored_slots(self) -> Iterator[tuple[nn.Module, str]]:
-        for module, prefix, slots, before in self._slots:
-            names = [
-                name
-                for name in dict.fromkeys([*before, *slots])
-                if slots.get(name, slots) is not before.get(name, slots)
-            ]
-            if names:
-                slots.clear()
-                slots.update(before)
-            yield from ((module, f"{prefix}{name}") for name in names)
-
-    def _restored_contents(self) -> Iterator[tuple[nn.Module, str]]:
-        for module, name, container, before in self._contents:
+        changed: dict[nn.Module, list[str]] = defaultdict(list)
+        for holder, name, container, before in self._contents:
             now = _elements(container)
-            if len(now) == len(before) and all(map(_same, now, before)):
-                continue
-            container.clear()
-            if isinstance(container, list | deque):
-                container.extend(before)
-            else:
-                container.update(before)
-            yield module, name
+            if len(now) != len(before) or not all(map(_same, now, before)):
+                container.clear()
+                if isinstance(container, list | deque):
+                    container.extend(before)
+                else:
+                    container.update(before)
+                changed[holder.module].append(holder.prefix + name)
+        for holder, former in self._slots:
+            slots = holder.slots
+            names = dict.fromkeys([*former, *slots])
+            others = [
+                name for name in names if slots.get(name, slots) is not former.get(name, slots)
+            ]
+            if others:
+                slots.clear()
+                slots.update(former)
+                changed[holder.module] += [holder.prefix + name for name in others]
+        return changed
 
 
 def _elements(container: Any) -> list[Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,24 +34,12 @@ def is_layer(module: nn.Module) -> bool:
 
     A hook must run whenever the module does, with the values of that run.
     """
-    if has_hooks(module) or isinstance(module, torch.jit.ScriptModule | _BatchNorm):
+    if any(hooks_of(module)) or isinstance(module, torch.jit.ScriptModule | _BatchNorm):
         return True
     if not any(True for _ in module.children()):
         return True
     origin = type(module).__module__
     return origin.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are registered on a module."""
-    return any(hooks_of(module))
-
-
-@dataclass(frozen=True)
-class Output:
-    """Stands for a value in a forward's result: the index of the value."""
-
-    index: int
 
 
 class Tracer(fx.Tracer):
@@ -65,7 +52,7 @@ class Tracer(fx.Tracer):
         whole: Modules to keep whole, besides those of :func:`is_layer`.
 
     Attributes:
-        returned: The forward's result, with an :class:`Output` for each value.
+        returned: The forward's result, with a node for each value.
         failed: The innermost module whose forward raised while it was traced through.
     """
 
@@ -85,7 +72,7 @@ class Tracer(fx.Tracer):
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._reads: dict[str, Proxy] = {}
         self._within: tuple[tuple[int, str], ...] = ()
-        self._entered = 0
+        self._entries = count()
         self._settings = settings()
         self._function_modes = 0
 
@@ -112,12 +99,12 @@ class Tracer(fx.Tracer):
         def run() -> list[Symbolic]:
             outputs: list[Symbolic] = []
 
-            def place(value: Symbolic) -> Output:
+            def node_of(value: Symbolic) -> fx.Node:
                 outputs.append(value)
-                return Output(len(outputs) - 1)
+                return value.node
 
             returned = self._kind.call(self._forward, values)
-            self.returned = map_instances(Symbolic, place, returned)
+            self.returned = map_instances(Symbolic, node_of, returned)
             return outputs
 
         return run, []
@@ -170,27 +157,22 @@ class Tracer(fx.Tracer):
             if not any(True for _ in m.children()):
                 raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
             return forward(*args, **kwargs)  # such as layers[1:], of an nn.Sequential
-        with self._inside(self._paths[m]):
-            if m in self._whole or is_layer(m):
-                if function_modes() > self._function_modes:
-                    raise TraceError(
-                        "it calls a layer in a TorchFunctionMode, which no stage would know of: "
-                        "enter the mode around the whole model, or within the layer"
-                    )
-                return self.create_proxy("call_module", self._paths[m], args, kwargs)
-            try:
-                return forward(*args, **kwargs)
-            except Exception:
-                self.failed = self.failed or m
-                raise
-
-    @contextmanager
-    def _inside(self, path: str) -> Iterator[None]:
+        is_whole = m in self._whole or is_layer(m)
         outer = self._within
-        self._entered += 1
-        self._within = (*outer, (self._entered, path))
+        self._within = (*outer, (next(self._entries), self._paths[m]))
         try:
-            yield
+            if not is_whole:
+                return forward(*args, **kwargs)
+            if function_modes() > self._function_modes:
+                raise TraceError(
+                    "it calls a layer in a TorchFunctionMode, which no stage would know of: enter "
+                    "the mode around the whole model, or within the layer"
+                )
+            return self.create_proxy("call_module", self._paths[m], args, kwargs)
+        except Exception:
+            if not is_whole:
+                self.failed = self.failed or m
+            raise
         finally:
             self._within = outer
 
