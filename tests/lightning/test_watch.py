@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.frontends import install
+from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.strategy.bypass import BypassCheck
 from tests.support.lightning_modules import (
     Classifier,

@@ -5,6 +5,7 @@ before anything has run.
 """
 
 from lightning_gpipe.core.frontends.device_moves import (
+    choose_devices,
     forget,
     forget_values,
     move,
@@ -12,11 +13,11 @@ from lightning_gpipe.core.frontends.device_moves import (
     place,
     place_around,
     replaceable,
+    with_index,
 )
-from lightning_gpipe.core.frontends.devices import choose_devices, with_index
 from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
 from lightning_gpipe.core.frontends.frontend import RunProgram
-from lightning_gpipe.core.frontends.install import check_recordable, install, is_installed
+from lightning_gpipe.core.frontends.install import check_recordable, is_installed
 from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, locate
 from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
 from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
@@ -34,7 +35,6 @@ __all__ = [
     "forget_values",
     "frontend_of",
     "heaviest",
-    "install",
     "is_in_another_process",
     "is_installed",
     "load_pretrained",

@@ -68,22 +68,17 @@ def install(module: nn.Module, run: Callable[..., Any], name: str = "module") ->
 
 
 @contextmanager
-def own_forward_of(module: nn.Module, assigned: Any = None) -> Iterator[None]:
-    """Let a module run its own forward in a ``with`` block, whatever is installed in it.
-
-    Args:
-        module: The module.
-        assigned: The forward that the user assigned to this object, if there is one.
-    """
-    installed = module.__dict__.pop("forward", None)
-    if assigned is not None:
-        module.forward = assigned
+def own_forward_of(module: nn.Module) -> Iterator[None]:
+    """Let a module run its own forward in a ``with`` block, whatever is installed in it."""
+    installed = module.__dict__.get("forward")
+    if not isinstance(installed, InstalledForward):
+        yield
+        return
+    installed.remove()
     try:
         yield
     finally:
-        module.__dict__.pop("forward", None)
-        if installed is not None:
-            module.forward = installed
+        module.forward = installed
 
 
 def is_installed(module: nn.Module) -> bool:

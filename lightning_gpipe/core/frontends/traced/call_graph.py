@@ -52,12 +52,6 @@ class CallGraph:
         """The calls of layers, in order."""
         return [node for node in self.nodes if node.op == "call_module"]
 
-    @property
-    def checkpointed(self) -> str:
-        """The user's first line that calls PyTorch's activation checkpointing; empty if none."""
-        lines = (node.meta["checkpointed"] for node in self.nodes)
-        return next(filter(None, lines), "")
-
     def layer(self, node: fx.Node) -> nn.Module:
         """Return the layer that a node calls."""
         return self.root.get_submodule(str(node.target))

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from lightning_gpipe.core.data import map_instances, whole
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
-from lightning_gpipe.core.frontends.traced.row_dims import ACROSS, row_dims
+from lightning_gpipe.core.frontends.traced.row_dims import across_rows, row_dims
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
 from lightning_gpipe.core.frontends.traced.symbolic import first_input, function_name
 from lightning_gpipe.core.frontends.traced.watching import run_under
@@ -77,15 +77,13 @@ class _Lowering:
     def add(self, node: fx.Node) -> None:
         j = self._stages[node]
         value = partial(self._value, j=j)
-        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        args, kwargs = _plain(fx.node.map_arg((node.args, node.kwargs), value))
         run = self._run(node)
         if node.meta["modes"] != self._graph.modes:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
         self._values[node] = Value(number)
-        self.steps.append(
-            Step(run, _plain(args), number, j, _plain(kwargs), _name(node), node.meta["line"])
-        )
+        self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
 
     def output(self, node: fx.Node) -> Value:
         """Return a value that the forward returns."""
@@ -158,7 +156,7 @@ def get_rows(value: Any, index: Any, *, line: str) -> Any:
     # Neither bool nor uint8, which are masks.
     numbers = isinstance(first, Tensor) and first.dtype.itemsize > 1
     if isinstance(value, Tensor) and (numbers or isinstance(first, int)):
-        raise UnsupportedForward(ACROSS.format(line=line, what="takes rows by their number"))
+        raise across_rows(line, "takes rows by their number")
     return operator.getitem(value, index)
 
 

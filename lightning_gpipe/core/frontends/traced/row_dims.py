@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
@@ -28,42 +28,14 @@ from lightning_gpipe.core.frontends.traced.symbolic import (
     set_item,
 )
 
-ACROSS = (
-    "a forward must not compute across the rows of a mini-batch, since a stage has those of a "
-    "micro-batch: {line} {what}. Compute it outside of the model; or, if each micro-batch may "
-    "count for itself, in a module of its own, which runs as one layer."
-)
 
-
-class AcrossRows(Exception):
-    """Says how a step computes across rows."""
-
-
-def dim_after(dim: int, index: Any) -> int | None:
-    """Return the dim of the rows in ``x[index]``, where they are in ``dim`` of x; None if unknown.
-
-    Raises:
-        AcrossRows: If the index takes some of them.
-    """
-    before = 0  # dims of the result
-    at = 0  # of x
-    for item in index if isinstance(index, tuple) else (index,):
-        if at > dim:
-            break
-        if item is Ellipsis:
-            return before if at == dim else None
-        is_number = isinstance(item, fx.Node) and kind_of(item) is ValueKind.NUMBER
-        if at == dim and item is not None:
-            if item == slice(None):
-                return before
-            if isinstance(item, fx.Node) and not is_number:
-                return before  # a mask, or one index for each row: see get_rows
-            raise AcrossRows("takes some of the rows")
-        if not (item is None or isinstance(item, slice | int) or is_number):
-            return None
-        at += item is not None
-        before += item is None or isinstance(item, slice)
-    return before + max(0, dim - at)
+def across_rows(line: str, what: str) -> UnsupportedForward:
+    """Return the error of a step that computes across rows."""
+    return UnsupportedForward(
+        "a forward must not compute across the rows of a mini-batch, since a stage has those of a "
+        f"micro-batch: {line} {what}. Compute it outside of the model; or, if each micro-batch may "
+        "count for itself, in a module of its own, which runs as one layer."
+    )
 
 
 def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
@@ -78,11 +50,7 @@ def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
     dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows}
     for node in graph.nodes:
         if node in rows:
-            try:
-                dims[node] = _dim_after(TracedCall(node, dims))
-            except AcrossRows as error:
-                line = node.meta["line"]
-                raise UnsupportedForward(ACROSS.format(line=line, what=error)) from None
+            dims[node] = _dim_after(TracedCall(node, dims))
     return dims
 
 
@@ -91,12 +59,13 @@ class TracedCall:
 
     Attributes:
         name: The name of the function; empty for a layer.
+        line: The user's line.
         dim: The dim of the rows in its first argument, or in the first tensor in that.
         rows: The dims of the rows in all arguments.
     """
 
     def __init__(self, node: fx.Node, dims: Mapping[fx.Node, int | None]) -> None:
-        self.name = function_name(node)
+        self.name, self.line = function_name(node), node.meta["line"]
         self.args, self.kwargs = list(node.args), node.kwargs
         self._dims = dims
         self.rows = {dims[x] for x in node.all_input_nodes if x in dims} - {None}
@@ -138,7 +107,7 @@ def _einsum(call: TracedCall) -> int | None:
     dims = zip(inputs.split(","), map(call.of, operands), strict=False)
     letters = {names[dim] for names, dim in dims if dim is not None and dim < len(names)}
     if len(letters) > 1 or not letters <= set(output):
-        raise AcrossRows("multiplies rows with rows, or sums over them")
+        raise across_rows(call.line, "multiplies rows with rows, or sums over them")
     return output.index(letters.pop()) if letters else None
 
 
@@ -152,7 +121,7 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
         dims = call.at(position, "dim", "dims", "axis", default=default)
         dims = dims if isinstance(dims, list | tuple) else [dims]
         if dim in dims:
-            raise AcrossRows(f"computes {call.name} along dim {dim}")
+            raise across_rows(call.line, f"computes {call.name} along dim {dim}")
         if not removes or call.at(position + 1, "keepdim", default=False):
             return dim
         if not all(isinstance(k, int) for k in dims):
@@ -162,8 +131,8 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
     return rule
 
 
-def _everything(call: TracedCall, _: int) -> int | None:
-    raise AcrossRows(f"computes {call.name} over all rows")
+def _everything(call: TracedCall, _: int) -> NoReturn:
+    raise across_rows(call.line, f"computes {call.name} over all rows")
 
 
 def _unknown(_: TracedCall, __: int) -> int | None:
@@ -172,7 +141,7 @@ def _unknown(_: TracedCall, __: int) -> int | None:
 
 def _roll(call: TracedCall, dim: int) -> int | None:
     if call.at(2, "dims", default=()) in ((), []):
-        raise AcrossRows("rolls all rows")
+        raise across_rows(call.line, "rolls all rows")
     return _along(2)(call, dim)
 
 
@@ -228,13 +197,15 @@ def _stack(call: TracedCall, dim: int) -> int | None:
 def _matmul(call: TracedCall, dim: int) -> int | None:
     other = call.of(call.at(1, "other", "mat2", "weight"))
     if other is not None and (call.name == "linear" or other != dim):
-        raise AcrossRows("multiplies rows with rows")
+        raise across_rows(call.line, "multiplies rows with rows")
     return dim
 
 
 def _batch_norm(call: TracedCall, dim: int) -> int | None:
     if call.at(5, "training", default=False):
-        raise AcrossRows("normalizes over all rows, where nn.BatchNorm would be a layer")
+        raise across_rows(
+            call.line, "normalizes over all rows, where nn.BatchNorm would be a layer"
+        )
     return dim
 
 
@@ -250,10 +221,33 @@ def _item(call: TracedCall, dim: int) -> int | None:
     assert isinstance(base, fx.Node)
     if isinstance(index, int | str) and not _is_tensor(base):  # maybe of a tuple, or a dict
         return dim if index == 0 or base.op != "call_module" else None
-    return dim_after(dim, index)
+    return _indexed(call, dim, index)
 
 
-def _set(call: TracedCall, dim: int) -> int | None:
+def _indexed(call: TracedCall, dim: int, index: Any) -> int | None:
+    """Return the dim of the rows in ``x[index]``, where they are in ``dim`` of x."""
+    before = 0  # dims of the result
+    at = 0  # of x
+    for item in index if isinstance(index, tuple) else (index,):
+        if at > dim:
+            break
+        if item is Ellipsis:
+            return before if at == dim else None
+        is_number = isinstance(item, fx.Node) and kind_of(item) is ValueKind.NUMBER
+        if at == dim and item is not None:
+            if item == slice(None):
+                return before
+            if isinstance(item, fx.Node) and not is_number:
+                return before  # a mask, or one index for each row: see get_rows
+            raise across_rows(call.line, "takes some of the rows")
+        if not (item is None or isinstance(item, slice | int) or is_number):
+            return None
+        at += item is not None
+        before += item is None or isinstance(item, slice)
+    return before + max(0, dim - at)
+
+
+def _set_item(call: TracedCall, dim: int) -> int | None:
     _item(call, dim)
     return dim
 
@@ -304,6 +298,6 @@ _TABLE: list[tuple[str, Rule]] = [
     ("movedim moveaxis diagonal unfold rot90 kron outer ger cdist tensordot", _unknown),
     ("getattr", _attribute),
     (operator.getitem.__name__, _item),
-    (set_item.__name__, _set),
+    (set_item.__name__, _set_item),
 ]
 _RULES = {name: rule for names, rule in _TABLE for name in names.split()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -14,13 +14,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.faithful import Journal, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
-from lightning_gpipe.core.frontends.install import (
-    InstalledForward,
-    check_free,
-    check_recordable,
-    install,
-    own_forward_of,
-)
+from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind, check_constants
 from lightning_gpipe.core.frontends.traced.inplace_edits import rename
@@ -47,13 +41,11 @@ class Traced(Frontend):
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        super().__init__(model)
+        super().__init__(model, path)
         self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
-        self._prefix = f"{path}." if path else ""
-        self._module = module = model.get_submodule(path)
-        check_free(module, self._name)
+        check_free(self._module, self._name)
         self._warned: set[str] = set()
-        self._own_forward = module.__dict__.get("forward")
+        self._own_forward = self._module.__dict__.get("forward")
         self._graphs = self._first_graphs()
         units = units_of(self._graphs[0])
         if not units:
@@ -65,12 +57,6 @@ class Traced(Frontend):
         self._costs = list(_costs(self._graphs[0], units))
         self._stage_modules: StageModules | None = None
         self._programs = _Programs()
-        self._installed: InstalledForward | None = None
-
-    @property
-    @override
-    def owner(self) -> nn.Module:
-        return self._module
 
     @property
     @override
@@ -113,15 +99,6 @@ class Traced(Frontend):
 
         self._installed = install(self._module, call, self._name)
 
-    @override
-    def remove(self) -> None:
-        if self._installed is not None:
-            self._installed.remove()
-
-    @override
-    def plain(self) -> AbstractContextManager[None]:
-        return own_forward_of(self._module, self._own_forward)
-
     @property
     def _forward(self) -> Callable[..., Any]:
         """The forward without a pipeline."""
@@ -147,10 +124,11 @@ class Traced(Frontend):
 
     def _trace(self, kind: CallKind) -> CallGraph:
         graph = rename(trace(self._module, self._forward, kind))
-        if graph.checkpointed:
+        lines = filter(None, (node.meta["checkpointed"] for node in graph.nodes))
+        if line := next(lines, ""):
             self._warn_once(
                 "a pipeline does not run the activation checkpointing of a traced forward: left "
-                f"out at {graph.checkpointed}. It recomputes whole stages itself, as its own "
+                f"out at {line}. It recomputes whole stages itself, as its own "
                 "activation_checkpointing says: switch that of the model off."
             )
         return graph
