@@ -32,13 +32,8 @@ def choose_devices(
 ) -> list[torch.device]:
     """Return the device of each worker, for pipelines with these numbers of stages.
 
-    Args:
-        devices: The user's devices. None chooses as many GPUs as divide the numbers of stages, or
-            without a GPU as many CPU threads, and warns if it uses one of several GPUs.
-        stages: The number of stages of each pipeline.
-
-    Raises:
-        ValueError: If the number of devices does not divide the number of stages.
+    None chooses as many GPUs as divide the numbers of stages, or without a GPU as many CPU
+    threads, and warns if it uses one of several GPUs.
     """
     if devices is None:
         common = gcd(*stages)
@@ -78,9 +73,6 @@ def place(module: nn.Module, device: torch.device, created_on: torch.device | No
 
     Tensors that :func:`forget` has moved to the meta device stay there. Meta tensors are created on
     ``created_on``, whose generator of random numbers initialises them; None is ``device``.
-
-    Raises:
-        TypeError: If a module with meta tensors has no ``reset_parameters()``.
     """
     for submodule in module.modules():
         _materialise(submodule, created_on or device)
@@ -187,7 +179,10 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     with replaceable(module):
         for tensor in own:
             if tensor.is_meta:
-                torch.utils.swap_tensors(tensor, _created(tensor, device))
+                created = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    created = nn.Parameter(created, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, created)
     initialise()
     with torch.no_grad():
         for tensor, value in values:
@@ -207,10 +202,3 @@ def initialiser(module: nn.Module) -> Callable[[], None]:
         f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU; "
         "under lightning_gpipe.pretrained.parameters_on_meta() buffers have their values."
     )
-
-
-def _created(tensor: Tensor, device: torch.device) -> Tensor:
-    created = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(created, tensor.requires_grad)
-    return created

@@ -47,13 +47,9 @@ class Spread:
 
 
 def remove_dispatch_hooks(root: nn.Module) -> Spread | None:
-    """Remove the hooks that spread a model over devices, for good.
+    """Remove the hooks that spread a model over devices, for good; return the weights' devices.
 
-    Returns:
-        The devices of its weights; None if there are no such hooks.
-
-    Raises:
-        ValueError: If a hook does more than to move inputs, or weights were offloaded.
+    Returns None if there are no such hooks.
     """
     hooked = {name: module for name, module in root.named_modules() if _HOOK in vars(module)}
     if not hooked:

@@ -56,11 +56,7 @@ def _identity(forward: Any) -> Any:
 
 
 def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> InstalledForward:
-    """Make ``module`` call ``run`` instead of its forward; errors call it ``name``.
-
-    Raises:
-        RuntimeError: If the module runs as a pipeline already.
-    """
+    """Make ``module`` call ``run`` instead of its forward; errors call it ``name``."""
     check_free(module, name)
     installed = InstalledForward(module, run)
     module.forward = installed

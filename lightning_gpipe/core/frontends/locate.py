@@ -27,11 +27,7 @@ FRONTENDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str], Frontend]], .
 
 
 def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
-    """Return the front-end for a module, which is at ``path`` in ``root``.
-
-    Raises:
-        TypeError, ValueError: If it cannot run as a pipeline.
-    """
+    """Return the front-end for a module, which is at ``path`` in ``root``."""
     return next(make for kind, make in FRONTENDS if isinstance(module, kind))(root, path)
 
 
@@ -41,10 +37,6 @@ def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
     Args:
         root: The module that holds it.
         path: Its path, such as ``"net.layers"``, or None to search.
-
-    Raises:
-        TypeError: If the module at ``path`` is an nn.Sequential that cannot be cut.
-        ValueError: If there is no module at ``path``, no candidate, or no choice between several.
     """
     if path is not None:
         return path, _at(root, path)
@@ -63,10 +55,8 @@ def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
     Of a ModuleList and a Sequential within it, both with more than half, it is the Sequential.
     """
     total = _weight(root)
-    for path, module in candidates(root).items():
-        if 2 * _weight(module) > total:
-            return path, module
-    return None
+    heavy = (item for item in candidates(root).items() if 2 * _weight(item[1]) > total)
+    return next(heavy, None)
 
 
 def candidates(root: nn.Module) -> dict[str, nn.Module]:

@@ -109,10 +109,7 @@ class Layers(Frontend):
             modules = module._modules.values()
             if len(modules) != len(children) or not all(map(is_, modules, children)):
                 self._check_layers()
-        for group in self._groups.values():
-            if "forward" in vars(group):
-                self._check_groups()
-        if any(self._hooks):
+        if any(self._hooks) or any("forward" in vars(group) for group in self._groups.values()):
             self._check_groups()
 
     def _check_layers(self) -> None:

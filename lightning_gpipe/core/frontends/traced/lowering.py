@@ -147,11 +147,7 @@ def _needs_look(node: fx.Node) -> bool:
 
 
 def get_rows(value: Any, index: Any, *, line: str) -> Any:
-    """Return ``value[index]`` of a value with its rows in dim 0.
-
-    Raises:
-        UnsupportedForward: If it takes rows of a tensor by their number; names the user's line.
-    """
+    """Return ``value[index]`` of a value with its rows in dim 0, none of them by its number."""
     first = _first(index)
     # Neither bool nor uint8, which are masks.
     numbers = isinstance(first, Tensor) and first.dtype.itemsize > 1

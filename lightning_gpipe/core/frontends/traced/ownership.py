@@ -36,15 +36,8 @@ _READ_METHODS = frozenset({"size", "dim", "numel", "ndimension", "is_floating_po
 
 
 class Unit(NamedTuple):
-    """Calls that stay on one stage.
+    """Calls that stay on one stage, and the steps with those between them."""
 
-    Attributes:
-        name: The name of the first module that is called.
-        nodes: The steps, those between the calls included.
-        calls: The calls.
-    """
-
-    name: str
     nodes: Sequence[fx.Node]
     calls: Sequence[fx.Node]
 
@@ -55,7 +48,7 @@ def units_of(graph: CallGraph) -> list[Unit]:
     units = []
     for first, end in _runs(graph, calls):
         nodes = [node for node, k in zip(graph.nodes, of_steps, strict=True) if first <= k < end]
-        units.append(Unit(str(calls[first].target), nodes, calls[first:end]))
+        units.append(Unit(nodes, calls[first:end]))
     return units
 
 
@@ -145,11 +138,7 @@ class Ownership:
                 now = max(now, self.owners.setdefault(layer, now))
 
     def stages(self, graph: CallGraph) -> dict[fx.Node, int]:
-        """Return the stage of each step, except reads of parameters and buffers.
-
-        Raises:
-            UnsupportedForward: If a call needs a value of a later stage.
-        """
+        """Return the stage of each step, except reads of parameters and buffers."""
         stages: dict[fx.Node, int] = {}
         calls = self._calls(graph)
         for node, lead in zip(graph.nodes, leads(graph), strict=True):

@@ -23,6 +23,7 @@ from lightning_gpipe.core.frontends.traced.row_checks import (
 )
 from lightning_gpipe.core.frontends.traced.symbolic import (
     ValueKind,
+    first_input,
     function_name,
     kind_of,
     set_item,
@@ -39,11 +40,7 @@ def across_rows(line: str, what: str) -> UnsupportedForward:
 
 
 def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
-    """Return the dim of the rows in each value that has rows; None where it cannot be told.
-
-    Raises:
-        UnsupportedForward: If a step between layers computes across rows, or with their number.
-    """
+    """Return the dim of the rows in each value that has rows; None where it cannot be told."""
     rows, counts = rows_in(graph)
     check_numbers(graph, counts)
     check_reductions(graph, rows)
@@ -112,10 +109,7 @@ def _einsum(call: TracedCall) -> int | None:
 
 
 def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule:
-    """The rule for functions along the dims in the argument at ``position``.
-
-    With ``removes`` the result lacks these dims, unless ``keepdim``.
-    """
+    """The rule for functions along the dims in an argument; the result may lack these dims."""
 
     def rule(call: TracedCall, dim: int) -> int | None:
         dims = call.at(position, "dim", "dims", "axis", default=default)
@@ -255,10 +249,11 @@ def _set_item(call: TracedCall, dim: int) -> int | None:
 def _is_tensor(node: fx.Node) -> bool:
     """Return whether a value is certainly a tensor: an argument may be a tuple or a dict."""
     source = node
-    while source.op != "placeholder" and source.args and isinstance(source.args[0], fx.Node):
-        if source.target is not operator.getitem and source.op != "call_method":
+    while source.target is operator.getitem or source.op == "call_method":
+        base = first_input(source)
+        if base is None:
             break
-        source = source.args[0]
+        source = base
     return kind_of(node) is ValueKind.TENSOR and bool(source.meta.get("certain", True))
 
 

@@ -142,7 +142,7 @@ class Symbolic(Proxy):
 
     tracer: Any  # this package's own
 
-    @property
+    @property  # type: ignore[misc]  # __setattr__ refuses to set it
     def __class__(self) -> type:
         if not _asks_for_class(sys._getframe(1)):
             return Symbolic
@@ -150,10 +150,6 @@ class Symbolic(Proxy):
         if kind is ValueKind.UNKNOWN:
             raise TraceError("it asks for the class of a value, which is not known")
         return CLASS_OF[kind]
-
-    @__class__.setter
-    def __class__(self, _: type) -> None:
-        raise TypeError("the class of a traced value cannot be changed")
 
     def __getattr__(self, name: str) -> Any:
         tensor = self.tracer.tensor_of(self.node) if name in _OF_PARAMETERS else None

@@ -47,21 +47,20 @@ class Traced(Frontend):
         self._warned: set[str] = set()
         self._own_forward = self._module.__dict__.get("forward")
         self._graphs = self._first_graphs()
-        units = units_of(self._graphs[0])
-        if not units:
+        self._units = units_of(self._graphs[0])
+        if not self._units:
             raise UnsupportedForward(
                 f"{self._name} must call modules in its forward, between which it can be cut: got "
                 "none. Pipeline the module that holds it."
             )
-        self._units = [f"{self._prefix}{unit.name}" for unit in units]
-        self._costs = list(_costs(self._graphs[0], units))
+        self._costs = list(_costs(self._graphs[0], self._units))
         self._stage_modules: StageModules | None = None
         self._programs = _Programs()
 
     @property
     @override
     def units(self) -> Sequence[str]:
-        return self._units
+        return [f"{self._prefix}{unit.calls[0].target}" for unit in self._units]
 
     @override
     def costs(self) -> list[int]:
@@ -76,7 +75,7 @@ class Traced(Frontend):
                 error.add_note(f"{type(module).__name__} is one layer: {why}")
             raise
         self._programs = _Programs()  # programs of another cut are for other stages
-        own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
+        own = Ownership.cut(self._graphs[0], self._units, balance)
         for graph in self._graphs[1:]:
             own.extend(graph)
         self._stage_modules = StageModules(self._graphs, own, self._prefix)

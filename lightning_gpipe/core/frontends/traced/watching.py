@@ -150,12 +150,8 @@ class _FunctionRecorder(TorchFunctionMode):
 @contextmanager
 def watch(tracer: fx.Tracer) -> Iterator[None]:
     """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers."""
-    with (
-        _same_randomness(),
-        _FunctionRecorder(tracer),
-        _any_arguments(tracer),
-        _functions_whole(tracer),
-    ):
+    recorder = _FunctionRecorder(tracer)
+    with _same_randomness(), recorder, _any_arguments(tracer), _functions_whole(tracer):
         yield
 
 
