@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_gpipe import GPipe, Rows, whole
 from lightning_gpipe.core.balance import parameter_costs
-from lightning_gpipe.core.frontends import Frontend, OwnerProcesses, RunProgram, kinds
+from lightning_gpipe.core.frontends import frontend_of
+from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.layout import Partition, cut, lay_out
 from lightning_gpipe.core.pipeline import Pipeline
 from lightning_gpipe.core.programs import Program, Step, Value
@@ -111,7 +112,7 @@ class Hidden(Frontend):
 
 @pytest.fixture(autouse=True)
 def hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kinds, "FRONTENDS", ((nn.ModuleList, Hidden),))
+    monkeypatch.setitem(frontend_of.__globals__, "FRONTENDS", ((nn.ModuleList, Hidden),))
 
 
 def model() -> Model:

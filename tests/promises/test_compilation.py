@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends import install
+from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.compilation import Backend, can_compile, counting, has_dynamo
 from tests.support.models import assert_same, gradients, perceptron, rows

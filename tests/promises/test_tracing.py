@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_gpipe.core.frontends import install
+from lightning_gpipe.core.frontends.install import install
 from lightning_gpipe.core.run import Timeline
 from tests.support.models import Fork, Join, Through, assert_same, perceptron, rows, step
 from tests.support.pipes import Pipe, with_and_without_threads

@@ -5,44 +5,29 @@ before anything has run.
 """
 
 from lightning_gpipe.core.frontends.device_moves import (
+    choose_devices,
     forget,
     forget_values,
     move,
     on_meta,
     place,
     place_around,
-    place_own,
     replaceable,
+    with_index,
 )
-from lightning_gpipe.core.frontends.devices import choose_devices, with_index
 from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
-from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
-from lightning_gpipe.core.frontends.install import (
-    InstalledForward,
-    check_free,
-    check_recordable,
-    install,
-    is_installed,
-)
-from lightning_gpipe.core.frontends.kinds import frontend_of
-from lightning_gpipe.core.frontends.locate import candidates, heaviest, locate
-from lightning_gpipe.core.frontends.module_list.loop import Loop
+from lightning_gpipe.core.frontends.frontend import RunProgram
+from lightning_gpipe.core.frontends.install import check_recordable, is_installed
+from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, locate
 from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
 from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
 from lightning_gpipe.core.frontends.stored import check_unread_weights, is_in_another_process
-from lightning_gpipe.core.frontends.traced.traced_module import Traced
 
 __all__ = [
-    "Frontend",
-    "InstalledForward",
-    "Loop",
-    "OwnerProcesses",
     "RunProgram",
     "StandIn",
-    "Traced",
     "candidates",
-    "check_free",
     "check_recordable",
     "check_unread_weights",
     "choose_devices",
@@ -50,7 +35,6 @@ __all__ = [
     "forget_values",
     "frontend_of",
     "heaviest",
-    "install",
     "is_in_another_process",
     "is_installed",
     "load_pretrained",
@@ -60,7 +44,6 @@ __all__ = [
     "parameters_on_meta",
     "place",
     "place_around",
-    "place_own",
     "remove_dispatch_hooks",
     "replaceable",
     "with_index",

@@ -1,4 +1,4 @@
-"""Puts modules on devices without ever having all of a large model on one of them.
+"""Chooses devices, and puts modules there without ever having all of a large model on one.
 
 Parameters stay the same objects, so an optimizer that holds them keeps working and tied ones stay
 tied. A module that was built on the ``meta`` device gets its memory here, directly on its own
@@ -7,9 +7,11 @@ device, and its values from a checkpoint, from a file, or from its ``reset_param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from math import gcd
 from typing import Any
 
 import torch
@@ -22,6 +24,48 @@ from lightning_gpipe.core.frontends.stored import (
     is_in_another_process,
     stored_value,
 )
+from lightning_gpipe.core.schedules import check_even
+
+
+def choose_devices(
+    devices: Sequence[str | torch.device] | None, *stages: int
+) -> list[torch.device]:
+    """Return the device of each worker, for pipelines with these numbers of stages.
+
+    None chooses as many GPUs as divide the numbers of stages, or without a GPU as many CPU
+    threads, and warns if it uses one of several GPUs.
+    """
+    if devices is None:
+        common = gcd(*stages)
+        gpus = torch.cuda.device_count()
+        used = max((k for k in range(1, gpus + 1) if common % k == 0), default=0)
+        if used == 1 < min(*stages, gpus):
+            numbers = " and ".join(map(str, stages))
+            warnings.warn(
+                f"all {numbers} stages share one GPU, so nothing runs at the same time: no other "
+                f"number of the {gpus} GPUs divides {numbers}. Cut the layers into {gpus} stages, "
+                "or a multiple of that, or give a device for each stage.",
+                stacklevel=3,  # where a GPipe is made
+            )
+        chosen = [torch.device("cuda", k) for k in range(used)]
+        chosen = chosen or [torch.device("cpu")] * common
+    else:
+        chosen = [torch.device(device) for device in devices]
+    for n in stages:
+        check_even(
+            n,
+            len(chosen),
+            f"The devices are {[str(device) for device in chosen]}. Give {n} devices, or a "
+            "balance with another number of stages.",
+        )
+    return list(map(with_index, chosen))
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Return the device with the index that ``tensor.device`` has."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def place(module: nn.Module, device: torch.device, created_on: torch.device | None = None) -> None:
@@ -29,9 +73,6 @@ def place(module: nn.Module, device: torch.device, created_on: torch.device | No
 
     Tensors that :func:`forget` has moved to the meta device stay there. Meta tensors are created on
     ``created_on``, whose generator of random numbers initialises them; None is ``device``.
-
-    Raises:
-        TypeError: If a module with meta tensors has no ``reset_parameters()``.
     """
     for submodule in module.modules():
         _materialise(submodule, created_on or device)
@@ -138,7 +179,10 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
     with replaceable(module):
         for tensor in own:
             if tensor.is_meta:
-                torch.utils.swap_tensors(tensor, _created(tensor, device))
+                created = torch.empty_like(tensor, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    created = nn.Parameter(created, tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, created)
     initialise()
     with torch.no_grad():
         for tensor, value in values:
@@ -158,10 +202,3 @@ def initialiser(module: nn.Module) -> Callable[[], None]:
         f"initialise them: got {type(module).__name__} without. Write one, or build it on the CPU; "
         "under lightning_gpipe.pretrained.parameters_on_meta() buffers have their values."
     )
-
-
-def _created(tensor: Tensor, device: torch.device) -> Tensor:
-    created = torch.empty_like(tensor, device=device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(created, tensor.requires_grad)
-    return created

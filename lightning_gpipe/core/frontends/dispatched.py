@@ -7,8 +7,6 @@ weights stay where they are if the balance puts them there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from lightning_gpipe.core.frontends.stored import first_few
@@ -49,19 +47,14 @@ class Spread:
 
 
 def remove_dispatch_hooks(root: nn.Module) -> Spread | None:
-    """Remove the hooks that spread a model over devices, for good.
+    """Remove the hooks that spread a model over devices, for good; return the weights' devices.
 
-    Returns:
-        The devices of its weights; None if there are no such hooks.
-
-    Raises:
-        ValueError: If a hook does more than to move inputs, or weights were offloaded.
+    Returns None if there are no such hooks.
     """
     hooked = {name: module for name, module in root.named_modules() if _HOOK in vars(module)}
     if not hooked:
         return None
-    _check_offloaded(hooked)
-    _check_hooks(hooked)
+    _check(hooked)
     parts = [
         f"{path}.{part}".strip(".")
         for path, module in root.named_modules()
@@ -77,7 +70,7 @@ def remove_dispatch_hooks(root: nn.Module) -> Spread | None:
     return spread
 
 
-def _check_offloaded(hooked: dict[str, nn.Module]) -> None:
+def _check(hooked: dict[str, nn.Module]) -> None:
     away = [
         f"{name}.{own}".strip(".")
         for name, module in hooked.items()
@@ -90,14 +83,12 @@ def _check_offloaded(hooked: dict[str, nn.Module]) -> None:
             f"offloaded {first_few(away)}. Build the model under parameters_on_meta() of "
             "lightning_gpipe.pretrained instead, and give it its weights by load_pretrained()."
         )
-
-
-def _check_hooks(hooked: dict[str, nn.Module]) -> None:
+    hooks = [(name, vars(module)[_HOOK]) for name, module in hooked.items()]
     others = [
-        f"{type(hook).__name__} on {name or 'the model'}"
-        for name, module in hooked.items()
-        for hook in _parts_of(vars(module)[_HOOK])
-        if type(hook).__name__ != _ALIGNS
+        f"{type(part).__name__} on {name or 'the model'}"
+        for name, hook in hooks
+        for part in vars(hook).get("hooks", [hook])  # of a sequential hook
+        if type(part).__name__ != _ALIGNS
     ]
     if others:
         raise ValueError(
@@ -105,11 +96,6 @@ def _check_hooks(hooked: dict[str, nn.Module]) -> None:
             f"{first_few(others)}. Take them off: "
             "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
-
-
-def _parts_of(hook: Any) -> list[Any]:
-    """Return the hooks of a sequential hook, or the one hook."""
-    return list(vars(hook).get("hooks", [hook]))
 
 
 def _remove_hook(module: nn.Module) -> None:

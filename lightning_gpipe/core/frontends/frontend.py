@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_gpipe.core.frontends.install import InstalledForward, own_forward_of
 from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.programs import Program
 
@@ -82,6 +83,7 @@ class Frontend(ABC):
 
     Args:
         model: The user's model.
+        path: The path in it of the module; empty if it is the model.
 
     Attributes:
         takes_batch: Whether the layers get the batch as the user made it, and no values of a
@@ -90,8 +92,16 @@ class Frontend(ABC):
 
     takes_batch = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, path: str = "") -> None:
         self._model = model
+        self._module = model.get_submodule(path)
+        self._prefix = f"{path}." if path else ""
+        self._installed: InstalledForward | None = None
+
+    @property
+    def owner(self) -> nn.Module:
+        """The module whose forward it makes programs of."""
+        return self._module
 
     @property
     def own(self) -> Sequence[nn.Parameter]:
@@ -108,11 +118,6 @@ class Frontend(ABC):
             args, kwargs: The arguments of the model.
         """
         return self._model.forward(*args, **kwargs)
-
-    @property
-    @abstractmethod
-    def owner(self) -> nn.Module:
-        """The module whose forward it makes programs of."""
 
     @property
     @abstractmethod
@@ -150,10 +155,11 @@ class Frontend(ABC):
             RuntimeError: If the model runs as a pipeline already.
         """
 
-    @abstractmethod
     def remove(self) -> None:
         """Restore the model from before :meth:`install`; does nothing a second time."""
+        if self._installed is not None:
+            self._installed.remove()
 
-    @abstractmethod
     def plain(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which calls of the model run without the pipeline."""
+        return own_forward_of(self._module)

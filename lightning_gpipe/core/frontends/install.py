@@ -19,21 +19,15 @@ from lightning_gpipe.core.faithful import not_compiled
 
 
 class InstalledForward:
-    """The forward of a module that runs as a pipeline.
-
-    Attributes:
-        runs: The number of calls of the module.
-    """
+    """The forward of a module that runs as a pipeline."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         self._module = module
         self._run = run
         self._own = module.__dict__.get("forward")  # one that a user assigned to this object
-        self.runs = 0
 
     @not_compiled  # nor is the code of `run` around the pipeline
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.runs += 1
         return self._run(*args, **kwargs)
 
     @property
@@ -62,11 +56,7 @@ def _identity(forward: Any) -> Any:
 
 
 def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> InstalledForward:
-    """Make ``module`` call ``run`` instead of its forward; errors call it ``name``.
-
-    Raises:
-        RuntimeError: If the module runs as a pipeline already.
-    """
+    """Make ``module`` call ``run`` instead of its forward; errors call it ``name``."""
     check_free(module, name)
     installed = InstalledForward(module, run)
     module.forward = installed
@@ -74,22 +64,17 @@ def install(module: nn.Module, run: Callable[..., Any], name: str = "module") ->
 
 
 @contextmanager
-def own_forward_of(module: nn.Module, assigned: Any = None) -> Iterator[None]:
-    """Let a module run its own forward in a ``with`` block, whatever is installed in it.
-
-    Args:
-        module: The module.
-        assigned: The forward that the user assigned to this object, if there is one.
-    """
-    installed = module.__dict__.pop("forward", None)
-    if assigned is not None:
-        module.forward = assigned
+def own_forward_of(module: nn.Module) -> Iterator[None]:
+    """Let a module run its own forward in a ``with`` block, whatever is installed in it."""
+    installed = module.__dict__.get("forward")
+    if not isinstance(installed, InstalledForward):
+        yield
+        return
+    installed.remove()
     try:
         yield
     finally:
-        module.__dict__.pop("forward", None)
-        if installed is not None:
-            module.forward = installed
+        module.forward = installed
 
 
 def is_installed(module: nn.Module) -> bool:

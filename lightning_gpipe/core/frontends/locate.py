@@ -1,4 +1,4 @@
-"""Finds the module to pipeline inside a larger one.
+"""Finds the module to pipeline inside a larger one, and the front-end for its type.
 
 A LightningModule seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often
 beside a loss and metrics. The user may name the module. If they do not, it is the Sequential or
@@ -12,7 +12,23 @@ from collections.abc import Callable
 
 from torch import nn
 
+from lightning_gpipe.core.frontends.frontend import Frontend
+from lightning_gpipe.core.frontends.module_list.loop import Loop
+from lightning_gpipe.core.frontends.sequential import Layers
+from lightning_gpipe.core.frontends.traced import Traced
 from lightning_gpipe.core.layout import check_sequential, is_plain
+
+# The model, and the path of the module in it. The first type that fits decides.
+FRONTENDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str], Frontend]], ...] = (
+    (nn.Sequential, Layers),
+    (nn.ModuleList, Loop),
+    (nn.Module, Traced),
+)
+
+
+def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
+    """Return the front-end for a module, which is at ``path`` in ``root``."""
+    return next(make for kind, make in FRONTENDS if isinstance(module, kind))(root, path)
 
 
 def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
@@ -21,10 +37,6 @@ def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
     Args:
         root: The module that holds it.
         path: Its path, such as ``"net.layers"``, or None to search.
-
-    Raises:
-        TypeError: If the module at ``path`` is an nn.Sequential that cannot be cut.
-        ValueError: If there is no module at ``path``, no candidate, or no choice between several.
     """
     if path is not None:
         return path, _at(root, path)
@@ -43,10 +55,8 @@ def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
     Of a ModuleList and a Sequential within it, both with more than half, it is the Sequential.
     """
     total = _weight(root)
-    for path, module in candidates(root).items():
-        if 2 * _weight(module) > total:
-            return path, module
-    return None
+    heavy = (item for item in candidates(root).items() if 2 * _weight(item[1]) > total)
+    return next(heavy, None)
 
 
 def candidates(root: nn.Module) -> dict[str, nn.Module]:

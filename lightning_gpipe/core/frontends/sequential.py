@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from typing import Any
@@ -19,12 +18,7 @@ from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
-from lightning_gpipe.core.frontends.install import (
-    InstalledForward,
-    check_free,
-    install,
-    own_forward_of,
-)
+from lightning_gpipe.core.frontends.install import check_free, install
 from lightning_gpipe.core.layout import (
     Partition,
     balance_of_layers,
@@ -47,29 +41,14 @@ class Layers(Frontend):
     """
 
     takes_batch = True
+    _module: nn.Sequential
+    _program: Program
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        super().__init__(model)
-        module = model.get_submodule(path)
-        assert isinstance(module, nn.Sequential)
+        super().__init__(model, path)
         self._path = path
-        self._prefix = f"{path}." if path else ""
-        self._module = module
         self._name = f"{type(model).__name__}.{path}" if path else "module"
-        self._partitions: list[Partition] = []
-        self._program: Program
         self._processes: OwnerProcesses | None = None
-        self._installed: InstalledForward | None = None
-        # At the latest :meth:`install`, for :meth:`_check_same`.
-        self._layers: dict[str, nn.Module] = {}
-        self._groups: dict[str, nn.Module] = {}
-        self._children: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = []
-        self._hooks: list[dict[int, Any]] = []
-
-    @property
-    @override
-    def owner(self) -> nn.Module:
-        return self._module
 
     @property
     @override
@@ -93,16 +72,17 @@ class Layers(Frontend):
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_free(self._module, self._name)
         check_sequential(self._module, self._name)
-        self._partitions = cut(self._module, balance, self._name, self._prefix)
-        return self._partitions
+        partitions = cut(self._module, balance, self._name, self._prefix)
+        self._program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
+        return partitions
 
     @override
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
+        # For :meth:`_check_same`.
         self._layers, self._groups = layers_of(self._module), groups_of(self._module)
         containers = [self._module, *self._groups.values()]
         self._children = [(each, tuple(each._modules.values())) for each in containers]
         self._hooks = [hooks for group in self._groups.values() for hooks in hooks_of(group)]
-        self._program = chain(zip(x.layers, x.titles, strict=True) for x in self._partitions)
         self._processes = processes
         if self._path:
             self._installed = install(self._module, partial(self._forward, run), self._name)
@@ -123,25 +103,13 @@ class Layers(Frontend):
         [output] = run(self._program, [input], stacked=True)
         return output
 
-    @override
-    def remove(self) -> None:
-        if self._installed is not None:
-            self._installed.remove()
-
-    @override
-    def plain(self) -> AbstractContextManager[None]:
-        return own_forward_of(self._module)
-
     def _check_same(self) -> None:
         """Raise if the module has other layers than those that were cut; each mini-batch asks."""
         for module, children in self._children:
             modules = module._modules.values()
             if len(modules) != len(children) or not all(map(is_, modules, children)):
                 self._check_layers()
-        for group in self._groups.values():
-            if "forward" in vars(group):
-                self._check_groups()
-        if any(self._hooks):
+        if any(self._hooks) or any("forward" in vars(group) for group in self._groups.values()):
             self._check_groups()
 
     def _check_layers(self) -> None:

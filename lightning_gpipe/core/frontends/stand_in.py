@@ -16,18 +16,15 @@ from typing_extensions import override
 class StandIn(nn.Module):
     """Has the layers, the parameters, the buffers, the hooks and the state dict of ``module``."""
 
+    _original: nn.Module
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         for name, own in list(vars(self).items()):
             if isinstance(own, (dict, set)):  # all containers of nn.Module
                 self.__dict__[name] = module.__dict__[name]
-        self.__dict__["_module"] = module  # by assignment nn.Module would register it as a child
+        self.__dict__["_original"] = module  # by assignment nn.Module would register it as a child
         self.training = module.training
-
-    @property
-    def _original(self) -> nn.Module:
-        module: nn.Module = self.__dict__["_module"]
-        return module
 
     # The kind of the backward hooks is not in a container, so a property shares it.
 

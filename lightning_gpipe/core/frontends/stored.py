@@ -87,13 +87,10 @@ def is_in_another_process(tensor: Tensor) -> bool:
 
 
 def check_unread_weights(root: nn.Module) -> None:
-    """Refuse tensors on the meta device that were added to a model whose values are in files.
+    """Raise ValueError if tensors on the meta device were added to a model with values in files.
 
     An adapter that is added to a layer on the meta device is on it too, and the values that its
     library gave it are lost; ``reset_parameters()`` of its linear layers would give it others.
-
-    Raises:
-        ValueError: Lists them.
     """
     tensors = chain(root.named_parameters(), root.named_buffers())
     on_meta = [(name, tensor) for name, tensor in tensors if tensor.is_meta]

@@ -13,23 +13,17 @@ from typing import Any
 
 from torch import fx, nn
 
-from lightning_gpipe.core.data import map_instances
 from lightning_gpipe.core.frontends.lines import line_of
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind
-from lightning_gpipe.core.frontends.traced.forward_modes import Modes
-from lightning_gpipe.core.frontends.traced.snapshot import ModuleSnapshot
-from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
+from lightning_gpipe.core.frontends.traced.traced_attributes import ModuleSnapshot
 from lightning_gpipe.core.frontends.traced.tracer import Tracer
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.watching import Modes
 
 _READS = frozenset({getattr, operator.getitem})  # without effect
 
 
-@dataclass(frozen=True)
-class Output:
-    """Stands for a value in a forward's result: the index of the value."""
-
-    index: int
+class UnsupportedForward(TypeError):
+    """Raised with what must hold, the user's line, and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +34,7 @@ class CallGraph:
         nodes: The steps, in order, without the placeholders.
         inputs: The placeholders.
         outputs: The nodes of the values that the forward returns.
-        returned: The forward's result, with an :class:`Output` for each value.
+        returned: The forward's result, with these nodes in it.
         modes: The modes in which it was traced.
         whole: For each module that could not be traced through, the reason.
     """
@@ -58,12 +52,6 @@ class CallGraph:
         """The calls of layers, in order."""
         return [node for node in self.nodes if node.op == "call_module"]
 
-    @property
-    def checkpointed(self) -> str:
-        """The user's first line that calls PyTorch's activation checkpointing; empty if none."""
-        lines = (node.meta["checkpointed"] for node in self.nodes)
-        return next(filter(None, lines), "")
-
     def layer(self, node: fx.Node) -> nn.Module:
         """Return the layer that a node calls."""
         return self.root.get_submodule(str(node.target))
@@ -78,14 +66,7 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
     whole: dict[nn.Module, str] = {}
     while True:
         before = ModuleSnapshot(root)
-        returned: list[Any] = []
-
-        def run(*values: Any, returned: list[Any] = returned) -> list[Any]:
-            outputs: list[Any] = []
-            returned.append(_with_places(kind.call(forward, values), outputs))
-            return outputs
-
-        tracer = Tracer(root, run, kind.inputs, whole)
+        tracer = Tracer(root, forward, kind, whole)
         graph: fx.Graph | None = None
         error: Exception | None = None
         try:
@@ -94,13 +75,16 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
             error = raised
         finally:
             changed = before.restore()
-        if graph is not None and not changed:
-            return _graph(root, graph, returned[0], whole)
         if error is not None:
-            failed, why = tracer.failed, _cause(error)
+            line = line_of(error)
+            why = f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"
+            failed = tracer.failed
+        elif graph is not None and not changed:
+            return _graph(root, graph, tracer.returned, whole)
         else:  # the last module, in the order of the tree, whose attributes its forward changed
             failed = [module for module in root.modules() if module in changed][-1]
-            why = _changes(changed)
+            names = [f"{type(m).__name__}.{name}" for m, own in changed.items() for name in own]
+            why = f"it changes {', '.join(names)}, which would happen only once, when it is traced"
         if failed is None or failed is root or failed in whole:
             raise UnsupportedForward(
                 f"the forward of {type(root).__name__} must be traceable by torch.fx to be cut "
@@ -116,7 +100,7 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
 def _graph(
     root: nn.Module, graph: fx.Graph, returned: Any, whole: dict[nn.Module, str]
 ) -> CallGraph:
-    output = next(node for node in graph.nodes if node.op == "output")
+    output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type, unused-ignore]  # of Tracer.record
     graph.erase_node(output)
     for node in reversed(graph.nodes):
@@ -126,23 +110,3 @@ def _graph(
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     return CallGraph(root, nodes, inputs, outputs, returned, Modes.now(), whole)
-
-
-def _with_places(returned: Any, outputs: list[Any]) -> Any:
-    """Put an :class:`Output` in the place of each value, and append the value to ``outputs``."""
-
-    def place(value: Symbolic) -> Output:
-        outputs.append(value)
-        return Output(len(outputs) - 1)
-
-    return map_instances(Symbolic, place, returned)
-
-
-def _cause(error: Exception) -> str:
-    line = line_of(error)
-    return f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"
-
-
-def _changes(changed: dict[nn.Module, list[str]]) -> str:
-    names = [f"{type(module).__name__}.{name}" for module, own in changed.items() for name in own]
-    return f"it changes {', '.join(names)}, which would happen only once, when it is traced"

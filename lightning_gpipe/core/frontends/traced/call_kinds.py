@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, holds_tensor, is_whole, tree_flatten, tree_unflatten
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind
+from lightning_gpipe.core.frontends.traced.symbolic import ValueKind
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CallKind:
         parameters = inspect.signature(forward).parameters.values()
         required = [parameter for parameter in parameters if parameter.default is parameter.empty]
         return cls(
-            [_expected(parameter) for parameter in required if parameter.kind in _POSITIONAL],
+            [_expected(p) for p in required if p.kind <= p.POSITIONAL_OR_KEYWORD],
             {p.name: _expected(p) for p in required if p.kind is p.KEYWORD_ONLY},
         )
 
@@ -65,11 +65,9 @@ class CallKind:
         return [leaf for leaf in self._leaves if isinstance(leaf, Argument)]
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, CallKind)
-            and self._spec == other._spec
-            and all(map(_equal, self._leaves, other._leaves))
-        )
+        if not isinstance(other, CallKind) or self._spec != other._spec:
+            return False
+        return all(map(_equal, self._leaves, other._leaves))
 
     def __hash__(self) -> int:
         return hash(tuple(map(type, self._leaves)))
@@ -80,9 +78,6 @@ class CallKind:
         leaves = [next(rest) if isinstance(leaf, Argument) else leaf for leaf in self._leaves]
         args, kwargs = tree_unflatten(FlatTree(leaves, self._spec))
         return forward(*args, **kwargs)
-
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_constants(args: Sequence[Any], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:

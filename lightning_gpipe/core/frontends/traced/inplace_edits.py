@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from torch import fx
 
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
-from lightning_gpipe.core.frontends.traced.symbolic import IN_PLACE, set_item
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, function_name, kind_of
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.data import map_instances
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    IN_PLACE,
+    ValueKind,
+    first_input,
+    function_name,
+    kind_of,
+    set_item,
+)
 
 _OPERATORS = frozenset({set_item, *(getattr(operator, name) for name in IN_PLACE.split())})
+_TRAILING = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})  # no edits
 # Functions and methods that may return a tensor with the memory of their first argument.
 _RETURN_VIEWS = (
     "view view_as reshape reshape_as transpose permute swapaxes swapdims movedim moveaxis t "
@@ -46,16 +54,14 @@ def rename(graph: CallGraph) -> CallGraph:
         target = edited(graph, node)
         if target is not None:
             renamed[target] = node
-    outputs = [latest(node) for node in graph.outputs]
-    return CallGraph(**{**vars(graph), "outputs": outputs})
+    returned = map_instances(fx.Node, latest, graph.returned)
+    return replace(graph, outputs=list(map(latest, graph.outputs)), returned=returned)
 
 
 def edited(graph: CallGraph, node: fx.Node) -> fx.Node | None:
     """Return the value that a step edits in place."""
-    target = node.args[0] if node.args else None
-    if not isinstance(target, fx.Node) or kind_of(target) in (ValueKind.NUMBER, ValueKind.SIZES):
-        return None
-    return target if _edits(graph, node) else None
+    target = first_input(node)
+    return target if _is_memory(target) and _edits(graph, node) else None
 
 
 def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
@@ -69,7 +75,12 @@ def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
         aliases = _aliases(graph, target, order[edit], order)
         for alias in aliases:
             if alias.op == "get_attr":
-                raise UnsupportedForward(_of_the_module(edit, str(alias.target)))
+                raise UnsupportedForward(
+                    "a forward must not change buffers or parameters between layers, which a "
+                    "pipeline would do once for each micro-batch, and again when it is recomputed: "
+                    f"{edit.meta['line']} changes {alias.target}. Do it outside of the model, or "
+                    "in a module of its own, which runs as one layer."
+                )
         near = _aliases(graph, target, order[edit], order, stages, here)
         for alias in aliases - {target}:
             for user in alias.users:
@@ -77,7 +88,13 @@ def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
                     continue
                 local = alias in near and stages[user] >= here
                 if not local or (stages.get(alias) != here and stages[user] != here):
-                    raise UnsupportedForward(_message(edit, user, here, stages[user]))
+                    raise UnsupportedForward(
+                        "a value that is edited in place must not be used through another tensor "
+                        f"on another stage: {edit.meta['line']} edits one on stage {here}, and "
+                        f"{user.meta['line']} uses a tensor with the same memory on stage "
+                        f"{stages[user]}. Write it without the edit, as x = x + y, or choose a "
+                        "balance that keeps both on one stage."
+                    )
 
 
 def _edits(graph: CallGraph, node: fx.Node) -> bool:
@@ -89,9 +106,6 @@ def _edits(graph: CallGraph, node: fx.Node) -> bool:
         return True
     inplace = node.op == "call_function" and node.kwargs.get("inplace")
     return bool(inplace) or node.target in _OPERATORS
-
-
-_TRAILING = frozenset({operator.and_, operator.or_, operator.not_, operator.is_})
 
 
 def _aliases(
@@ -112,23 +126,24 @@ def _aliases(
         if node in aliases or node not in order or order[node] >= before:
             continue
         aliases.add(node)
-        for one, other, view in _links(graph, node):
+        for other, view in _links(graph, node):
             if stages is None or stages.get(view) == stage:
-                waiting.append(other if one is node else one)
+                waiting.append(other)
     return aliases
 
 
-def _links(graph: CallGraph, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """Yield pairs of values that may share memory, one of them ``node``, and the step for it."""
-    if _views(graph, node) and node.args and isinstance(node.args[0], fx.Node):
-        yield node, node.args[0], node
+def _links(graph: CallGraph, node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the values that may share memory with ``node`` by one step, and the step."""
+    source = first_input(node)
+    if source is not None and _views(graph, node):
+        yield source, node
     for user in node.users:
-        if user.args and user.args[0] is node and _views(graph, user):
-            yield node, user, user
+        if first_input(user) is node and _views(graph, user):
+            yield user, user
 
 
 def _views(graph: CallGraph, node: fx.Node) -> bool:
-    if kind_of(node) in (ValueKind.NUMBER, ValueKind.SIZES):
+    if not _is_memory(node):
         return False
     if _edits(graph, node):
         return True
@@ -138,18 +153,5 @@ def _views(graph: CallGraph, node: fx.Node) -> bool:
     return name in _VIEWS
 
 
-def _of_the_module(edit: fx.Node, path: str) -> str:
-    return (
-        "a forward must not change buffers or parameters between layers, which a pipeline would do "
-        f"once for each micro-batch, and again when it is recomputed: {edit.meta['line']} changes "
-        f"{path}. Do it outside of the model, or in a module of its own, which runs as one layer."
-    )
-
-
-def _message(edit: fx.Node, user: fx.Node, here: int, there: int) -> str:
-    return (
-        f"a value that is edited in place must not be used through another tensor on another "
-        f"stage: {edit.meta['line']} edits one on stage {here}, and {user.meta['line']} uses a "
-        f"tensor with the same memory on stage {there}. Write it without the edit, as x = x + y, "
-        "or choose a balance that keeps both on one stage."
-    )
+def _is_memory(node: fx.Node | None) -> bool:
+    return node is not None and kind_of(node) not in (ValueKind.NUMBER, ValueKind.SIZES)

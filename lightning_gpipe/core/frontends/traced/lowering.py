@@ -6,20 +6,26 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from lightning_gpipe.core.data import map_instances, whole
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, Output
-from lightning_gpipe.core.frontends.traced.forward_modes import run_under
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.inplace_edits import check_edits, edited
-from lightning_gpipe.core.frontends.traced.rows.indexing import get_rows, needs_look
-from lightning_gpipe.core.frontends.traced.rows.row_dims import row_dims
+from lightning_gpipe.core.frontends.traced.row_dims import across_rows, row_dims
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.traced_values import function_name
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.symbolic import first_input, function_name
+from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
+
+
+@dataclass(frozen=True)
+class Output:
+    """Stands for a value in a forward's result: its number in the program."""
+
+    number: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,22 +34,18 @@ class Lowered:
 
     Attributes:
         program: The program.
-        outputs: For each value that the forward returns, the index of an output of the program, or
-            of an argument: -1 is the first.
         returned: The forward's result, with an :class:`Output` for each value.
     """
 
     program: Program
-    outputs: tuple[int, ...]
     returned: Any
 
     def __call__(self, run: Callable[..., list[Any]], arguments: Sequence[Any]) -> Any:
         """Run the program; return the forward's result."""
-        results = run(self.program, list(arguments)) if self.program.outputs else []
-        values = [results[k] if k >= 0 else arguments[-k - 1] for k in self.outputs]
-        if type(self.returned) is Output:
-            return values[self.returned.index]
-        return map_instances(Output, lambda output: values[output.index], self.returned)
+        values = dict(enumerate(arguments))
+        if self.program.outputs:
+            values |= zip(self.program.outputs, run(self.program, list(arguments)), strict=True)
+        return map_instances(Output, lambda output: values[output.number], self.returned)
 
 
 def lower(graph: CallGraph, modules: StageModules) -> Lowered:
@@ -52,12 +54,11 @@ def lower(graph: CallGraph, modules: StageModules) -> Lowered:
     for node in graph.nodes:
         if node.op != "get_attr":
             lowering.add(node)
-    outputs = [lowering.output(node) for node in graph.outputs]
-    computed = list(dict.fromkeys(number for number in outputs if number >= 0))
+    outputs = {node: Output(lowering.output(node).number) for node in graph.outputs}
     inputs = range(len(graph.inputs))
-    program = Program(lowering.steps, inputs=inputs, outputs=computed, n=modules.own.n)
-    indices = tuple(computed.index(number) if number >= 0 else number for number in outputs)
-    return Lowered(program, indices, graph.returned)
+    computed = {x.number: None for x in outputs.values() if x.number not in inputs}
+    program = Program(lowering.steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
+    return Lowered(program, map_instances(fx.Node, outputs.__getitem__, graph.returned))
 
 
 class _Lowering:
@@ -69,45 +70,34 @@ class _Lowering:
         self._stages = modules.own.stages(graph)
         check_edits(graph, self._stages)
         self._dims = row_dims(graph)
-        self._numbers: dict[fx.Node, int] = {node: k for k, node in enumerate(graph.inputs)}
-        self._count = len(graph.inputs)
-        self._reads: dict[tuple[str, int], int] = {}
+        self._values = {node: Value(k) for k, node in enumerate(graph.inputs)}
+        self._reads: dict[tuple[str, int], Value] = {}
+        self._numbers = count(len(graph.inputs))
 
     def add(self, node: fx.Node) -> None:
         j = self._stages[node]
         value = partial(self._value, j=j)
-        args, kwargs = fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
+        args, kwargs = _plain(fx.node.map_arg((node.args, node.kwargs), value))
         run = self._run(node)
         if node.meta["modes"] != self._graph.modes:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
-        number = self._next()
-        self._numbers[node] = number
-        self.steps.append(
-            Step(run, _plain(args), number, j, _plain(kwargs), _name(node), node.meta["line"])
-        )
+        number = next(self._numbers)
+        self._values[node] = Value(number)
+        self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
 
-    def output(self, node: fx.Node) -> int:
-        """Return the number of a value that the forward returns; of an argument -1 - its index."""
-        if node.op == "placeholder":
-            return -1 - self._numbers[node]
-        if node.op == "get_attr":
-            j = self._modules.own.n - 1
-            number = self._value(node, j).number
-        else:
-            j, number = self._stages[node], self._numbers[node]
-        if node in self._dims:
-            return number
-        once = self._next()
-        self.steps.append(Step(_marked, (Value(number),), once, j, name=_name(node)))
-        return once
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1
+    def output(self, node: fx.Node) -> Value:
+        """Return a value that the forward returns."""
+        j = self._stages.get(node, self._modules.own.n - 1)
+        value = self._value(node, j)
+        if node.op == "placeholder" or node in self._dims:
+            return value
+        once = next(self._numbers)
+        self.steps.append(Step(_marked, (value,), once, j, name=_name(node)))
+        return Value(once)
 
     def _value(self, node: fx.Node, j: int) -> Value:
         if node.op != "get_attr":
-            return Value(self._numbers[node])
+            return self._values[node]
         path = str(node.target)
         slot = self._modules.slot(path, j)
         if slot is None:
@@ -118,17 +108,18 @@ class _Lowering:
             )
         k, module, name = slot
         if (path, k) not in self._reads:
-            number = self._reads[path, k] = self._next()
+            number = next(self._numbers)
+            self._reads[path, k] = Value(number)
             self.steps.insert(0, Step(partial(getattr, module, name), (), number, k, name=path))
-        return Value(self._reads[path, k])
+        return self._reads[path, k]
 
     def _run(self, node: fx.Node) -> Callable[..., Any]:
         if node.op == "call_method":
             return Method(str(node.target))
         if node.op == "call_function":
             assert callable(node.target)
-            base = node.args[0] if node.target is operator.getitem else None
-            if isinstance(base, fx.Node) and self._dims.get(base) == 0 and needs_look(node):
+            base = first_input(node) if node.target is operator.getitem else None
+            if base is not None and self._dims.get(base) == 0 and _needs_look(node):
                 return partial(get_rows, line=node.meta["line"])
             return node.target
         layer = self._graph.layer(node)
@@ -144,6 +135,29 @@ class _Lowering:
         later = set(self._graph.nodes[self._graph.nodes.index(node) + 1 :])
         arguments = node.all_input_nodes
         return any(later & set(x.users) or x in self._graph.outputs for x in arguments)
+
+
+def _needs_look(node: fx.Node) -> bool:
+    """Return whether only a run tells if ``x[index]`` takes rows by number."""
+    base, index = first_input(node), node.args[1]
+    if isinstance(index, int):  # of a tuple, or of a tensor
+        return base is not None and base.op == "call_module"
+    first = _first(index)
+    return isinstance(first, fx.Node) and function_name(first) != "arange"
+
+
+def get_rows(value: Any, index: Any, *, line: str) -> Any:
+    """Return ``value[index]`` of a value with its rows in dim 0, none of them by its number."""
+    first = _first(index)
+    # Neither bool nor uint8, which are masks.
+    numbers = isinstance(first, Tensor) and first.dtype.itemsize > 1
+    if isinstance(value, Tensor) and (numbers or isinstance(first, int)):
+        raise across_rows(line, "takes rows by their number")
+    return operator.getitem(value, index)
+
+
+def _first(index: Any) -> Any:
+    return index[0] if isinstance(index, tuple) and index else index
 
 
 def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> Any:

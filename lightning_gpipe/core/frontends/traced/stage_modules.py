@@ -60,42 +60,39 @@ class StageModules:
                         return partition.index, module, local
         return None
 
-    def _place(self, path: str, module: nn.Module) -> None:
-        stages = self._stages(path, module)
-        if path and len(stages) == 1:
-            self._modules[stages.pop()][path] = module
-            return
-        if path and not stages:
+    def _place(self, prefix: str, module: nn.Module) -> None:
+        stages = self._stages(prefix, module)
+        if prefix and len(stages) == 1:
+            self._modules[stages.pop()][prefix[:-1]] = module
+        elif prefix and not stages:
             if any(True for _ in (*module.parameters(), *module.buffers())):
-                self._modules[-1][path] = module
-            return
-        for name, child in module._modules.items():
-            placed = (other for modules in self._modules for other in modules.values())
-            if child is not None and all(child is not other for other in placed):
-                self._place(f"{path}.{name}" if path else name, child)
-        self._hold(path, module)
+                self._modules[-1][prefix[:-1]] = module
+        else:
+            for name, child in module._modules.items():
+                placed = (other for modules in self._modules for other in modules.values())
+                if child is not None and all(child is not other for other in placed):
+                    self._place(f"{prefix}{name}.", child)
+            self._hold(prefix, module)
 
-    def _hold(self, path: str, module: nn.Module) -> None:
+    def _hold(self, prefix: str, module: nn.Module) -> None:
         """Make holders of the tensors of a module that is on several stages."""
         last = self.own.n - 1
-        inner = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                for j in sorted(self._readers.get(f"{inner}{name}", {last})):
-                    self._modules[j][f"{inner}{name}"] = TensorHolder(module, name)
+                for j in sorted(self._readers.get(prefix + name, {last})):
+                    self._modules[j][prefix + name] = TensorHolder(module, name)
         buffers = [name for name, buffer in module._buffers.items() if buffer is not None]
         if buffers:
-            stages = [j for name in buffers for j in self._readers.get(f"{inner}{name}", ())]
+            stages = [j for name in buffers for j in self._readers.get(prefix + name, ())]
             first = min(stages, default=last)
-            self._modules[first][f"{inner}{buffers[0]}"] = TensorHolder(module, buffers[0])
+            self._modules[first][prefix + buffers[0]] = TensorHolder(module, buffers[0])
 
-    def _stages(self, path: str, module: nn.Module) -> set[int]:
+    def _stages(self, prefix: str, module: nn.Module) -> set[int]:
         """Return the stages that have a layer in ``module``, or read a tensor of it."""
         owners = self.own.owners
         if module in owners:
             return {owners[module]}
-        inner = f"{path}." if path else ""
-        reading = (stages for name, stages in self._readers.items() if name.startswith(inner))
+        reading = (stages for path, stages in self._readers.items() if path.startswith(prefix))
         return {owners[m] for m in module.modules() if m in owners}.union(*reading)
 
     def _add_borrowed(self, j: int) -> None:

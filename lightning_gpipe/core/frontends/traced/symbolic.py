@@ -1,8 +1,8 @@
-"""The values that a traced forward computes with, which record its operations.
+"""The values that a traced forward computes with, which record its operations, and their kinds.
 
 torch.fx has such a value; three things are different here. It never turns ``x += y`` into
 ``x = x + y``. An ``assert`` is recorded. And Python's ``isinstance`` gets the class of a value
-where that is certain, and is refused where it is not.
+where that is certain, and is refused where it is not: a wrong answer would trace the wrong branch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,126 @@ import linecache
 import operator
 import sys
 from collections.abc import Callable
+from enum import Enum, auto
 from itertools import islice
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute, Proxy, TraceError
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_gpipe.core.frontends.lines import is_users
-from lightning_gpipe.core.frontends.traced.traced_values import CLASS_OF, ValueKind, kind_of
+
+
+class ValueKind(Enum):
+    """The kind of a value."""
+
+    TENSOR = auto()
+    NUMBER = auto()  # an int, made of sizes
+    SIZES = auto()  # a torch.Size
+    UNKNOWN = auto()
+
+
+CLASS_OF = {ValueKind.TENSOR: Tensor, ValueKind.NUMBER: int, ValueKind.SIZES: torch.Size}
+
+_ARITHMETIC = frozenset(
+    {operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg}
+    | {operator.pos, operator.iadd, operator.isub, operator.imul, operator.ifloordiv}
+)
+_RETURN_OTHERS = (  # names of functions and methods that return no tensor, or may not
+    "split chunk unbind tensor_split hsplit vsplit dsplit max min topk sort median mode kthvalue "
+    "cummax cummin aminmax meshgrid broadcast_tensors var_mean std_mean unsafe_chunk unsafe_split "
+    "tolist item numpy stride nonzero where unique unique_consecutive svd qr slogdet eig lstsq "
+    "multi_head_attention_forward atleast_1d atleast_2d atleast_3d einsum_path data_ptr "
+    "element_size is_contiguous is_floating_point is_complex get_device storage_offset "
+    "adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices "
+    "max_pool2d_with_indices"
+)
+_SEVERAL = frozenset(_RETURN_OTHERS.split())
+_ATTRIBUTES = {"shape": ValueKind.SIZES, "ndim": ValueKind.NUMBER} | dict.fromkeys(
+    ["T", "mT", "H", "mH", "real", "imag", "data"], ValueKind.TENSOR
+)
+_LAYERS_WITH_SEVERAL = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Identity)
+
+
+def kind_of(value: Any) -> ValueKind:
+    """Return the kind of a node's value, or of a constant."""
+    if isinstance(value, fx.Node):
+        return value.meta.get("kind", ValueKind.UNKNOWN)
+    if isinstance(value, Tensor):
+        return ValueKind.TENSOR
+    return ValueKind.NUMBER if type(value) in (int, float, bool) else ValueKind.UNKNOWN
+
+
+def first_input(node: fx.Node) -> fx.Node | None:
+    """Return the first argument of a step, if it is a value of the graph."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+def function_name(node: fx.Node) -> str:
+    """Return the name of the function or method that a node calls; empty for other nodes."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "")
+
+
+def infer_kind(node: fx.Node, module_of: Callable[[str], Any]) -> ValueKind:
+    """Infer the kind of a new node's value; ``module_of`` returns the module at a path."""
+    match node.op:
+        case "call_module":
+            return _of_layer(module_of(str(node.target)))
+        case "call_method":
+            return _of_method(str(node.target), node.args)
+        case "call_function":
+            return _of_function(node.target, node.args)
+        case "get_attr":
+            return ValueKind.TENSOR
+    return kind_of(node)
+
+
+def _of_layer(module: Any) -> ValueKind:
+    of_torch = type(module).__module__.startswith("torch.nn.modules")
+    several = getattr(module, "return_indices", False) or isinstance(module, _LAYERS_WITH_SEVERAL)
+    is_tensor = isinstance(module, _BatchNorm) or (of_torch and not several)
+    return ValueKind.TENSOR if is_tensor else ValueKind.UNKNOWN
+
+
+def _of_method(name: str, args: tuple[Any, ...]) -> ValueKind:
+    if not args or kind_of(args[0]) is not ValueKind.TENSOR:
+        return ValueKind.UNKNOWN
+    if name == "size":
+        return ValueKind.NUMBER if len(args) > 1 else ValueKind.SIZES
+    if name in ("dim", "ndimension", "numel", "nelement", "__len__"):
+        return ValueKind.NUMBER
+    return ValueKind.UNKNOWN if name in _SEVERAL else ValueKind.TENSOR
+
+
+def _of_function(function: Any, args: tuple[Any, ...]) -> ValueKind:
+    kinds = [kind_of(argument) for argument in args]
+    if function is getattr:
+        is_tensor = kinds[0] is ValueKind.TENSOR
+        return _ATTRIBUTES.get(args[1], ValueKind.UNKNOWN) if is_tensor else ValueKind.UNKNOWN
+    if function is operator.getitem:
+        one_size = kinds[0] is ValueKind.SIZES and not isinstance(args[1], slice)
+        return ValueKind.NUMBER if one_size else kinds[0]
+    if all(kind is ValueKind.NUMBER for kind in kinds) and function in _ARITHMETIC:
+        return ValueKind.NUMBER
+    if _from_torch(function) and function.__name__ not in _SEVERAL:
+        return ValueKind.TENSOR
+    if getattr(function, "__module__", "") == "_operator" and ValueKind.TENSOR in kinds:
+        return ValueKind.TENSOR
+    return ValueKind.UNKNOWN
+
+
+def _from_torch(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    if module.startswith(("torch.nn.functional", "torch._C._nn", "torch.functional", "torch._C")):
+        return True
+    return getattr(torch._C._VariableFunctions, getattr(function, "__name__", ""), None) == function
+
 
 # The attributes of parameters and buffers that stay the same while a pipeline lives.
 _OF_PARAMETERS = frozenset({"shape", "size", "ndim", "dim", "numel", "dtype", "requires_grad"})
@@ -31,7 +142,7 @@ class Symbolic(Proxy):
 
     tracer: Any  # this package's own
 
-    @property
+    @property  # type: ignore[misc]  # __setattr__ refuses to set it
     def __class__(self) -> type:
         if not _asks_for_class(sys._getframe(1)):
             return Symbolic
@@ -39,10 +150,6 @@ class Symbolic(Proxy):
         if kind is ValueKind.UNKNOWN:
             raise TraceError("it asks for the class of a value, which is not known")
         return CLASS_OF[kind]
-
-    @__class__.setter
-    def __class__(self, _: type) -> None:
-        raise TypeError("the class of a traced value cannot be changed")
 
     def __getattr__(self, name: str) -> Any:
         tensor = self.tracer.tensor_of(self.node) if name in _OF_PARAMETERS else None

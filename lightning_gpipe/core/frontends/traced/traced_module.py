@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -12,25 +12,17 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.faithful import Journal, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
-from lightning_gpipe.core.frontends.install import (
-    InstalledForward,
-    check_free,
-    check_recordable,
-    install,
-    own_forward_of,
-)
-from lightning_gpipe.core.frontends.traced.assumed import Assumed
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, trace
+from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind, check_constants
-from lightning_gpipe.core.frontends.traced.forward_modes import Modes
 from lightning_gpipe.core.frontends.traced.inplace_edits import rename
 from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
-from lightning_gpipe.core.frontends.traced.ownership import Ownership
+from lightning_gpipe.core.frontends.traced.ownership import Ownership, Unit, units_of
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.units import Unit, units_of
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.traced_attributes import Assumed
+from lightning_gpipe.core.frontends.traced.watching import Modes
 from lightning_gpipe.core.layout import Partition, check_balance
 
 _KINDS = 64  # the most programs in memory
@@ -49,35 +41,26 @@ class Traced(Frontend):
     """
 
     def __init__(self, model: nn.Module, path: str) -> None:
-        super().__init__(model)
+        super().__init__(model, path)
         self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
-        self._prefix = f"{path}." if path else ""
-        self._module = module = model.get_submodule(path)
-        check_free(module, self._name)
+        check_free(self._module, self._name)
         self._warned: set[str] = set()
-        self._own_forward = module.__dict__.get("forward")
+        self._own_forward = self._module.__dict__.get("forward")
         self._graphs = self._first_graphs()
-        units = units_of(self._graphs[0])
-        if not units:
+        self._units = units_of(self._graphs[0])
+        if not self._units:
             raise UnsupportedForward(
                 f"{self._name} must call modules in its forward, between which it can be cut: got "
                 "none. Pipeline the module that holds it."
             )
-        self._units = [f"{self._prefix}{unit.name}" for unit in units]
-        self._costs = list(_costs(self._graphs[0], units))
+        self._costs = list(_costs(self._graphs[0], self._units))
         self._stage_modules: StageModules | None = None
         self._programs = _Programs()
-        self._installed: InstalledForward | None = None
-
-    @property
-    @override
-    def owner(self) -> nn.Module:
-        return self._module
 
     @property
     @override
     def units(self) -> Sequence[str]:
-        return self._units
+        return [f"{self._prefix}{unit.calls[0].target}" for unit in self._units]
 
     @override
     def costs(self) -> list[int]:
@@ -92,7 +75,7 @@ class Traced(Frontend):
                 error.add_note(f"{type(module).__name__} is one layer: {why}")
             raise
         self._programs = _Programs()  # programs of another cut are for other stages
-        own = Ownership.cut(self._graphs[0], units_of(self._graphs[0]), balance)
+        own = Ownership.cut(self._graphs[0], self._units, balance)
         for graph in self._graphs[1:]:
             own.extend(graph)
         self._stage_modules = StageModules(self._graphs, own, self._prefix)
@@ -115,21 +98,10 @@ class Traced(Frontend):
 
         self._installed = install(self._module, call, self._name)
 
-    @override
-    def remove(self) -> None:
-        if self._installed is not None:
-            self._installed.remove()
-
-    @override
-    def plain(self) -> AbstractContextManager[None]:
-        return own_forward_of(self._module, self._own_forward)
-
     @property
     def _forward(self) -> Callable[..., Any]:
         """The forward without a pipeline."""
-        if self._own_forward is not None:
-            return self._own_forward
-        return MethodType(type(self._module).forward, self._module)
+        return self._own_forward or MethodType(type(self._module).forward, self._module)
 
     def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         assert self._stage_modules is not None, "it was cut"
@@ -151,10 +123,11 @@ class Traced(Frontend):
 
     def _trace(self, kind: CallKind) -> CallGraph:
         graph = rename(trace(self._module, self._forward, kind))
-        if graph.checkpointed:
+        lines = filter(None, (node.meta["checkpointed"] for node in graph.nodes))
+        if line := next(lines, ""):
             self._warn_once(
                 "a pipeline does not run the activation checkpointing of a traced forward: left "
-                f"out at {graph.checkpointed}. It recomputes whole stages itself, as its own "
+                f"out at {line}. It recomputes whole stages itself, as its own "
                 "activation_checkpointing says: switch that of the model off."
             )
         return graph
@@ -166,10 +139,11 @@ class Traced(Frontend):
 
     def _first_graphs(self) -> list[CallGraph]:
         """Trace training and, if possible, evaluation, with the required arguments only."""
-        kind = CallKind.required(self._forward)
-        with _training_as(self._module, True):
+        kind, modules = CallKind.required(self._forward), list(self._module.modules())
+        with Journal().changed((vars(module), "training", True) for module in modules):
             graphs = [self._trace(kind)]
-        with _training_as(self._module, False), suppress(UnsupportedForward):
+        evaluation = Journal().changed((vars(module), "training", False) for module in modules)
+        with evaluation, suppress(UnsupportedForward):
             graphs.append(self._trace(kind))
         return graphs
 
@@ -218,15 +192,3 @@ def _costs(graph: CallGraph, units: Sequence[Unit]) -> Iterator[int]:
         parameters.update(named[path] for path in reads if path in named)
         yield sum(p.numel() for p in parameters - seen)
         seen |= parameters
-
-
-@contextmanager
-def _training_as(root: nn.Module, training: bool) -> Iterator[None]:
-    before = [(module, module.training) for module in root.modules()]
-    try:
-        for module, _ in before:
-            module.training = training
-        yield
-    finally:
-        for module, flag in before:
-            module.training = flag

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from itertools import count
 from typing import Any
 
 import torch
@@ -12,22 +12,17 @@ from torch.fx.proxy import Proxy, TraceError
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_gpipe.core.data import map_instances
 from lightning_gpipe.core.frontends.lines import checkpointed_line, current_line
-from lightning_gpipe.core.frontends.traced.call_kinds import Argument
-from lightning_gpipe.core.frontends.traced.forward_modes import (
+from lightning_gpipe.core.frontends.traced.call_kinds import CallKind
+from lightning_gpipe.core.frontends.traced.symbolic import Symbolic, infer_kind
+from lightning_gpipe.core.frontends.traced.watching import (
+    AUTOWRAPPED,
     Modes,
     check_settings,
     function_modes,
     settings,
-)
-from lightning_gpipe.core.frontends.traced.symbolic import Symbolic
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, infer_kind
-from lightning_gpipe.core.frontends.traced.watching import (
-    AUTOWRAPPED,
-    FunctionRecorder,
-    any_arguments,
-    functions_whole,
-    same_randomness,
+    watch,
 )
 from lightning_gpipe.core.layout import hooks_of
 
@@ -39,7 +34,7 @@ def is_layer(module: nn.Module) -> bool:
 
     A hook must run whenever the module does, with the values of that run.
     """
-    if has_hooks(module) or isinstance(module, torch.jit.ScriptModule | _BatchNorm):
+    if any(hooks_of(module)) or isinstance(module, torch.jit.ScriptModule | _BatchNorm):
         return True
     if not any(True for _ in module.children()):
         return True
@@ -47,45 +42,43 @@ def is_layer(module: nn.Module) -> bool:
     return origin.startswith(("torch.nn.", "torch.ao.nn.")) and not isinstance(module, _CONTAINERS)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are registered on a module."""
-    return any(hooks_of(module))
-
-
 class Tracer(fx.Tracer):
     """Traces one call of a module.
 
     Args:
         module: The module.
-        forward: Runs the module's forward; returns a list of its outputs.
-        inputs: The arguments of the call that are values.
+        forward: Its forward.
+        kind: The kind of the call.
         whole: Modules to keep whole, besides those of :func:`is_layer`.
 
     Attributes:
+        returned: The forward's result, with a node for each value.
         failed: The innermost module whose forward raised while it was traced through.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[..., list[Any]],
-        inputs: Sequence[Argument],
+        forward: Callable[..., Any],
+        kind: CallKind,
         whole: Collection[nn.Module],
     ) -> None:
         super().__init__(autowrap_functions=tuple(AUTOWRAPPED.values()))
+        self.returned: Any = None
         self.failed: nn.Module | None = None
-        self._module, self._forward, self._inputs, self._whole = module, forward, inputs, whole
+        self._module, self._forward, self._kind, self._whole = module, forward, kind, whole
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._reads: dict[str, Proxy] = {}
         self._within: tuple[tuple[int, str], ...] = ()
-        self._entered = 0
+        self._entries = count()
         self._settings = settings()
         self._function_modes = 0
 
     def record(self) -> fx.Graph:
-        with same_randomness(), FunctionRecorder(self), any_arguments(self), functions_whole(self):
+        """Return the graph, whose output is a list of the values that the forward returns."""
+        with watch(self):
             self._function_modes = function_modes()
             return self.trace(self._module)
 
@@ -98,14 +91,21 @@ class Tracer(fx.Tracer):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         values = []
-        for k, argument in enumerate(self._inputs):
+        for k, argument in enumerate(self._kind.inputs):
             value = self.create_proxy("placeholder", f"input_{k}", (), {})
             value.node.meta.update(vars(argument))
             values.append(value)
-        forward = self._forward
 
-        def run() -> list[Any]:
-            return forward(*values)
+        def run() -> list[Symbolic]:
+            outputs: list[Symbolic] = []
+
+            def node_of(value: Symbolic) -> fx.Node:
+                outputs.append(value)
+                return value.node
+
+            returned = self._kind.call(self._forward, values)
+            self.returned = map_instances(Symbolic, node_of, returned)
+            return outputs
 
         return run, []
 
@@ -127,7 +127,13 @@ class Tracer(fx.Tracer):
     @override
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, Tensor):
-            return self._tensor_argument(a)
+            if id(a) in self._names:
+                return self._read(a).node
+            if a.requires_grad:
+                raise TraceError(
+                    "it computes with parameters that it does not read as attributes of modules"
+                )
+            return a  # a constant of the forward
         try:
             return super().create_arg(a)
         except NotImplementedError:
@@ -151,27 +157,22 @@ class Tracer(fx.Tracer):
             if not any(True for _ in m.children()):
                 raise TraceError(f"it calls a {type(m).__name__} that is no module of the model")
             return forward(*args, **kwargs)  # such as layers[1:], of an nn.Sequential
-        with self._inside(self._paths[m]):
-            if m in self._whole or is_layer(m):
-                if function_modes() > self._function_modes:
-                    raise TraceError(
-                        "it calls a layer in a TorchFunctionMode, which no stage would know of: "
-                        "enter the mode around the whole model, or within the layer"
-                    )
-                return self.create_proxy("call_module", self._paths[m], args, kwargs)
-            try:
-                return forward(*args, **kwargs)
-            except Exception:
-                self.failed = self.failed or m
-                raise
-
-    @contextmanager
-    def _inside(self, path: str) -> Iterator[None]:
+        is_whole = m in self._whole or is_layer(m)
         outer = self._within
-        self._entered += 1
-        self._within = (*outer, (self._entered, path))
+        self._within = (*outer, (next(self._entries), self._paths[m]))
         try:
-            yield
+            if not is_whole:
+                return forward(*args, **kwargs)
+            if function_modes() > self._function_modes:
+                raise TraceError(
+                    "it calls a layer in a TorchFunctionMode, which no stage would know of: enter "
+                    "the mode around the whole model, or within the layer"
+                )
+            return self.create_proxy("call_module", self._paths[m], args, kwargs)
+        except Exception:
+            if not is_whole:
+                self.failed = self.failed or m
+            raise
         finally:
             self._within = outer
 
@@ -179,15 +180,4 @@ class Tracer(fx.Tracer):
         name = self._names[id(tensor)]
         if name not in self._reads:
             self._reads[name] = self.create_proxy("get_attr", name, (), {})
-            self._reads[name].node.meta["kind"] = ValueKind.TENSOR
         return self._reads[name]
-
-    def _tensor_argument(self, tensor: Tensor) -> Any:
-        """Record a tensor among arguments: one of the model, or a constant of the forward."""
-        if id(tensor) in self._names:
-            return self._read(tensor).node
-        if tensor.requires_grad:
-            raise TraceError(
-                "it computes with parameters that it does not read as attributes of modules"
-            )
-        return tensor

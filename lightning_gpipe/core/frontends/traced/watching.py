@@ -1,26 +1,107 @@
-"""Watches a traced forward for calls of PyTorch's functions, and for random numbers.
+"""Watches a traced forward for what torch.fx does not see.
 
-torch.fx records the operations on its values. It does not see ``torch.zeros(3)``, an autograd
-function or a random number, which would be constants of the graph.
+``with torch.no_grad():`` in a forward leaves no trace in a graph. So each recorded call is compared
+with the state in which the forward began, and runs under its own where that differs. Settings of
+the whole process, such as ``sdpa_kernel``, would act on all stages at once, and are refused.
+``torch.zeros(3)``, an autograd function or a random number would be constants of the graph.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.autograd import Function
 from torch.fx.proxy import Proxy, TraceError
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
 from lightning_gpipe.core.faithful import RandomState
 from lightning_gpipe.core.frontends.lines import is_users
+
+_DEVICES = ("cpu", "cuda")
+
+
+class Modes(NamedTuple):
+    """Grad mode, autocast on each kind of device, and the default device."""
+
+    grad: bool
+    autocast: tuple[tuple[bool, torch.dtype], ...]
+    device: torch.device | None
+
+    @classmethod
+    def now(cls) -> Modes:
+        """Return the modes of the calling thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            tuple(
+                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _DEVICES
+            ),
+            next((m.device for m in reversed(_stack()) if isinstance(m, DeviceContext)), None),
+        )
+
+
+def run_under(
+    modes: Modes, outer: Modes, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a call under modes of its own, within those in which the forward began."""
+    with ExitStack() as stack:
+        if modes.grad != outer.grad:
+            stack.enter_context(torch.set_grad_enabled(modes.grad))
+        for device, mine, other in zip(_DEVICES, modes.autocast, outer.autocast, strict=True):
+            if mine != other:
+                enabled, dtype = mine
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+        if modes.device is not None and modes.device != outer.device:
+            stack.enter_context(modes.device)
+        return run(*args, **kwargs)
+
+
+def settings() -> dict[str, Any]:
+    """Return the other settings that a forward may change, by the name of the function for it."""
+    cuda = torch.backends.cuda
+    return {
+        "sdpa_kernel": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "inference_mode": torch.is_inference_mode_enabled(),
+        "set_default_dtype": torch.get_default_dtype(),
+        "use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.backends.cudnn": (
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+        ),
+        "autograd.set_detect_anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def check_settings(before: Mapping[str, Any]) -> None:
+    """Raise TraceError if the forward has changed settings that stages would not have."""
+    for name, value in settings().items():
+        if before[name] != value:
+            raise TraceError(f"it changes what {name} sets, which no stage would know of")
+
+
+def function_modes() -> int:
+    """Return the number of function modes of this thread, besides ``with torch.device(...)``."""
+    return sum(not isinstance(mode, DeviceContext) for mode in _stack())
+
+
+def _stack() -> list[Any]:
+    return [torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack())]
+
 
 _DRAWN = (
     "it draws random numbers, which would be the same in every step: draw them in a module of "
@@ -39,7 +120,7 @@ _RANDOM = _functions("rand randn randint randperm normal")
 AUTOWRAPPED = _FACTORIES | _RANDOM  # of torch, by name
 
 
-class FunctionRecorder(TorchFunctionMode):
+class _FunctionRecorder(TorchFunctionMode):
     """Records the calls of PyTorch's functions that a traced forward makes without any value."""
 
     def __init__(self, tracer: fx.Tracer) -> None:
@@ -67,7 +148,15 @@ class FunctionRecorder(TorchFunctionMode):
 
 
 @contextmanager
-def any_arguments(tracer: fx.Tracer) -> Iterator[None]:
+def watch(tracer: fx.Tracer) -> Iterator[None]:
+    """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers."""
+    recorder = _FunctionRecorder(tracer)
+    with _same_randomness(), recorder, _any_arguments(tracer), _functions_whole(tracer):
+        yield
+
+
+@contextmanager
+def _any_arguments(tracer: fx.Tracer) -> Iterator[None]:
     """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +181,7 @@ def any_arguments(tracer: fx.Tracer) -> Iterator[None]:
 
 
 @contextmanager
-def functions_whole(tracer: fx.Tracer) -> Iterator[None]:
+def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
     """Record an autograd function as one call: within, it would run without gradients.
 
     The function of PyTorch's own activation checkpointing is traced through.
@@ -124,7 +213,7 @@ def _has_values(tree: Any) -> bool:
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
+def _same_randomness() -> Iterator[None]:
     """Raise if random numbers are drawn, and undo that."""
     state = RandomState.capture()
     try:

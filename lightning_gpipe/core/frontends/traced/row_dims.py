@@ -11,38 +11,43 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import fx
 
-from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
-from lightning_gpipe.core.frontends.traced.rows.indexing import ACROSS, AcrossRows, dim_after
-from lightning_gpipe.core.frontends.traced.rows.numbers import check_numbers, rows_in
-from lightning_gpipe.core.frontends.traced.rows.reductions import check_reductions
-from lightning_gpipe.core.frontends.traced.symbolic import set_item
-from lightning_gpipe.core.frontends.traced.traced_values import ValueKind, function_name, kind_of
-from lightning_gpipe.core.frontends.traced.unsupported import UnsupportedForward
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
+from lightning_gpipe.core.frontends.traced.row_checks import (
+    check_numbers,
+    check_reductions,
+    rows_in,
+)
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    ValueKind,
+    first_input,
+    function_name,
+    kind_of,
+    set_item,
+)
+
+
+def across_rows(line: str, what: str) -> UnsupportedForward:
+    """Return the error of a step that computes across rows."""
+    return UnsupportedForward(
+        "a forward must not compute across the rows of a mini-batch, since a stage has those of a "
+        f"micro-batch: {line} {what}. Compute it outside of the model; or, if each micro-batch may "
+        "count for itself, in a module of its own, which runs as one layer."
+    )
 
 
 def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
-    """Return the dim of the rows in each value that has rows; None where it cannot be told.
-
-    Raises:
-        UnsupportedForward: If a step between layers computes across rows, or with their number.
-    """
-    rows = rows_in(graph)
-    check_numbers(graph, rows)
-    check_reductions(graph, rows.values)
-    dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows.values}
+    """Return the dim of the rows in each value that has rows; None where it cannot be told."""
+    rows, counts = rows_in(graph)
+    check_numbers(graph, counts)
+    check_reductions(graph, rows)
+    dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows}
     for node in graph.nodes:
-        if node not in rows.values:
-            continue
-        call = TracedCall(node, dims)
-        try:
-            dims[node] = _common(call) if node.op == "call_module" else _dim_after(call)
-        except AcrossRows as error:
-            line = node.meta["line"]
-            raise UnsupportedForward(ACROSS.format(line=line, what=error)) from None
+        if node in rows:
+            dims[node] = _dim_after(TracedCall(node, dims))
     return dims
 
 
@@ -50,18 +55,17 @@ class TracedCall:
     """A function or method of a step, and its arguments.
 
     Attributes:
-        name: The name of the function.
-        args, kwargs: Its arguments.
+        name: The name of the function; empty for a layer.
+        line: The user's line.
         dim: The dim of the rows in its first argument, or in the first tensor in that.
-        rows: The dim of the rows in each of its arguments.
+        rows: The dims of the rows in all arguments.
     """
 
     def __init__(self, node: fx.Node, dims: Mapping[fx.Node, int | None]) -> None:
-        self.node = node
-        self.name = function_name(node)
+        self.name, self.line = function_name(node), node.meta["line"]
         self.args, self.kwargs = list(node.args), node.kwargs
         self._dims = dims
-        self.rows = [dims[x] for x in node.all_input_nodes if x in dims]
+        self.rows = {dims[x] for x in node.all_input_nodes if x in dims} - {None}
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         within = map(self.of, first if isinstance(first, list | tuple) else [first])
         self.dim = next((dim for dim in within if dim is not None), None)
@@ -86,15 +90,10 @@ def _dim_after(call: TracedCall) -> int | None:
     if call.name == "einsum":
         return _einsum(call)
     rule = _RULES.get(call.name)
-    if rule is None:
-        return _common(call)
-    return None if call.dim is None else rule(call, call.dim)
-
-
-def _common(call: TracedCall) -> int | None:
-    """The rule for a layer or an elementwise function, which leave rows in their dim."""
-    dims = set(call.rows) - {None}
-    return dims.pop() if len(dims) == 1 else None
+    if rule is not None:
+        return None if call.dim is None else rule(call, call.dim)
+    # A layer, or an elementwise function: rows stay in their dim.
+    return next(iter(call.rows)) if len(call.rows) == 1 else None
 
 
 def _einsum(call: TracedCall) -> int | None:
@@ -105,21 +104,18 @@ def _einsum(call: TracedCall) -> int | None:
     dims = zip(inputs.split(","), map(call.of, operands), strict=False)
     letters = {names[dim] for names, dim in dims if dim is not None and dim < len(names)}
     if len(letters) > 1 or not letters <= set(output):
-        raise AcrossRows("multiplies rows with rows, or sums over them")
+        raise across_rows(call.line, "multiplies rows with rows, or sums over them")
     return output.index(letters.pop()) if letters else None
 
 
 def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule:
-    """The rule for functions along the dims in the argument at ``position``.
-
-    With ``removes`` the result lacks these dims, unless ``keepdim``.
-    """
+    """The rule for functions along the dims in an argument; the result may lack these dims."""
 
     def rule(call: TracedCall, dim: int) -> int | None:
         dims = call.at(position, "dim", "dims", "axis", default=default)
         dims = dims if isinstance(dims, list | tuple) else [dims]
         if dim in dims:
-            raise AcrossRows(f"computes {call.name} along dim {dim}")
+            raise across_rows(call.line, f"computes {call.name} along dim {dim}")
         if not removes or call.at(position + 1, "keepdim", default=False):
             return dim
         if not all(isinstance(k, int) for k in dims):
@@ -129,8 +125,8 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
     return rule
 
 
-def _everything(call: TracedCall, _: int) -> int | None:
-    raise AcrossRows(f"computes {call.name} over all rows")
+def _everything(call: TracedCall, _: int) -> NoReturn:
+    raise across_rows(call.line, f"computes {call.name} over all rows")
 
 
 def _unknown(_: TracedCall, __: int) -> int | None:
@@ -139,7 +135,7 @@ def _unknown(_: TracedCall, __: int) -> int | None:
 
 def _roll(call: TracedCall, dim: int) -> int | None:
     if call.at(2, "dims", default=()) in ((), []):
-        raise AcrossRows("rolls all rows")
+        raise across_rows(call.line, "rolls all rows")
     return _along(2)(call, dim)
 
 
@@ -151,7 +147,7 @@ def _transpose(call: TracedCall, dim: int) -> int | None:
 
 
 def _t(_: TracedCall, dim: int) -> int | None:
-    return {0: 1, 1: 0}.get(dim)
+    return 1 - dim if dim < 2 else None
 
 
 def _permute(call: TracedCall, dim: int) -> int | None:
@@ -195,13 +191,15 @@ def _stack(call: TracedCall, dim: int) -> int | None:
 def _matmul(call: TracedCall, dim: int) -> int | None:
     other = call.of(call.at(1, "other", "mat2", "weight"))
     if other is not None and (call.name == "linear" or other != dim):
-        raise AcrossRows("multiplies rows with rows")
+        raise across_rows(call.line, "multiplies rows with rows")
     return dim
 
 
 def _batch_norm(call: TracedCall, dim: int) -> int | None:
     if call.at(5, "training", default=False):
-        raise AcrossRows("normalizes over all rows, where nn.BatchNorm would be a layer")
+        raise across_rows(
+            call.line, "normalizes over all rows, where nn.BatchNorm would be a layer"
+        )
     return dim
 
 
@@ -217,10 +215,33 @@ def _item(call: TracedCall, dim: int) -> int | None:
     assert isinstance(base, fx.Node)
     if isinstance(index, int | str) and not _is_tensor(base):  # maybe of a tuple, or a dict
         return dim if index == 0 or base.op != "call_module" else None
-    return dim_after(dim, index)
+    return _indexed(call, dim, index)
 
 
-def _set(call: TracedCall, dim: int) -> int | None:
+def _indexed(call: TracedCall, dim: int, index: Any) -> int | None:
+    """Return the dim of the rows in ``x[index]``, where they are in ``dim`` of x."""
+    before = 0  # dims of the result
+    at = 0  # of x
+    for item in index if isinstance(index, tuple) else (index,):
+        if at > dim:
+            break
+        if item is Ellipsis:
+            return before if at == dim else None
+        is_number = isinstance(item, fx.Node) and kind_of(item) is ValueKind.NUMBER
+        if at == dim and item is not None:
+            if item == slice(None):
+                return before
+            if isinstance(item, fx.Node) and not is_number:
+                return before  # a mask, or one index for each row: see get_rows
+            raise across_rows(call.line, "takes some of the rows")
+        if not (item is None or isinstance(item, slice | int) or is_number):
+            return None
+        at += item is not None
+        before += item is None or isinstance(item, slice)
+    return before + max(0, dim - at)
+
+
+def _set_item(call: TracedCall, dim: int) -> int | None:
     _item(call, dim)
     return dim
 
@@ -228,10 +249,11 @@ def _set(call: TracedCall, dim: int) -> int | None:
 def _is_tensor(node: fx.Node) -> bool:
     """Return whether a value is certainly a tensor: an argument may be a tuple or a dict."""
     source = node
-    while source.op != "placeholder" and source.args and isinstance(source.args[0], fx.Node):
-        if source.target is not operator.getitem and source.op != "call_method":
+    while source.target is operator.getitem or source.op == "call_method":
+        base = first_input(source)
+        if base is None:
             break
-        source = source.args[0]
+        source = base
     return kind_of(node) is ValueKind.TENSOR and bool(source.meta.get("certain", True))
 
 
@@ -271,6 +293,6 @@ _TABLE: list[tuple[str, Rule]] = [
     ("movedim moveaxis diagonal unfold rot90 kron outer ger cdist tensordot", _unknown),
     ("getattr", _attribute),
     (operator.getitem.__name__, _item),
-    (set_item.__name__, _set),
+    (set_item.__name__, _set_item),
 ]
 _RULES = {name: rule for names, rule in _TABLE for name in names.split()}

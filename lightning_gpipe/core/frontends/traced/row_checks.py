@@ -1,0 +1,135 @@
+"""Checks of what a traced forward does with the number of rows, and with reductions over them.
+
+In a stage, ``x.size(0)`` is the number of rows of a micro-batch. As a size it is what is needed:
+``x.view(x.size(0), -1)`` views the micro-batch. As a value it is not: ``x.sum() / x.size(0)`` would
+divide by another number than the plain module does. The latter is refused.
+
+``x / x.sum()`` would divide each micro-batch by its own sum. A reduction without a dim is over the
+rows as well, so its result must not meet values with rows again, nor a layer. As an output of the
+model, a loss, it is merged with those of the other micro-batches.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
+from lightning_gpipe.core.frontends.traced.symbolic import (
+    ValueKind,
+    first_input,
+    function_name,
+    hold,
+    kind_of,
+)
+
+_OPERATORS = frozenset(getattr(operator, name) for name in operator.__all__)
+_COMPUTE = frozenset(
+    {"add", "sub", "mul", "div", "divide", "true_divide", "multiply", "subtract", "pow", "rsub"}
+    | {"floor_divide", "remainder", "fmod", "clamp", "add_", "sub_", "mul_", "div_", "pow_"}
+)
+_ROW_NUMBERS = frozenset({torch.arange, torch.linspace})  # as an index: one entry per row
+_REDUCTIONS = frozenset(
+    {"mean", "sum", "prod", "std", "var", "norm", "max", "min", "amax", "amin", "median"}
+    | {"nanmean", "nansum", "any", "all"}
+)
+_CHECKS = frozenset({hold.__name__, "_assert"})
+
+
+def rows_in(graph: CallGraph) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Find the values that depend on the rows of the micro-batch, and the numbers of rows.
+
+    The latter include what is computed from them.
+    """
+    rows = {node for node in graph.inputs if not node.meta["whole"]}
+    counts: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _is_count(node, rows) or _is_computed(node, counts):
+            counts.add(node)
+        elif not _is_property(node) and set(node.all_input_nodes) & (rows | counts):
+            rows.add(node)
+    return rows, counts
+
+
+def check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
+    """Raise UnsupportedForward if a number of rows is used as a value."""
+    for node in counts:
+        if node in graph.outputs:
+            raise UnsupportedForward(_message(node, "returns it"))
+        for user in node.users:
+            if user not in counts and (what := _misuse(user)):
+                raise UnsupportedForward(_message(user, what))
+
+
+def _is_property(node: fx.Node) -> bool:
+    """Return whether a value is a size, a device or such, of another value."""
+    if kind_of(node) in (ValueKind.NUMBER, ValueKind.SIZES):
+        return True
+    return node.target is getattr and node.args[1] in ("device", "dtype", "layout")
+
+
+def _is_count(node: fx.Node, rows: set[fx.Node]) -> bool:
+    base = first_input(node)
+    if node.op == "call_method" and base in rows:
+        dim: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        return node.target in ("numel", "nelement") or (node.target == "size" and dim == 0)
+    if base is None or node.target is not operator.getitem or kind_of(base) is not ValueKind.SIZES:
+        return False
+    return first_input(base) in rows and node.args[1:] == (0,)
+
+
+def _is_computed(node: fx.Node, counts: set[fx.Node]) -> bool:
+    """Return whether a node computes a number from numbers, of which one is of rows."""
+    inputs = set(node.all_input_nodes)
+    numbers = all(x in counts or kind_of(x) is ValueKind.NUMBER for x in inputs)
+    return bool(inputs & counts) and numbers and node.target in _OPERATORS
+
+
+def _misuse(user: fx.Node) -> str:
+    """Say what a step does with a number that is wrong for a number of rows; empty if nothing."""
+    if user.target is operator.getitem:
+        return "takes rows by it"
+    if user.target in _ROW_NUMBERS:
+        indices = all(x.target is operator.getitem for x in user.users)
+        return "" if indices and user.users else "counts up to it"
+    if user.target in _OPERATORS or function_name(user) in _COMPUTE:
+        return "computes with it"
+    return ""
+
+
+def _message(node: fx.Node, what: str) -> str:
+    return (
+        "a number of rows must only be used as a size, since a stage has the rows of a micro-batch "
+        f"and not of the whole mini-batch: {node.meta['line']} {what}. Compute it outside of the "
+        "model, or give the number to forward as an argument."
+    )
+
+
+def check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
+    """Raise UnsupportedForward if a reduction over all rows is used beside values with ``rows``."""
+    reduced: dict[fx.Node, fx.Node] = {}  # values computed from reductions alone, and of which
+    for node in graph.nodes:
+        sources = [x for x in node.all_input_nodes if x in reduced]
+        others = any(x in rows and x not in reduced for x in node.all_input_nodes)
+        beside = others or node.op == "call_module"
+        if sources and beside and function_name(node) not in _CHECKS:
+            raise UnsupportedForward(
+                "a forward must not compute over all rows of a mini-batch, since a stage has those "
+                f"of a micro-batch: {reduced[sources[0]].meta['line']} reduces over them, and "
+                f"{node.meta['line']} uses it beside values per row, or in a layer. "
+                "Give the dims, as in x.mean(dim=1), or compute it outside of the model."
+            )
+        if sources:
+            reduced[node] = reduced[sources[0]]
+        elif _reduces_all(node, rows):
+            reduced[node] = node
+
+
+def _reduces_all(node: fx.Node, rows: set[fx.Node]) -> bool:
+    has_dim = len(node.args) > 1 or {"dim", "axis"} & set(node.kwargs)
+    value = first_input(node)
+    reduces = function_name(node) in _REDUCTIONS and value in rows and not has_dim
+    return reduces and kind_of(value) is ValueKind.TENSOR

@@ -1,0 +1,108 @@
+"""The attributes of modules: those that a trace changes, and those that its graph depends on.
+
+A traced forward runs once, on values that are not tensors, so the attributes that it assigns and
+the items that it appends are not those of a real run. They are undone; and since a pipeline would
+not do it again, the forward of that module cannot be traced.
+
+Numbers, flags and tensors in attributes of the modules that were traced through are constants of
+the graph, and so are their children and the hooks that they do not have. A change of one needs a
+new graph, as the plain module would compute something else from then on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_gpipe.core.frontends.traced.tracer import is_layer
+from lightning_gpipe.core.layout import CONTAINERS, contents, holders, hooks_of
+
+
+class ModuleSnapshot:
+    """The attributes of a module, of all modules in it, and of the objects that they hold."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._slots = [(holder, dict(holder.slots)) for holder in holders(root.modules())]
+        self._contents = [
+            (holder, name, value, _elements(value))
+            for holder, slots in self._slots
+            for name, value in slots.items()
+            if isinstance(value, CONTAINERS)
+        ]
+
+    def restore(self) -> dict[nn.Module, list[str]]:
+        """Undo all changes, and return the names of the attributes that had any, by module."""
+        changed: dict[nn.Module, list[str]] = defaultdict(list)
+        for holder, name, container, before in self._contents:
+            now = _elements(container)
+            if len(now) != len(before) or not all(map(_same, now, before)):
+                container.clear()
+                if isinstance(container, list | deque):
+                    container.extend(before)
+                else:
+                    container.update(before)
+                changed[holder.module].append(holder.prefix + name)
+        for holder, former in self._slots:
+            slots = holder.slots
+            names = dict.fromkeys([*former, *slots])
+            others = [
+                name for name in names if slots.get(name, slots) is not former.get(name, slots)
+            ]
+            if others:
+                slots.clear()
+                slots.update(former)
+                changed[holder.module] += [holder.prefix + name for name in others]
+        return changed
+
+
+def _elements(container: Any) -> list[Any]:
+    return list(container.items() if isinstance(container, dict) else contents(container))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):  # items of a dict
+        return all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
+
+
+class Assumed:
+    """The attributes of modules that were traced through, as they were then.
+
+    Attributes:
+        modules: The modules that were traced through, or hold such modules.
+    """
+
+    def __init__(self, root: nn.Module, whole: Collection[nn.Module]) -> None:
+        self.modules = list(dict.fromkeys(_traced_through(root, whole)))
+        inner = self.modules[1:]
+        attributes = [(holder.slots, holder.held) for holder in holders(self.modules)]
+        attributes += [(vars(m), {"forward": vars(m).get("forward")}) for m in inner]
+        self._slots = [(slots, k, v) for slots, values in attributes for k, v in values.items()]
+        containers = [value for _, _, value in self._slots if isinstance(value, CONTAINERS)]
+        containers += [hooks for m in inner for hooks in hooks_of(m)]
+        containers += [slots for m in self.modules for slots in (m._parameters, m._modules)]
+        views = map(contents, containers)
+        self._contents = [(view, tuple(view)) for view in views]
+        tensors = [value for _, _, value in self._slots if isinstance(value, Tensor)]
+        self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
+
+    def holds(self) -> bool:
+        """Return whether nothing has changed; each mini-batch asks."""
+        for slots, name, value in self._slots:
+            if slots.get(name) is not value:
+                return False
+        for view, before in self._contents:
+            if len(view) != len(before) or not all(map(is_, view, before)):
+                return False
+        return all(tensor._version == version for tensor, version in self._versions)
+
+
+def _traced_through(root: nn.Module, whole: Collection[nn.Module]) -> Iterator[nn.Module]:
+    yield root
+    for child in root.children():
+        if child not in whole and not is_layer(child):
+            yield from _traced_through(child, whole)
