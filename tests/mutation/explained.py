@@ -45,8 +45,8 @@ EXPLAINED = (
     ),
     Explained(
         "run/autograd_node.py",
-        "BackwardOnce.run",
-        "self.check()",
+        "_Sources.backward",
+        "backward.check()",
         "Only two backwards at the same time, on two threads, come so far: another second one has "
         "ended at _Outputs.",
     ),
