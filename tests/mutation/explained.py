@@ -95,8 +95,8 @@ EXPLAINED = (
         _COST + "each micro-batch would put them in place once more.",
     ),
     Explained(
-        "run/captured_tensors.py",
-        "CapturedTensors.take_gradients",
+        "run/backward/stage_backward.py",
+        "StageBackward.take_gradients",
         "self._gradients.clear()",
         "The pass is released right after; until then two references hold the same tensors.",
     ),

@@ -174,11 +174,12 @@ class _Leaves(NamedTuple):
     def detached(self, outputs: Sequence[FlatTree]) -> list[Tensor]:
         """Return the leaves in no graph; no autograd function can return some nested tensors."""
         leaves = [leaf.detach() for leaf in self.of(outputs)]
-        if any(leaf.is_nested and leaf.layout is torch.strided for leaf in leaves):
-            raise ValueError(
-                "outputs of a pipeline that require gradients must be dense: got a nested tensor. "
-                "Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
-            )
+        for leaf in leaves:
+            if leaf.is_nested and leaf.layout is torch.strided:
+                raise ValueError(
+                    "outputs of a pipeline that require gradients must be dense: got a nested "
+                    "tensor. Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
+                )
         return leaves
 
     def replaced(self, outputs: Sequence[FlatTree], tensors: Sequence[Tensor]) -> list[FlatTree]:
