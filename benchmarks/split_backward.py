@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Report, options
 from lightning_gpipe.core.run.backward.graph import Graph
+from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import root_of, run_backward
 from lightning_gpipe.core.run.backward.split import Splits
-from lightning_gpipe.core.run.backward.weight_gradients import WeightGradients
+from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 
 WARM_UP = 3
 
@@ -64,11 +65,11 @@ def measured(layer: nn.Module, x: Tensor, splits: Splits) -> PipedModule:
     run_backward(roots, gradients)
     whole = clock() - start
     roots, gradients = run(layer, x)
-    weights = WeightGradients(splits)
+    backward = StageBackward(UsedLeaves(()), splits)
     start = clock()
-    weights.run_backward(0, [x], roots, gradients)
+    backward.run(0, [x], roots, gradients)
     between = clock()
-    weights.run(0)
+    backward.run_weights(0)
     end = clock()
     roots, _ = run(layer, x)
     again = clock()

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from unittest.mock import patch
 
-from lightning_gpipe.core.run import worker
+from lightning_gpipe.core.run import minibatch_run
 from lightning_gpipe.core.run.observe.clocks import HostClock
 
 _ACCOUNT = Path("/proc/thread-self/schedstat")  # ns computed, ns queued for a core, how often
@@ -69,5 +69,5 @@ class ThreadClock(HostClock):
 @contextmanager
 def thread_clocks() -> Iterator[None]:
     """Give one to each worker of a mini-batch that begins in a ``with`` block, on a GPU too."""
-    with patch.object(worker, "clock_of", lambda stream: ThreadClock()):
+    with patch.object(minibatch_run, "clock_of", lambda stream: ThreadClock()):
         yield

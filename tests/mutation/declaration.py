@@ -44,7 +44,7 @@ PROMISES = {
     "transport/local.py": "concurrency faults random_faults interrupts forks",
     "run/guards/lost_gradients.py": "loss_terms leaks concurrency",
     "run/autograd_node.py": "autograd layouts_of_tensors several_forwards",
-    "run/captured_tensors.py": "captured_tensors",
+    "run/backward/stage_backward.py": "captured_tensors",
     "run/guards/forbidden_edits.py": "hooks batch_edits parameters_edited_in_forward",
     "faithful/random/reproducible.py": "draws_in_backward reproducibility untagged_operators",
     "run/engine.py": "loss_terms leaks concurrency side_channels",

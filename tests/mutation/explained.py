@@ -45,8 +45,8 @@ EXPLAINED = (
     ),
     Explained(
         "run/autograd_node.py",
-        "BackwardOnce.run",
-        "self.check()",
+        "_Sources.backward",
+        "backward.check()",
         "Only two backwards at the same time, on two threads, come so far: another second one has "
         "ended at _Outputs.",
     ),
@@ -95,8 +95,8 @@ EXPLAINED = (
         _COST + "each micro-batch would put them in place once more.",
     ),
     Explained(
-        "run/captured_tensors.py",
-        "CapturedTensors.take_gradients",
+        "run/backward/stage_backward.py",
+        "StageBackward.take_gradients",
         "self._gradients.clear()",
         "The pass is released right after; until then two references hold the same tensors.",
     ),

@@ -5,13 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import Context, Randomness
 from lightning_gpipe.core.layout import Layout, balance_of_layers, cut, lay_out
 from lightning_gpipe.core.programs import Program, chain
-from lightning_gpipe.core.run.backward.leaves import UsedLeaves
-from lightning_gpipe.core.run.stage import Stage
-from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.work import Work
+from lightning_gpipe.core.run import Stage, StagePass, pass_alone
 
 CPU = torch.device("cpu")
 
@@ -45,13 +41,4 @@ def begin(stage: Stage, recomputed: frozenset[int] = NONE) -> StagePass:
     layers = zip(partition.layers, partition.titles, strict=True)
     before = [[(nn.Identity(), "a stage before")]] * partition.index
     program = chain([*before, layers])
-    shadows = stage.shadows(grad=torch.is_grad_enabled(), recomputed=bool(recomputed))
-    return StagePass(
-        stage,
-        Work(stage, program),
-        Context.capture([CPU]),
-        recomputed,
-        Randomness([CPU]),
-        shadows,
-        UsedLeaves([shadows]),
-    )
+    return pass_alone(stage, program, recomputed=recomputed)

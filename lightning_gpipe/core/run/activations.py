@@ -34,18 +34,13 @@ class Activations(NamedTuple):
     sizes: tuple[int, ...] = ()
     former: Sequence[Any] = ()
 
-    @classmethod
-    def dropped(cls, inputs: FlatTree, saved: ModuleState | None, terms: int) -> Activations:
-        """The activations of a micro-batch that will be recomputed."""
-        return cls(inputs, None, saved, _versions(inputs), terms)
-
     @property
     def edited(self) -> bool:
         """True if an input was edited since forward, although recomputation needs it."""
-        return self.roots is None and _versions(self.inputs) != self.versions
+        return self.roots is None and versions_in(self.inputs) != self.versions
 
 
-def _versions(inputs: FlatTree) -> list[int]:
+def versions_in(inputs: FlatTree) -> list[int]:
     """The version counters of the tensors among the leaves; inference tensors have none."""
     versions = []
     for leaf in inputs.leaves:  # no comprehension, which is one more call for each micro-batch

@@ -24,21 +24,20 @@ backward phase then runs on it, in the schedule's order.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
-from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, requires_grad
 from lightning_gpipe.core.faithful import not_compiled
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.minibatch import MiniBatch
 
-Leaf = tuple[int, int]  # micro-batch i, the index of the leaf
+Compute = Callable[[Sequence[Tensor | None]], Iterable[Tensor | None]]
 
 _TWICE = (
     "a pipeline cannot be differentiated twice: got a backward with create_graph=True. Compute "
@@ -51,38 +50,36 @@ _AGAIN = (
 )
 
 
-class BackwardOnce(ABC):
+class BackwardOnce:
     """The backward of a pair of nodes, which runs once.
 
     Args:
+        compute: Computes the gradients of the sources from those of the outputs.
         twice: The message for a backward that is to be differentiated.
         again: The message for a second backward.
+
+    Attributes:
+        gradients: The gradients of the outputs, once their node has run.
     """
 
-    def __init__(self, twice: str, again: str) -> None:
+    def __init__(self, compute: Compute, twice: str = _TWICE, again: str = _AGAIN) -> None:
+        self.gradients: Sequence[Tensor | None] = ()
+        self._compute: Compute | None = compute
         self._twice, self._again = twice, again
-        self._ran = False
 
     def check(self) -> None:
         """Raise if backward would have to run a second time, or to be differentiated."""
         if torch.is_grad_enabled():
             raise RuntimeError(self._twice)
-        if self._ran:
+        if self._compute is None:
             raise RuntimeError(self._again)
 
     def run(self) -> Iterable[Tensor | None]:
-        """Compute the gradients of the sources."""
-        self.check()
-        self._ran = True
-        return self.source_gradients()
-
-    @abstractmethod
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        """Store the gradients of the outputs."""
-
-    @abstractmethod
-    def source_gradients(self) -> Iterable[Tensor | None]:
-        """Compute the gradients of the sources from those of the outputs."""
+        """Compute the gradients of the sources, and drop all that is needed for it."""
+        compute, self._compute = self._compute, None  # the user may keep the output alone
+        gradients, self.gradients = self.gradients, ()
+        assert compute is not None, "it runs once"
+        return compute(gradients)
 
 
 def connect(
@@ -104,15 +101,26 @@ def attach(
         The outputs in the caller's graph. A second backward through them, and one with
         ``create_graph=True``, raise RuntimeError.
     """
-    leaves = _OutputLeaves(outputs)
+    leaves = _Leaves.among(outputs)
     if not leaves.places:
         return list(outputs)
-    backward = _BackwardPhase(minibatch, _requiring_grad(inputs), leaves)
+    input_leaves = _Leaves.among(inputs)
+    backward = BackwardOnce(partial(_run_backward_phase, minibatch, input_leaves.places, leaves))
     # The anchor makes backward run even if only tensors that nn.Module does not know need it.
     anchor = torch.empty((), device="cpu", requires_grad=True)
-    sources = [inputs[i].leaves[k] for i, k in backward.input_leaves]
-    sources = [anchor, *sources, *minibatch.leaves]
-    return leaves.replaced(connect(backward, sources, leaves.tensors))
+    sources = [anchor, *input_leaves.of(inputs), *minibatch.leaves]
+    return leaves.replaced(outputs, connect(backward, sources, leaves.detached(outputs)))
+
+
+def _run_backward_phase(
+    minibatch: MiniBatch,
+    input_leaves: Sequence[tuple[int, int]],
+    output_leaves: _Leaves,
+    gradients: Sequence[Tensor | None],
+) -> Gradients:
+    inputs, leaves = minibatch.backward(output_leaves.gradients(gradients))
+    of_inputs = [inputs[i][k] if inputs[i] else None for i, k in input_leaves]
+    return [None, *of_inputs, *leaves]
 
 
 class StepOutputs:
@@ -124,97 +132,69 @@ class StepOutputs:
     """
 
     def __init__(self, outputs: FlatTree) -> None:
-        leaves = _OutputLeaves([outputs])
-        self._stored = _StoredGradients(leaves)  # the node refers to this, and not to its outputs
+        self._leaves = leaves = _Leaves.among([outputs])
+        self._backward = BackwardOnce(list)  # nothing is behind the anchor
         self.anchor: Tensor | None = None
         self.outputs = outputs
         if leaves.places:
             self.anchor = torch.zeros((), device="cpu", requires_grad=True)
-            tensors = _Outputs.apply(self._stored, leaves.tensors, self.anchor)
-            [self.outputs] = leaves.replaced(tensors)
+            tensors = _Outputs.apply(self._backward, leaves.detached([outputs]), self.anchor)
+            [self.outputs] = leaves.replaced([outputs], tensors)
 
     def take_gradients(self) -> Gradients:
         """Return the gradients of the leaves, after the caller's backward; no longer held here."""
-        return self._stored.source_gradients()
+        [gradients] = self._leaves.gradients(list(self._backward.run()))
+        return gradients
 
 
-class _OutputLeaves:
-    """The leaves that require a gradient among the outputs of micro-batches, and their gradients.
+class _Leaves(NamedTuple):
+    """The places of the leaves that require a gradient among those of micro-batches.
 
     Attributes:
         places: The micro-batch of each leaf, and its index there.
-        tensors: The leaves, detached, until they are replaced.
-
-    Raises:
-        ValueError: If one of the leaves is a nested tensor of the older layout, which no autograd
-            function can return.
+        sizes: The number of leaves of each micro-batch.
     """
 
-    def __init__(self, outputs: Sequence[FlatTree]) -> None:
-        self._outputs = outputs
-        self.places = _requiring_grad(outputs)
-        self._gradients: list[Gradients] = [[None] * len(output.leaves) for output in outputs]
-        self.tensors = [outputs[i].leaves[k].detach() for i, k in self.places]
-        for leaf in self.tensors:
+    places: Sequence[tuple[int, int]]
+    sizes: Sequence[int]
+
+    @classmethod
+    def among(cls, flats: Sequence[FlatTree]) -> _Leaves:
+        places = [
+            (i, k)
+            for i, flat in enumerate(flats)
+            for k, leaf in enumerate(flat.leaves)
+            if requires_grad(leaf)
+        ]
+        return cls(places, [len(flat.leaves) for flat in flats])
+
+    def of(self, flats: Sequence[FlatTree]) -> list[Tensor]:
+        return [flats[i].leaves[k] for i, k in self.places]
+
+    def detached(self, outputs: Sequence[FlatTree]) -> list[Tensor]:
+        """Return the leaves in no graph; no autograd function can return some nested tensors."""
+        leaves = [leaf.detach() for leaf in self.of(outputs)]
+        for leaf in leaves:
             if leaf.is_nested and leaf.layout is torch.strided:
                 raise ValueError(
                     "outputs of a pipeline that require gradients must be dense: got a nested "
                     "tensor. Return it padded, with torch.nested.to_padded_tensor(x, 0.0)."
                 )
+        return leaves
 
-    def replaced(self, tensors: Sequence[Tensor]) -> list[FlatTree]:
+    def replaced(self, outputs: Sequence[FlatTree], tensors: Sequence[Tensor]) -> list[FlatTree]:
         """Return the outputs with other tensors in place of the leaves."""
-        result = [FlatTree(list(leaves), spec) for leaves, spec in self._outputs]
+        result = [FlatTree(list(leaves), spec) for leaves, spec in outputs]
         for (i, k), tensor in zip(self.places, tensors, strict=True):
-            result[i].leaves[k] = copy_marks(self._outputs[i].leaves[k], tensor)
-        self._outputs, self.tensors = (), []
+            result[i].leaves[k] = copy_marks(outputs[i].leaves[k], tensor)
         return result
 
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        for (i, k), gradient in zip(self.places, gradients, strict=True):
-            self._gradients[i][k] = gradient
-
-    def take_gradients(self) -> list[Gradients]:
-        """Return the gradients of each micro-batch's leaves, and drop them here."""
-        gradients, self._gradients = self._gradients, []
-        return gradients
-
-
-class _StoredGradients(BackwardOnce):
-    """Stores the gradients of the leaves of outputs."""
-
-    def __init__(self, leaves: _OutputLeaves) -> None:
-        super().__init__(_TWICE, _AGAIN)
-        self._leaves = leaves
-
-    @override
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        self._leaves.store(gradients)
-
-    @override
-    def source_gradients(self) -> Gradients:
-        self._ran = True
-        [gradients] = self._leaves.take_gradients()
-        return gradients
-
-
-class _BackwardPhase(_StoredGradients):
-    """Runs the backward phase of a mini-batch with them."""
-
-    def __init__(
-        self, minibatch: MiniBatch, input_leaves: list[Leaf], leaves: _OutputLeaves
-    ) -> None:
-        super().__init__(leaves)
-        self.input_leaves = input_leaves
-        self._minibatch: MiniBatch | None = minibatch
-
-    @override
-    def source_gradients(self) -> Gradients:
-        minibatch, self._minibatch = self._minibatch, None  # the user may keep the output alone
-        assert minibatch is not None, "it runs once"
-        inputs, leaves = minibatch.backward(self._leaves.take_gradients())
-        of_inputs = [inputs[i][k] if inputs[i] else None for i, k in self.input_leaves]
-        return [None, *of_inputs, *leaves]
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Gradients]:
+        """Return the gradients of all leaves of each micro-batch, from those of these, if any."""
+        result: list[Gradients] = [[None] * size for size in self.sizes]
+        for (i, k), gradient in zip(self.places, gradients, strict=False):
+            result[i][k] = gradient
+        return result
 
 
 class _Sources(Function):
@@ -229,6 +209,7 @@ class _Sources(Function):
     @not_compiled
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         backward: BackwardOnce = ctx.backward_once
+        backward.check()
         return (None, *backward.run())
 
 
@@ -248,14 +229,5 @@ class _Outputs(Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         backward: BackwardOnce = ctx.backward_once
         backward.check()
-        backward.store(gradients)
+        backward.gradients = gradients
         return (None, None, torch.zeros((), device="cpu"))
-
-
-def _requiring_grad(flats: Sequence[FlatTree]) -> list[Leaf]:
-    return [
-        (i, k)
-        for i, flat in enumerate(flats)
-        for k, leaf in enumerate(flat.leaves)
-        if requires_grad(leaf)
-    ]

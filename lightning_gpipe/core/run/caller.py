@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import FlatTree, Term, join, parted, requires_grad, tree_unflatten
+from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.stage_borders import handed
-from lightning_gpipe.core.schedules import CALLER, Action, Kind, Schedule, successor
+from lightning_gpipe.core.schedules import CALLER, Action, Kind
 from lightning_gpipe.core.transport import BatchCopies, Exchange
 
 Sent = tuple[Action, FlatTree, Route | None]  # the action that gets it, a value, its route
@@ -56,13 +56,7 @@ class Caller:
         self._gathered = None if program.outputs == program.parts[-1].gives else program
         self._returned = program.returned
         self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
-        self._entering = False  # whether an input requires a gradient
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
-
-    def inputs(self, microbatches: Sequence[FlatTree]) -> Iterator[Sent]:
-        """Yield the messages of a forward."""
-        self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
-        return chain.from_iterable(self.input(i, x) for i, x in enumerate(microbatches))
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
         """Yield the messages of the forward of micro-batch ``i``."""
@@ -87,10 +81,6 @@ class Caller:
         near = {id(leaf): of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in x.leaves}
         return FlatTree([near[id(leaf)] for leaf in x.leaves], x.spec)
 
-    def outputs(self, exchange: Exchange, m: int) -> list[FlatTree]:
-        """Receive the output of each micro-batch, joined if there are routes."""
-        return [self.output(exchange, i) for i in range(m)]
-
     def output(self, exchange: Exchange, i: int) -> FlatTree:
         """Receive the output of micro-batch ``i``."""
         end = Action(Kind.FORWARD, i, self._n)
@@ -101,11 +91,6 @@ class Caller:
         joined = join([output, *(exchange.receive(end, route) for route in routes)])
         self._structures[i] = joined.spec
         return joined
-
-    def output_gradients(self, gradients: Sequence[Gradients]) -> Iterator[Sent]:
-        """Yield the messages of a backward from the gradients of the outputs' leaves."""
-        for i, leaves in enumerate(gradients):
-            yield from self.output_gradient(i, leaves)
 
     def output_gradient(self, i: int, leaves: Gradients) -> Iterator[Sent]:
         """Yield the messages of the backward of micro-batch ``i``."""
@@ -119,24 +104,13 @@ class Caller:
         for route, tree in zip(routes, others, strict=True):
             yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
-    def awaited(self, phase: Schedule) -> list[Action]:
-        """Return what to wait for in a backward; the last one ends when everything has ended."""
-        own = phase.last_backwards
-        return list(map(successor, own if self._entering else own[-1:]))
-
-    def input_gradients(self, exchange: Exchange, inputs: Sequence[FlatTree]) -> list[Gradients]:
-        """Receive the gradients of the leaves of each micro-batch; none if none requires one."""
-        if self._entering:
-            return [self.input_gradient(exchange, x, i) for i, x in enumerate(inputs)]
-        exchange.receive(self.awaited(exchange.phase)[-1])
-        return [[] for _ in inputs]
-
     def input_gradient(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
-        """Receive the gradients of the leaves of micro-batch ``i``."""
+        """Receive the gradients of the leaves of micro-batch ``i``; ``x`` has their devices."""
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
         if self._spread is None:
-            return _on_devices(main.leaves, x.leaves)
+            pairs = zip(main.leaves, x.leaves, strict=False)  # none, or one for each leaf
+            return [None if leaf is None else leaf.to(device) for leaf, device in pairs]
         devices_of = self._by_input(self._spread, x)
         gradients_of: dict[int, Gradients] = {
             number: [None] * len(tree.leaves) for number, tree in devices_of.items()
@@ -187,11 +161,3 @@ def devices_of(x: FlatTree) -> FlatTree:
     """The device of each leaf, in its place."""
     leaves, spec = x
     return FlatTree([leaf.device if isinstance(leaf, Tensor) else None for leaf in leaves], spec)
-
-
-def _on_devices(gradients: Sequence[Tensor | None], devices: Sequence[Any]) -> Gradients:
-    devices = devices[: len(gradients)]
-    return [
-        None if gradient is None else gradient.to(device)
-        for gradient, device in zip(gradients, devices, strict=True)
-    ]

@@ -136,12 +136,10 @@ class Engine:
             execution=self._execution(microbatches, schedule, program),
             terms=terms,
         )
-        outputs = self._side_channels.watch(
-            partial(minibatch.forward, microbatches, division, context)
-        )
+        forward = partial(minibatch.forward, microbatches, division, context)
+        outputs = self._side_channels.watch(forward)
         self._observe(minibatch.timeline)
-        outputs = attach(minibatch, microbatches, outputs)
-        return minibatch.caller.split(outputs)
+        return minibatch.caller.split(attach(minibatch, microbatches, outputs))
 
     def run_code(
         self,
@@ -164,6 +162,10 @@ class Engine:
             self._unfinished.settle()
             outside = OutsideParameters(around, self._layout.outside, self._journal)
         context = Context.capture(self._layout.devices_here)
+        execution = Execution([])
+        if self.ways is not None:
+            work = self._parameters / schedule.n
+            execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
         code = UserStep(function, schedule.m, losses, context, outside)
         minibatch = StepMiniBatch(
             self._equipment,
@@ -171,7 +173,7 @@ class Engine:
             code,
             outside,
             context,
-            execution=self._execution_of_code(schedule),
+            execution=execution,
             division=division,
         )
         self.code = code
@@ -218,16 +220,10 @@ class Engine:
         work = rows * self._parameters / schedule.n
         return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work, schedule.bubble)
 
-    def _execution_of_code(self, schedule: Schedule) -> Execution:
-        if self.ways is None:
-            return Execution([])
-        return self.ways.next(schedule, 1, schedule.m * schedule.n, self._parameters / schedule.n)
-
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
-        """Compute a pytree in the process of stage ``j``, and return it in all processes.
+        """Return what ``compute`` returns in the process of stage ``j``, in all processes.
 
-        All processes call this in the same order. If ``compute`` raises, the others raise
-        RankFailed.
+        It is a pytree. All processes call this in the same order, and raise if ``compute`` raises.
         """
         label = Label(minibatch=self._transport.begun, phase=BETWEEN, step=self.step)
         return everywhere(self._transport, self._layout, label, j, compute)
@@ -244,10 +240,7 @@ class Engine:
             everywhere(self._transport, self._layout, label, 0, lambda: None)
 
     def observe(self, observer: Observer) -> RemovableHandle:
-        """Call ``observer`` with the timeline of each mini-batch after its forward.
-
-        The backward is added to the timeline later. The handle's ``remove()`` ends the calls.
-        """
+        """Call ``observer`` with the timeline of each mini-batch, to which backward adds later."""
         handle = RemovableHandle(self._observers)
         self._observers[handle.id] = observer
         return handle

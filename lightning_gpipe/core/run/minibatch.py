@@ -1,9 +1,7 @@
 """One mini-batch and its state in the pipeline.
 
-A pipeline outlives its mini-batches; the schedule, passes, workers and timeline of one mini-batch
-are here. Only the autograd node of the mini-batch's output
-refers to it, so a forward that is never followed by a backward frees everything when its output is
-freed.
+Only the autograd node of the mini-batch's output refers to it, so a forward that is never followed
+by a backward frees everything when its output is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import Division, FlatTree
+from lightning_gpipe.core.data import Division, FlatTree, requires_grad
 from lightning_gpipe.core.faithful import (
     LIBRARIES,
     NOTHING,
@@ -34,15 +32,14 @@ from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.other_processes import Telling
 from lightning_gpipe.core.run.shared_parameters import Ties
-from lightning_gpipe.core.run.worker import WorkerTask
-from lightning_gpipe.core.schedules import Schedule
+from lightning_gpipe.core.schedules import Action, Schedule, successor
 from lightning_gpipe.core.transport import Exchange, Label
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 _NO_GENERATORS = SharedGenerators(())
 
 
-class MiniBatch:
+class MiniBatch(MiniBatchRun):
     """Runs the two phases of a schedule for one mini-batch.
 
     Attributes:
@@ -65,20 +62,17 @@ class MiniBatch:
         execution: Execution,
         terms: bool = False,
     ) -> None:
-        self._layout = equipment.layout
-        self._draws = equipment.draws
+        super().__init__(equipment, schedule, execution, context)
         self._unfinished = equipment.unfinished
-        self._transport_now = equipment.transport  # of the phase
-        self._inline = False  # whether the caller's thread runs the phase
-        self._run = MiniBatchRun(equipment, schedule, execution, context)
         self._program = program
         self._label = label
-        self._ties = Ties(self._layout)
+        self._ties = Ties(equipment.layout)
         self._generators = _NO_GENERATORS
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._input_devices: list[FlatTree] = []
         self.caller = Caller(program, terms=terms, twins=equipment.twins)
         self._terms = terms
+        self._entering = False  # whether an input requires a gradient
         self.leaves: list[Tensor] = []
 
     def forward(
@@ -90,36 +84,37 @@ class MiniBatch:
         """Run the first phase, in the caller's thread-local state, which must not be held longer.
 
         Returns:
-            Each micro-batch's output on the last device, joined with the outputs and loss terms of
-            other stages if there are any.
+            Each micro-batch's output, joined with the outputs and loss terms of other stages.
         """
-        run = self._run
         self._input_devices = list(map(devices_of, microbatches))
-        with run.session:
+        with self.session:
             self._unfinished.settle()  # in another thread's backward gradients are on the way
-            run.begin()
+            self.begin()
             generators = self._generators = self._generators_now()
             self._drawn_from = generators.states
-            if self._layout.spread:
+            if self.equipment.layout.spread:
                 self._label = self._label_now(len(microbatches), generators.number)
-            run.begin_work(self._program, microbatches[0], division)
-            self._choose_transport(context)
-            library = run.begin_library_watch(inline=self._inline)
+            self.begin_work(self._program, microbatches[0], division)
+            self.choose_transport(self.context.modes or context.modes)
+            library = self.begin_library_watch()
             try:
-                outputs = self._draws.run(
-                    run.flags,
+                outputs = self.equipment.draws.run(
+                    self.flags,
                     partial(self._forward, microbatches, context),
                     generators=generators,
-                    snapshots=self._snapshots if run.context.grad else None,
-                    modes=bool(run.context.modes),
-                    recomputed=run.schedule.recomputes,
+                    snapshots=self._snapshots if self.context.grad else None,
+                    modes=bool(self.context.modes),
+                    recomputed=self.schedule.recomputes,
                 )
-                self._finish_forward()
+                self.leaves = self.finish_forward(self._ties.everywhere)
+                if self.context.grad:
+                    self._unfinished.add(self, [each.lost_gradients for each in self.passes])
+                    self._unfinished.check_captured(self.used_leaves.foreign_leaves)
             except BaseException:
-                run.refuse_gradients()
+                self.refuse_gradients()
                 raise
             self._generators = _NO_GENERATORS  # their states are some kilobytes
-            run.library = None
+            self.library = None
             library.end()
         return outputs
 
@@ -130,33 +125,23 @@ class MiniBatch:
             output_gradients: For each micro-batch, the gradients of the leaves of its output.
 
         Returns:
-            For each micro-batch the gradients of the leaves of its input, on the devices of those
-            leaves (the list may be empty if no input requires a gradient), and the gradients of
-            :attr:`leaves`, summed over all micro-batches and stages.
+            For each micro-batch the gradients of the leaves of its input, on their devices, or none
+            if no input requires one; and the sums of the gradients of :attr:`leaves`.
         """
-        run = self._run
         try:
             # On forward's streams, for which those of backward then wait.
-            with run.streams.entered():
-                with Telling(run.equipment.transport), run.session:
+            with self.streams.entered():
+                with Telling(self.equipment.transport), self.session:
                     input_gradients, pairs = self._backward(output_gradients)
                 gradients = sum_gradients(pairs, self.leaves)
-            run.streams.lend(chain(*input_gradients, gradients))
+            self.streams.lend(chain(*input_gradients, gradients))
         finally:
-            run.streams.rejoin()
+            self.streams.rejoin()
             self.leaves = []
-            watches = run.release()
+            watches = self.release()
         for watch in watches:
             watch.check_shadows()
         return input_gradients, gradients
-
-    def _finish_forward(self) -> None:
-        """Check what layers did in forward, and record whose gradients backward will compute."""
-        run = self._run
-        self.leaves = run.finish_forward(self._ties.everywhere)
-        if run.context.grad:
-            self._unfinished.add(self, run.lost_gradients)
-            self._unfinished.check_captured(run.foreign_leaves)
 
     def _forward(
         self,
@@ -165,29 +150,23 @@ class MiniBatch:
         generators: SharedGenerators | None,
     ) -> list[FlatTree]:
         exchange = self._open(_FORWARD)
-        self._run.begin_passes(generators, values=self._ties.values(exchange), terms=self._terms)
-        self.timeline = Timeline(
-            self._run.schedule,
-            [worker.clock for worker in self._run.workers],
-            self._layout.workers_here,
-            self._layout,
-            inline=self._inline,
-            computed=self._run.execution.computed,
-        )
-        self._run_workers(exchange, self.caller.inputs(microbatches), context)
-        outputs = self.caller.outputs(exchange, len(microbatches))
+        self.begin_passes(generators, values=self._ties.values(exchange), terms=self._terms)
+        self.timeline = self.new_timeline()
+        self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
+        sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
+        self._run_workers(exchange, chain.from_iterable(sent), context)
+        outputs = [self.caller.output(exchange, i) for i in range(len(microbatches))]
         self._end(exchange)
         return outputs
 
     def _generators_now(self, but_for: tuple[bytes, ...] | None = None) -> SharedGenerators:
         """Return the generators that several workers share, as they are now."""
-        shared = self._run.shared
-        return SharedGenerators(shared, but_for=but_for) if shared else _NO_GENERATORS
+        return SharedGenerators(self.shared, but_for=but_for) if self.shared else _NO_GENERATORS
 
     def _snapshots(self, first: bool) -> Iterator[ModuleState | RandomState]:
         """Yield snapshots for another forward, the first one with these training flags or not."""
-        yield from (stage.snapshot(first=first) for stage in self._run.equipment.stages)
-        if self._run.equipment.library_draws.saved(self._run.flags):
+        yield from (stage.snapshot(first=first) for stage in self.equipment.stages)
+        if self.equipment.library_draws.saved(self.flags):
             yield RandomState.of(LIBRARIES)
 
     def _backward(
@@ -195,33 +174,40 @@ class MiniBatch:
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
         self._unfinished.remove(self)  # this backward checks it
         self._unfinished.settle()
-        sent = self.caller.output_gradients(output_gradients)
-        run = self._run
-        for stage in run.equipment.stages:
+        for stage in self.equipment.stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
-        run.check()
-        with run.context.default_dtype_set() if run.schedule.recomputes else NOTHING:
+        self.check()
+        with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
-            context = Context.capture(self._layout.devices_here)._replace(grad=True)
+            context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)
             generators = self._generators = self._generators_now(self._drawn_from)
-            self._choose_transport(context)
-            return self._draws.run_backward(
-                run.flags,
-                partial(self._run_backward, sent, context),
+            self.choose_transport(self.context.modes or context.modes)
+            return self.equipment.draws.run_backward(
+                self.flags,
+                partial(self._run_backward, output_gradients, context),
                 generators=generators,
-                modes=bool(run.context.modes or context.modes),
+                modes=bool(self.context.modes or context.modes),
             )
 
     def _run_backward(
-        self, sent: Iterable[Sent], context: Context, generators: SharedGenerators | None
+        self,
+        output_gradients: Sequence[Gradients],
+        context: Context,
+        generators: SharedGenerators | None,
     ) -> tuple[list[Gradients], Iterable[tuple[Tensor, Tensor]]]:
-        self._run.begin_backward(generators)
+        self.begin_backward(generators)
         exchange = self._open(_BACKWARD)
-        self._run_workers(exchange, sent, context)
-        input_gradients = self.caller.input_gradients(exchange, self._input_devices)
-        by_stage = self._run.take_gradients()
+        caller, devices = self.caller, self._input_devices
+        sent = (caller.output_gradient(i, leaves) for i, leaves in enumerate(output_gradients))
+        self._run_workers(exchange, chain.from_iterable(sent), context)
+        end = self._awaited(exchange.phase)[-1]
+        if self._entering:
+            input_gradients = [caller.input_gradient(exchange, x, i) for i, x in enumerate(devices)]
+        else:
+            exchange.receive(end)
+            input_gradients = [[] for _ in devices]
+        by_stage = self.take_gradients()
         if self._ties:
-            end = self.caller.awaited(exchange.phase)[-1]
             gradients = self._ties.gradients(exchange, end, by_stage)
         else:
             gradients = [pair for _, pairs in by_stage for pair in pairs]
@@ -230,58 +216,51 @@ class MiniBatch:
 
     def _open(self, phase: int) -> Exchange:
         """Open an exchange for a phase."""
-        schedule = self._run.schedule.phase(phase)
-        awaited = self.caller.awaited(schedule) if phase == _BACKWARD else None
-        label = self._label._replace(phase=phase) if self._layout.spread else None
-        exchange = self._transport_now.open(schedule, label, awaited)
+        schedule = self.schedule.phase(phase)
+        awaited = self._awaited(schedule) if phase == _BACKWARD else None
+        label = self._label._replace(phase=phase) if self.equipment.layout.spread else None
+        exchange = self.transport.open(schedule, label, awaited)
         exchange.signal(self._bits)
         return exchange
+
+    def _awaited(self, phase: Schedule) -> list[Action]:
+        """Return what to wait for in a backward; the last one ends when everything has ended."""
+        own = phase.last_backwards
+        return list(map(successor, own if self._entering else own[-1:]))
 
     def _end(self, exchange: Exchange) -> None:
         """End a phase, once the caller has all results."""
         exchange.settle()
         self._generators.hear(exchange.heard)
-        if self._run.library is not None:
-            self._run.library.heard |= exchange.heard
+        if self.library is not None:
+            self.library.heard |= exchange.heard
 
     def _bits(self) -> int:
         """The signals for other processes."""
-        library = self._run.library
-        return self._generators.bits | (0 if library is None else library.bits)
+        return self._generators.bits | (0 if self.library is None else self.library.bits)
 
     def _run_workers(self, exchange: Exchange, sent: Iterable[Sent], context: Context) -> None:
         """Send the caller's messages to the workers, and run these in ``context``."""
-        schedule = exchange.phase
         for action, value, route in sent:
             exchange.send(action, value, route)
-        inline = self._inline
-        tasks = [
-            WorkerTask(worker, schedule, exchange, context, self.timeline, here=inline)
-            for worker in self._run.workers
-        ]
+        tasks = self.tasks(exchange, context, self.timeline, here=self.inline)
         state = ThreadState.capture()
         try:
-            if inline and state.grad != context.grad:
+            if self.inline and state.grad != context.grad:
                 torch._C._set_grad_enabled(context.grad)
-            self._transport_now.run(exchange, tasks)
+            self.transport.run(exchange, tasks)
         finally:
-            if inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
-                self._run.undo()
+            if self.inline:  # Ctrl-C interrupts this thread, also just before a `with` block exits
+                self.undo()
                 state.restore()
-        if inline:
+        if self.inline:
             context.clear_autocast_cache()
-
-    def _choose_transport(self, context: Context) -> None:
-        """Choose the transport of a phase in ``context``; recomputation enters forward's modes."""
-        run = self._run
-        self._transport_now = run.transport_in(run.context.modes or context.modes)
-        self._inline = self._transport_now is run.equipment.transport.inline()
 
     def _label_now(self, m: int, state: int) -> Label:
         """Return the label, which differs almost surely where a process runs something else."""
-        training = sum(self._run.flags) << 32 | zlib.crc32(self._run.flags)
+        training = sum(self.flags) << 32 | zlib.crc32(self.flags)
         return self._label._replace(
-            grad=int(self._run.context.grad),
+            grad=int(self.context.grad),
             microbatches=m,
             training=training,
             program=self._program.fingerprint,

@@ -1,13 +1,12 @@
 """The run of one mini-batch: all that surrounds the work of its stages.
 
 A mini-batch with one loss and one with a loss for each micro-batch differ in the order of their
-calls. Both enter the same context managers, have random numbers of their own, watch the same
-things, and make the same passes and workers: this is here, and both use it.
+calls. Both have the same context managers, random numbers, watches, passes and workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,13 +33,15 @@ from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients, UnfinishedMiniBatches
+from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
+from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
-from lightning_gpipe.core.run.worker import Worker
+from lightning_gpipe.core.run.worker import WorkerTask
 from lightning_gpipe.core.schedules import Schedule
-from lightning_gpipe.core.transport import BatchCopies, Transport
+from lightning_gpipe.core.transport import BatchCopies, Exchange, Transport
 
 _NO_LEAVES = UsedLeaves(())
 
@@ -50,10 +51,6 @@ class Equipment(NamedTuple):
 
     Attributes:
         stages: The stages of this process, in order.
-        layout: The layout of the stages.
-        transport: Connects the workers.
-        draws: Records whether the layers draw random numbers.
-        library_draws: Records whether they do so from Python's or NumPy's generator.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
         twins: Knows tensors of the batch that are on the first stage's device already, or None.
@@ -70,17 +67,19 @@ class Equipment(NamedTuple):
 
 
 class MiniBatchRun:
-    """The run of one mini-batch.
+    """The part of a mini-batch that both kinds of losses share.
 
     Attributes:
-        context: The same, as recomputation and backward need it.
+        context: The caller's thread-local state, as recomputation and backward need it.
         streams: The caller's streams.
         shared: The devices whose generator several workers, or a worker and the caller, draw from.
         flags: The training flags of all modules, once it has begun.
         library: Watches the generators of Python and NumPy during forward.
+        transport: The transport of the phase.
+        inline: Whether the caller's thread runs the phase.
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         passes: The passes through the stages of this process.
-        workers: The workers of this process.
+        used_leaves: The leaves that took part.
     """
 
     def __init__(
@@ -91,21 +90,23 @@ class MiniBatchRun:
         self.execution = execution
         self.context = context.for_backward(recomputes=schedule.recomputes)
         self.streams = Streams.capture(equipment.layout.devices_here)
+        self.transport = equipment.transport
+        self.inline = False
         self.shared = equipment.draws.shared
         self.flags: TrainingFlags = b""
         self.library: LibraryWatch | None = None
         self.passes: Sequence[StagePass] = ()
-        self.workers: list[Worker] = []
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
         self.session = LazyManagers(partial(_concerns, equipment.transport, execution))
         self._works: list[Work] = []
         self._watches: list[RowWatch | None] = []
-        self._used_leaves = _NO_LEAVES
+        self.used_leaves = _NO_LEAVES
 
-    def transport_in(self, modes: object) -> Transport:
-        """Return the transport; the inline one where threads are slower, or lack modes."""
+    def choose_transport(self, modes: object) -> None:
+        """Choose the transport of a phase: inline where threads are slower, or lack ``modes``."""
         transport, inline = self.equipment.transport, self.execution.inline
-        return transport.inline() if inline or modes or on_engine_thread() else transport
+        chosen = transport.inline() if inline or modes or on_engine_thread() else transport
+        self.transport, self.inline = chosen, chosen is transport.inline()
 
     def begin(self) -> None:
         """Look at the modules as they are now."""
@@ -113,12 +114,12 @@ class MiniBatchRun:
             stage.refresh()
         self.flags = self.equipment.training_flags()
 
-    def begin_library_watch(self, *, inline: bool) -> LibraryWatch:
+    def begin_library_watch(self) -> LibraryWatch:
         """Watch the generators of Python and NumPy until the end of forward."""
         spread = self.equipment.layout.spread
         self.library = self.equipment.library_draws.begin(
             self.flags,
-            alone=inline and not spread,
+            alone=self.inline and not spread,
             recomputed=self.schedule.recomputes,
             spread=spread,
         )
@@ -130,7 +131,7 @@ class MiniBatchRun:
         """Give the stages their parts of a program."""
         self._works = [Work(stage, program) for stage in self.equipment.stages]
         self._watches = [
-            stage.watch((self.flags, inputs.spec, work.signature), division)
+            stage.watches.begin((self.flags, inputs.spec, work.signature), division)
             if self.schedule.m > 1
             else None
             for stage, work in zip(self.equipment.stages, self._works, strict=True)
@@ -140,17 +141,13 @@ class MiniBatchRun:
         self,
         generators: SharedGenerators | None,
         *,
-        forward: Context | None = None,
         values: Mapping[int, Tensor] = NO_VALUES,
         terms: bool = False,
     ) -> None:
-        """Make new passes and workers; again if forward runs again because layers draw.
+        """Make new passes; again if forward runs again because layers draw.
 
-        Args:
-            generators: The shared generators, if private ones are in their place.
-            forward: The thread-local state of forwards, if backwards of the phase have another one.
-            values: The values of parameters that another process has, by the parameters' ids.
-            terms: Whether to collect loss terms.
+        ``generators`` are the shared ones, if private ones are in their place; ``values`` those of
+        parameters that another process has, by the parameters' ids.
         """
         self.refuse_gradients()
         layout, context, stages = self.equipment.layout, self.context, self.equipment.stages
@@ -159,7 +156,7 @@ class MiniBatchRun:
             stage.shadows(grad=context.grad, recomputed=bool(indices), values=values)
             for stage, indices in zip(stages, recomputed, strict=True)
         ]
-        self._used_leaves = UsedLeaves(shadows, spread=layout.spread)
+        self.used_leaves = UsedLeaves(shadows, spread=layout.spread)
         self.passes = [
             StagePass(
                 stage,
@@ -168,57 +165,72 @@ class MiniBatchRun:
                 recomputed[k],
                 self._randomness(generators, stage),
                 shadows[k],
-                self._used_leaves,
+                self.used_leaves,
                 self._watches[k],
                 terms=terms,
                 split=self.schedule.split,
             )
             for k, stage in enumerate(stages)
         ]
-        by_stage = {each.stage.partition.index: each for each in self.passes}
-        self.workers = [
-            Worker(
+
+    def new_timeline(self, *, caller: bool = False) -> Timeline:
+        """Return an empty record; ``caller``: the caller has a row of the schedule."""
+        layout = self.equipment.layout
+        return Timeline(
+            self.schedule,
+            [clock_of(self.streams.on(layout.devices[w])) for w in layout.workers_here],
+            layout.workers_here,
+            layout,
+            inline=self.inline,
+            caller=clock_of(self.streams.on(layout.outside)) if caller else None,
+            computed=self.execution.computed,
+        )
+
+    def tasks(
+        self,
+        exchange: Exchange,
+        context: Context,
+        timeline: Timeline,
+        *,
+        forward: Context | None = None,
+        here: bool = False,
+    ) -> list[WorkerTask]:
+        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`."""
+        layout = self.equipment.layout
+        pass_of = {each.stage.partition.index: each for each in self.passes}
+        return [
+            WorkerTask(
                 w,
                 layout.devices[w],
-                {j: by_stage[j] for j in layout.stages_of(w)},
+                {j: pass_of[j] for j in layout.stages_of(w)},
                 self.streams,
-                forward,
+                exchange,
+                context,
+                timeline,
+                forward=forward,
+                here=here,
             )
             for w in layout.workers_here
         ]
 
     def finish_forward(self, everywhere: Sequence[nn.Parameter] = ()) -> list[Tensor]:
-        """Check what layers did in forward.
+        """Check what layers did in forward, and return the leaves that will have gradients.
 
-        Args:
-            everywhere: Parameters of stages of other processes that have values here too.
-
-        Returns:
-            The leaves whose gradients backward will compute.
+        ``everywhere`` has parameters of stages of other processes that have values here too.
         """
         for stage_pass in self.passes:
             stage_pass.finish_forward()
-        return self._used_leaves.leaves(everywhere)
-
-    @property
-    def foreign_leaves(self) -> list[Tensor]:
-        """The captured leaves that are not parameters of the pipeline."""
-        return self._used_leaves.foreign_leaves
-
-    @property
-    def lost_gradients(self) -> list[LostGradients]:
-        """The watch over the leaves of each pass."""
-        return [stage_pass.lost_gradients for stage_pass in self.passes]
+        return self.used_leaves.leaves(everywhere)
 
     def begin_backward(self, generators: SharedGenerators | None) -> None:
         """Let backward draw, from private generators in the place of the shared ones if any."""
-        for stage_pass in self.passes:
-            j = stage_pass.stage.partition.index
+        for each in self.passes:
+            j = each.stage.partition.index
             private = None if generators is None else generators.private_in_backward(j)
-            stage_pass.randomness.begin_backward(private)
+            each.randomness.begin_backward(private)
 
     def check(self) -> None:
-        """Raise if backward would not be that of what forward computed."""
+        """Raise if backward would not be that of forward."""
         for stage_pass in self.passes:
             stage_pass.lost_gradients.check()
             stage_pass.check_unchanged()
@@ -237,9 +249,8 @@ class MiniBatchRun:
 
         A gradient raises that arrives in a leaf which is alive yet, in a graph that somebody holds.
         """
-        self.workers = []  # first, or they would keep the shadows alive
         watches = [stage_pass.release() for stage_pass in self.passes]
-        self.passes, self._used_leaves = (), _NO_LEAVES
+        self.passes, self.used_leaves = (), _NO_LEAVES
         for watch in watches:
             watch.refuse_gradients()
         return watches
@@ -259,5 +270,28 @@ class MiniBatchRun:
 
 
 def _concerns(transport: Transport, execution: Execution) -> Iterable[Manager]:
-    """The context managers of a phase, in order."""
     return transport.exclusive(), execution.timed
+
+
+def pass_alone(
+    stage: Stage, program: Program, *, recomputed: Collection[int] = (), split: bool = False
+) -> StagePass:
+    """Return a pass through one stage outside of a mini-batch, for measurements.
+
+    Its shadows must be swapped in while it runs. Its statistics are never committed. ``recomputed``
+    has the micro-batches whose activations are dropped; with ``split`` backward leaves the
+    gradients of the weights to an action of their own.
+    """
+    devices = {torch.device("cpu"), stage.device} - {torch.device("meta")}
+    context = Context.capture(devices)
+    shadows = stage.shadows(grad=context.grad, recomputed=bool(recomputed))
+    return StagePass(
+        stage,
+        Work(stage, program),
+        context,
+        frozenset(recomputed),
+        Randomness(devices),
+        shadows,
+        UsedLeaves([shadows]),
+        split=split,
+    )

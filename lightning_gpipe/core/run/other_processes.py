@@ -31,10 +31,9 @@ class Telling:
 def everywhere(
     transport: Transport, layout: Layout, label: Label, j: int, compute: Callable[[], Any]
 ) -> Any:
-    """Compute a pytree in the process of stage ``j``, and return it in all processes.
+    """Send what ``compute`` returns in the process of stage ``j``, in a phase of its own.
 
-    The result is sent like an output of that stage, in a phase of its own. All processes call this
-    in the same order. If ``compute`` raises, the others raise RankFailed.
+    Like an output of that stage. If ``compute`` raises, the others raise RankFailed.
     """
     to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
     with Telling(transport):

@@ -6,13 +6,12 @@ mini-batch belong to its pass, see :mod:`~lightning_gpipe.core.run.stage_pass`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Division
 from lightning_gpipe.core.faithful import (
     NO_VALUES,
     Attributes,
@@ -23,7 +22,6 @@ from lightning_gpipe.core.faithful import (
     Manager,
     ModuleState,
     Norm,
-    RowWatch,
     RowWatches,
     Shadows,
     StageState,
@@ -77,8 +75,6 @@ class Stage:
         deferred_batch_norm: Whether batch norms update their statistics once per mini-batch.
 
     Attributes:
-        partition: The layers.
-        device: The device of their parameters.
         last: Whether its outputs are the caller's.
         arriving: The routes of skip tensors from other stages.
         leaving: The routes of skip tensors to other stages.
@@ -89,6 +85,8 @@ class Stage:
         skips: Whether a module stashes or pops skip tensors.
         state: The state of the modules that forward may change.
         splits: The splits of its graphs' backwards.
+        behaviors: The recorded behaviors of the layers.
+        watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
     """
 
@@ -102,7 +100,7 @@ class Stage:
         self.journal = Journal()
         self._deferred_batch_norm = deferred_batch_norm
         self.splits = Splits()
-        self._set_modules(self.modules_now())
+        self._set_modules(modules_in(self.partition))
         self.follow(layout)
 
     def __str__(self) -> str:
@@ -114,13 +112,9 @@ class Stage:
         check_copies(self.followed, self.device, layout.homes)
 
     def refresh(self) -> None:
-        """Update :attr:`modules`, which the user may have changed since the last step.
-
-        Raises:
-            RuntimeError: If a parameter was moved from the stage's device, or sharded.
-        """
+        """Update :attr:`modules`, which the user may have changed since the last step."""
         self.journal.reset()  # changes that an interrupted mini-batch left
-        modules = self.modules_now()
+        modules = modules_in(self.partition)
         if modules != self.modules:
             self._set_modules(modules)
         self.state.refresh()
@@ -129,14 +123,10 @@ class Stage:
             check_whole(layers, RuntimeError)
         self._check_placement()
 
-    def modules_now(self) -> tuple[nn.Module, ...]:
-        """Return the layers and all modules within them, each once."""
-        return modules_in(self.partition)
-
     def shadows(
         self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] = NO_VALUES
     ) -> Shadows:
-        """Make shadows for one mini-batch; ``values`` are of parameters that have none here."""
+        """Make shadows for one mini-batch; ``values`` are of parameters without values here."""
         return Shadows(
             self.modules,
             grad=grad,
@@ -152,23 +142,13 @@ class Stage:
 
     def snapshot(self, *, first: bool) -> ModuleState:
         """Take a snapshot for another forward; ``first``: the behavior is not known yet."""
-        return self.state.capture(Behavior() if first else self._behaviors.all)
-
-    def behavior(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """Return the behavior of the layers with these training flags and structure of inputs."""
-        return self._behaviors.of(flags, structure)
+        return self.state.capture(Behavior() if first else self.behaviors.all)
 
     @property
     def edited_parameters(self) -> list[nn.Parameter | None]:
         """The frozen parameters that the layers are known to edit in forward."""
-        slots = self._behaviors.edited_parameters
+        slots = self.behaviors.edited_parameters
         return [module._parameters.get(name) for module, name in slots]
-
-    def watch(
-        self, signature: Hashable, division: Callable[[], Division | None]
-    ) -> RowWatch | None:
-        """Watch for layers that mix rows, in the first mini-batch of a call signature."""
-        return self._watches.begin(signature, division)
 
     # A recomputation runs in the training mode of its forward, even after .train() or .eval().
 
@@ -200,10 +180,10 @@ class Stage:
         norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
-        self._behaviors = Behaviors()
+        self.behaviors = Behaviors()
         titles = zip(self.partition.titles, self.partition.layers, strict=True)
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
-        self._watches = RowWatches(self.titled)
+        self.watches = RowWatches(self.titled)
 
     def _check_placement(self) -> None:
         for module in self.modules:

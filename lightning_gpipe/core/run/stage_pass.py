@@ -33,17 +33,17 @@ from lightning_gpipe.core.faithful import (
     Behavior,
     Context,
     Manager,
+    ModuleState,
     MutationGuard,
     Randomness,
     RowWatch,
     Shadows,
     together,
 )
-from lightning_gpipe.core.run.activations import Activations
+from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
-from lightning_gpipe.core.run.backward.weight_gradients import WeightGradients
-from lightning_gpipe.core.run.captured_tensors import CapturedTensors
+from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 from lightning_gpipe.core.run.guards.forbidden_edits import (
     check_edits,
     check_hooks,
@@ -110,8 +110,7 @@ class StagePass:
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._activations: dict[int, Activations] = {}
-        weights = WeightGradients(stage.splits) if split else None
-        self._captured = CapturedTensors(used_leaves, weights)
+        self._backward = StageBackward(used_leaves, stage.splits if split else None)
         self.lost_gradients = LostGradients(stage, shadows)
         self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
@@ -121,39 +120,35 @@ class StagePass:
         """Run the layers on micro-batch ``i``.
 
         Returns:
-            The outputs, joined with those that leave by routes if there are any; detached from this
-            stage's graph.
+            The outputs, joined with those that leave by routes; detached from this stage's graph.
         """
         behavior = self._behavior(inputs)
         if not self._context.grad:
             outputs, self._terms[i] = self._run(i, inputs, behavior, first=True)
             return outputs
         since = now()
-        searching = behavior.searching or self._captured.searching
+        searching = behavior.searching or self._backward.searching
         self.lost_gradients.watch_inputs(inputs.leaves)
+        saved: ModuleState | None = None
         if i in self._recomputed:
             self.randomness.save(i)
-            saved = self.stage.state.capture(behavior)
-            hooks = self._context.dropping()
-            outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
-            if self.stage.last:
-                outputs = apart(outputs, inputs)
-            leaves = [*outputs.leaves, *terms.leaves]
-            needed = any(map(requires_grad, leaves))
-            if needed and searching:  # first, because it tells what to save
-                self._captured.record(behavior, inputs.leaves, leaves, since)
-            saved.compare(behavior)
-            activations = Activations.dropped(inputs, saved, len(terms.leaves))
+            saved, hooks = self.stage.state.capture(behavior), self._context.dropping()
         else:
             hooks = self._context.saving()
-            outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
-            leaves = [*outputs.leaves, *terms.leaves]
-            roots = roots_of(leaves)
-            needed = bool(roots)
+        outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
+        if saved is not None and self.stage.last:
+            outputs = apart(outputs, inputs)
+        leaves = [*outputs.leaves, *terms.leaves]
+        roots = roots_of(leaves) if saved is None else None
+        needed = any(map(requires_grad, leaves)) if roots is None else bool(roots)
+        if needed and searching:  # before the comparison, because it tells what to save
+            self._backward.record(behavior, inputs.leaves, leaves, since)
+        if saved is None:
             sizes = self._sizes(outputs, terms) if self._routed else ()
             activations = Activations(inputs, roots, sizes=sizes)
-            if needed and searching:
-                self._captured.record(behavior, inputs.leaves, leaves, since)
+        else:
+            saved.compare(behavior)
+            activations = Activations(inputs, None, saved, versions_in(inputs), len(terms.leaves))
         if needed:
             self._activations[i] = activations
         if self.terms:
@@ -175,9 +170,6 @@ class StagePass:
         Both are ordered as in :meth:`forward`, with those that travel by routes; ``gradients`` end
         with those of the loss terms. A way without gradients may have no leaves. The gradients of
         the parameters stay in :attr:`shadows`.
-
-        Returns:
-            One leaf per input, or none if nothing requires a gradient.
         """
         activations = self._activations.pop(i, None)
         if activations is None:
@@ -190,10 +182,10 @@ class StagePass:
             roots = []
         drawing = self.randomness.drawing_in_backward(i)
         if drawing is NOTHING:
-            self._captured.run_backward(i, leaves, roots, gradients.leaves)
+            self._backward.run(i, leaves, roots, gradients.leaves)
         else:
             with drawing:
-                self._captured.run_backward(i, leaves, roots, gradients.leaves)
+                self._backward.run(i, leaves, roots, gradients.leaves)
         if activations.former:
             self.lost_gradients.check_inputs(activations.former)
         return FlatTree(gradients_in(leaves), activations.inputs.spec)
@@ -201,15 +193,15 @@ class StagePass:
     def weights(self, i: int) -> None:
         """Compute the gradients of the parameters that backward of micro-batch ``i`` has left."""
         with self.randomness.drawing_in_backward(i):
-            self._captured.run_weights(i)
+            self._backward.run_weights(i)
 
     def kept_for_weights(self, i: int) -> list[Tensor]:
         """Return the tensors kept for :meth:`weights`, parameters and bases of views included."""
-        return self._captured.kept_for_weights(i)
+        return self._backward.kept_for_weights(i)
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Return the sums of the gradients of parameters and captured leaves, and drop them."""
-        return [*self.shadows.take_gradients(), *self._captured.take_gradients()]
+        return [*self.shadows.take_gradients(), *self._backward.take_gradients()]
 
     def check_unchanged(self) -> None:
         """Raise if a recomputation would not compute what forward computed."""
@@ -229,7 +221,7 @@ class StagePass:
     def release(self) -> LostGradients:
         """Free the activations, and return the watch over its leaves."""
         self._activations.clear()
-        self._captured.clear()
+        self._backward.clear()
         return self.lost_gradients
 
     def _repeat(self, i: int) -> None:
@@ -244,8 +236,8 @@ class StagePass:
         forward = self._activations[i]
         # Without hooks that layers registered on the inputs in forward.
         inputs = forward.inputs.detached()
-        behavior, hooks = self._behavior(inputs), self._context.saving()
-        outputs, terms = self._run(i, inputs, behavior, first=False, hooks=hooks)
+        hooks = self._context.saving()
+        outputs, terms = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
         if len(terms.leaves) != forward.terms:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
@@ -270,13 +262,7 @@ class StagePass:
         return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
 
     def _run(
-        self,
-        i: int,
-        inputs: FlatTree,
-        behavior: Behavior,
-        *,
-        first: bool,
-        hooks: Manager = NOTHING,
+        self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> tuple[FlatTree, FlatTree]:
         """Run the layers; returns the outputs, joined with those by routes, and loss terms."""
         stage, work = self.stage, self.work
@@ -331,7 +317,7 @@ class StagePass:
         latest, spec = self._latest, inputs.spec
         if latest is None or (latest[0] is not spec and latest[0] != spec):
             structure = spec, self.work.signature
-            self._latest = latest = spec, self.stage.behavior(self._flags, structure)
+            self._latest = latest = spec, self.stage.behaviors.of(self._flags, structure)
         return latest[1]
 
 

@@ -8,92 +8,38 @@ and sends to the next; backward mirrors it.
 from __future__ import annotations
 
 import contextvars
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from time import thread_time
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
+from torch.profiler import record_function
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.run.caller import term_route
-from lightning_gpipe.core.run.observe.clocks import clock_of
-from lightning_gpipe.core.run.observe.profiler_names import named, profiled
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.schedules import Action, Kind, Schedule, successor
+from lightning_gpipe.core.schedules import Action, Kind, successor
 from lightning_gpipe.core.skip import using_table
 from lightning_gpipe.core.transport import Cancelled, Exchange, Task
 
-
-class Worker:
-    """One device's worker for one mini-batch.
-
-    Args:
-        index: Its index.
-        device: Its device.
-        passes: The mini-batch's pass through each of its stages, by the index of the stage.
-        streams: The caller's streams, on which its layers compute.
-        forward: The thread-local state of forwards, if backwards have another one.
-
-    Attributes:
-        stream: The stream of its device; None for the CPU.
-        clock: The clock of the stream.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        device: torch.device,
-        passes: Mapping[int, StagePass],
-        streams: Streams,
-        forward: Context | None = None,
-    ) -> None:
-        self.forward = forward
-        self.index = index
-        self.passes = passes
-        self.streams = streams
-        self.stream = streams.on(device)
-        self.clock = clock_of(self.stream)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
-class WorkerTask(Task):
-    """A worker's row of one phase.
+class RowTask(Task):
+    """A row of one phase, whose errors say where they happened."""
 
-    Args:
-        worker: The worker.
-        phase: The phase.
-        exchange: Sends its results, and receives its inputs.
-        context: The caller's thread-local state, to run in.
-        timeline: Records its actions.
-        here: Whether the thread that performs it has this state and these streams already.
-    """
+    _verbs: ClassVar[Mapping[Kind, Callable[[Any, Action], None]]]
 
-    def __init__(
-        self,
-        worker: Worker,
-        phase: Schedule,
-        exchange: Exchange,
-        context: Context,
-        timeline: Timeline,
-        *,
-        here: bool = False,
-    ) -> None:
-        self._worker = worker
-        self._here = here
-        self._passes = worker.passes
-        self._forward = None if worker.forward is context else worker.forward
-        self._now = worker.clock.now
-        self._row = phase.rows[worker.index]
-        self._m, self._n = phase.m, phase.n
-        self._forwards = phase.forwards
+    def __init__(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
+        self._row = row
         self._exchange = exchange
         self._context = context
-        self._record = timeline.records.append
-        self._inline = timeline.inline
-        self._computed = timeline.computed.append
-        self._profiled = profiled()
 
     @property
     @override
@@ -106,13 +52,74 @@ class WorkerTask(Task):
         return self._context.variables
 
     @override
+    def perform(self, actions: Sequence[Action]) -> None:
+        exchange = self._exchange
+        for action in actions:
+            if exchange.cancelled:
+                exchange.check()
+            try:
+                self._verbs[action.kind](self, action)
+            except BaseException as error:
+                if not isinstance(error, Cancelled):
+                    add_note(error, f"raised in {self._describe(action)}")
+                raise
+
+    @abstractmethod
+    def _describe(self, action: Action) -> str: ...
+
+
+class WorkerTask(RowTask):
+    """A worker's row of one phase.
+
+    Args:
+        w: The index of the worker.
+        device: Its device.
+        passes: The mini-batch's pass through each of its stages, by the index of the stage.
+        streams: The caller's streams, on which its layers compute.
+        exchange: Sends its results, and receives its inputs.
+        context: The caller's thread-local state, to run in.
+        timeline: Records its actions.
+        forward: The thread-local state of forwards, if they have one of their own.
+        here: Whether the thread that performs it has this state and these streams already.
+    """
+
+    def __init__(
+        self,
+        w: int,
+        device: torch.device,
+        passes: Mapping[int, StagePass],
+        streams: Streams,
+        exchange: Exchange,
+        context: Context,
+        timeline: Timeline,
+        *,
+        forward: Context | None = None,
+        here: bool = False,
+    ) -> None:
+        phase = exchange.phase
+        super().__init__(phase.rows[w], exchange, context)
+        self._w = w
+        self._passes = passes
+        self._streams = streams
+        self._stream = streams.on(device)
+        self._here = here
+        self._forward = None if forward is context else forward
+        self._now = timeline.clocks[w].now
+        self._m, self._n = phase.m, phase.n
+        self._forwards = phase.forwards
+        self._record = timeline.records.append
+        self._inline = timeline.inline
+        self._computed = timeline.computed.append
+        self._profiled = torch.autograd.profiler._is_profiler_enabled  # in any thread
+
+    @override
     def session(self, *, joined: bool = False) -> Manager:
         # The thread that runs the layers swaps in their shadows, because Ctrl-C only interrupts the
         # caller's. Backward reaches the shadows through the graphs.
         managers: list[Manager] = []
         if not joined:
             if not self._here:
-                managers = [self._worker.streams.entered(), self._context.entered()]
+                managers = [self._streams.entered(), self._context.entered()]
             managers.append(using_table({}))
         if self._forwards:
             managers += [
@@ -125,12 +132,12 @@ class WorkerTask(Task):
     @override
     def perform(self, actions: Sequence[Action]) -> None:
         begun = 0.0 if self._inline else thread_time()
-        if self._worker.stream is not None:
+        if self._stream is not None:
             # With another current device, more of the thread's state may differ from the context.
-            with torch.cuda.device(self._worker.stream.device), self._context.entered():
-                self._perform(actions)
+            with torch.cuda.device(self._stream.device), self._context.entered():
+                super().perform(actions)
         else:
-            self._perform(actions)
+            super().perform(actions)
         if not self._inline:
             self._computed(thread_time() - begun)
 
@@ -138,18 +145,6 @@ class WorkerTask(Task):
     def abandon(self) -> None:
         for stage_pass in self._passes.values():
             stage_pass.stage.journal.abandon()
-
-    def _perform(self, actions: Sequence[Action]) -> None:
-        exchange = self._exchange
-        for action in actions:
-            if exchange.cancelled:
-                exchange.check()
-            try:
-                _VERBS[action.kind](self, action)
-            except BaseException as error:
-                if not isinstance(error, Cancelled):
-                    add_note(error, f"raised in {self._describe(action)}")
-                raise
 
     def _pass_on(self, action: Action) -> None:
         """Receive the inputs of the action, run it, and send its result."""
@@ -166,12 +161,12 @@ class WorkerTask(Task):
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
-            run = named(action, run)
+            run = _within(_profiler_name(action), run)
         if self._forward is not None and action.kind is Kind.FORWARD:
-            run = _within(self._forward, run)
+            run = _within(self._forward.entered(), run)
         start = self._now()
         result = run(action.i, value)
-        self._record((self._worker.index, action, start, self._now()))
+        self._record((self._w, action, start, self._now()))
         if stage_pass.terms and action.kind is Kind.FORWARD:
             terms = stage_pass.take_terms(action.i)
             exchange.send(action._replace(j=self._n), terms, term_route(action.j, self._n))
@@ -179,19 +174,15 @@ class WorkerTask(Task):
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
 
-    def _recompute(self, action: Action) -> None:
-        self._run(action, self._passes[action.j].recompute)
-
-    def _weights(self, action: Action) -> None:
-        self._run(action, self._passes[action.j].weights)
-
-    def _run(self, action: Action, run: Callable[[int], None]) -> None:
+    def _run_alone(self, action: Action) -> None:
         """Run an action without inputs from other stages or results for them."""
+        stage_pass = self._passes[action.j]
+        run = stage_pass.recompute if action.kind is Kind.RECOMPUTE else stage_pass.weights
         if self._profiled:
-            run = named(action, run)
+            run = _within(_profiler_name(action), run)
         start = self._now()
         run(action.i)
-        self._record((self._worker.index, action, start, self._now()))
+        self._record((self._w, action, start, self._now()))
 
     def _send_by_routes(self, by: Action, value: FlatTree, routes: Sequence[Route]) -> FlatTree:
         """Send the values of an action's result that leave by routes, and return the rest."""
@@ -202,26 +193,29 @@ class WorkerTask(Task):
             self._exchange.send(by._replace(j=j), tree, route)
         return main
 
+    @override
     def _describe(self, action: Action) -> str:
         microbatch = f"micro-batch {action.i} of {self._m}"
         return f"{action.kind.verb} of {microbatch} on {self._passes[action.j].stage}"
 
+    _verbs = {  # noqa: RUF012
+        Kind.FORWARD: _pass_on,
+        Kind.RECOMPUTE: _run_alone,
+        Kind.BACKWARD: _pass_on,
+        Kind.WEIGHTS: _run_alone,
+    }
 
-def _within(
-    context: Context, run: Callable[[int, FlatTree], FlatTree]
-) -> Callable[[int, FlatTree], FlatTree]:
-    """Wrap ``run`` in a thread-local state of its own."""
 
-    def run_within(i: int, value: FlatTree) -> FlatTree:
-        with context.entered():
-            return run(i, value)
+def _profiler_name(action: Action) -> Manager:
+    """Show what runs in it as an action in PyTorch's profiler: ``stage 1 forward 3``."""
+    return record_function(f"stage {action.j} {action.kind.verb} {action.i}")
+
+
+def _within(manager: Manager, run: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Wrap ``run`` in a context manager."""
+
+    def run_within(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with manager:
+            return run(*args, **kwargs)
 
     return run_within
-
-
-_VERBS: dict[Kind, Callable[[WorkerTask, Action], None]] = {
-    Kind.FORWARD: WorkerTask._pass_on,
-    Kind.RECOMPUTE: WorkerTask._recompute,
-    Kind.BACKWARD: WorkerTask._pass_on,
-    Kind.WEIGHTS: WorkerTask._weights,
-}

@@ -10,10 +10,11 @@ from lightning_gpipe.core.faithful.thread.streams import Streams
 from lightning_gpipe.core.layout import cut
 from lightning_gpipe.core.layout.layout import lay_out
 from lightning_gpipe.core.programs import Route, SkipName
+from lightning_gpipe.core.run.observe.clocks import HostClock
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass
-from lightning_gpipe.core.run.worker import Worker, WorkerTask
+from lightning_gpipe.core.run.worker import WorkerTask
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
 from lightning_gpipe.core.skip.declare import with_skips
 from lightning_gpipe.core.transport import Cancelled
@@ -31,13 +32,14 @@ def task_of(
     j: int = 0,
     schedule: Schedule | None = None,
     phase: int = 0,
+    timeline: Timeline | None = None,
 ) -> WorkerTask:
     """The task of a worker with one stage."""
     schedule = schedule or fill_drain(1, tuple([1] * j + [0]), recomputed=1)
-    worker = Worker(0, CPU, {j: stage_pass}, Streams())
-    context = Context.capture([CPU])
-    timeline = Timeline(schedule, [worker.clock])
-    return WorkerTask(worker, schedule.phase(phase), exchange, context, timeline)
+    exchange.phase = schedule.phase(phase)
+    timeline = timeline or Timeline(schedule, [HostClock()])
+    passes = {j: stage_pass}
+    return WorkerTask(0, CPU, passes, Streams(), exchange, Context.capture([CPU]), timeline)
 
 
 def perform(task: WorkerTask, *actions: Action) -> None:
@@ -185,13 +187,10 @@ def test_shadows_are_in_place_for_the_forwards_of_a_row_only() -> None:
 def test_what_ran_is_recorded() -> None:
     exchange = MockExchange({(Action(F, 0, 0), None): tree_flatten(X)})
     schedule = fill_drain(1, (0,))
-    worker = Worker(0, CPU, {0: begin(stage(nn.Tanh()))}, Streams())
-    timeline = Timeline(schedule, [worker.clock])
+    timeline = Timeline(schedule, [HostClock()])
+    task = task_of(begin(stage(nn.Tanh())), exchange, schedule=schedule, timeline=timeline)
 
-    perform(
-        WorkerTask(worker, schedule.phase(0), exchange, Context.capture([CPU]), timeline),
-        Action(F, 0, 0),
-    )
+    perform(task, Action(F, 0, 0))
 
     [span] = timeline.spans
     assert (span.worker, span.action) == (0, Action(F, 0, 0))

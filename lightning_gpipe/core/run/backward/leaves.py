@@ -53,9 +53,6 @@ class UsedLeaves:
 
         Returns:
             The captured leaves.
-
-        Raises:
-            RuntimeError: If one cannot have a gradient; gives its shape.
         """
         if not (self.searching or captures):
             return ()
@@ -63,12 +60,11 @@ class UsedLeaves:
         self._used.update(leaves)
         captured = {key: leaves[key] for key in leaves.keys() - self._own - set(map(id, inputs))}
         self._captured.update(captured)
-        for leaf in filter(self.foreign, captured.values()):
+        for leaf in filter(self.foreign, captured.values()):  # its gradient would be wrong
             self._check_foreign(leaf)
         return list(captured.values())
 
     def _check_foreign(self, leaf: Tensor) -> None:
-        """Refuse a captured leaf whose gradient would be wrong."""
         if self._spread:  # processes without the layer have no gradient for it
             raise RuntimeError(
                 "layers in a pipeline over processes must be given the tensors that require a "

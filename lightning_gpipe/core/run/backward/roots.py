@@ -69,25 +69,14 @@ def gradients_of(
     starts, values = with_gradients(roots, gradients)
     if not starts or not leaves:
         return [None] * len(leaves)
-    results: Sequence[Tensor | None] = _engine_run_backward(
-        starts, values, True, False, tuple(leaves), allow_unreachable=True, accumulate_grad=False
-    )
-    return list(results)
+    return list(_run_to(leaves, starts, values, keep=True, accumulate=False))
 
 
 def run_backward_to(
     leaves: Sequence[GradientEdge], roots: Sequence[Root], gradients: Sequence[Tensor]
 ) -> None:
     """Run backward to the edges of some leaves only; keeps the graph for the others."""
-    _engine_run_backward(
-        tuple(roots),
-        tuple(gradients),
-        True,
-        False,
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    _run_to(leaves, roots, gradients, keep=True, accumulate=True)
 
 
 def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
@@ -98,16 +87,28 @@ def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> No
     """
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     leaf.register_hook(lambda _: compute())
-    edge = get_gradient_edge(leaf)
-    _engine_run_backward(
-        (edge,),
-        (torch.zeros((), device="cpu"),),
+    edge, gradient = get_gradient_edge(leaf), torch.zeros((), device="cpu")
+    _run_to((edge, *edges), (edge,), (gradient,), keep=False, accumulate=False)
+
+
+def _run_to(
+    leaves: Sequence[Root],
+    roots: Sequence[Root],
+    gradients: Sequence[Tensor],
+    *,
+    keep: bool,
+    accumulate: bool,
+) -> Sequence[Tensor | None]:
+    results: Sequence[Tensor | None] = _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep,
         False,
-        False,
-        (edge, *edges),
+        tuple(leaves),
         allow_unreachable=True,
-        accumulate_grad=False,
+        accumulate_grad=accumulate,
     )
+    return results
 
 
 def leaves_behind(roots: Iterable[Root | None]) -> list[Tensor]:
@@ -129,23 +130,24 @@ def revisits(roots: Iterable[Root | None], since: int) -> bool:
 
 def any_saved_before(nodes: Iterable[Any], since: int) -> bool:
     """Return whether one of these nodes saved tensors before a time of :func:`now`."""
-    return any(node._sequence_nr() < since and _saves(node) for node in nodes)
+    return any(node._sequence_nr() < since and saved_by(node) for node in nodes)
 
 
-def _saves(node: Any) -> bool:
-    return any(name.startswith("_raw_saved") for name in dir(node))
+def saved_by(node: Any) -> tuple[str, ...]:
+    """The names under which a node has saved tensors."""
+    return tuple(name for name in dir(node) if name.startswith("_raw_saved"))
 
 
 def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]:
     """The leaves that backward from ``roots`` would reach, and the nodes that compute gradients."""
     leaves: list[Tensor] = []
     nodes: list[Any] = []
-    waiting = []
+    waiting: list[Any] = []
     for root in roots:
         if isinstance(root, Tensor) and root.grad_fn is None:
             leaves.append(root)
         elif root is not None:
-            waiting.append(_node_of(root))
+            waiting.append(root.grad_fn if isinstance(root, Tensor) else root.node)
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -157,10 +159,6 @@ def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]
         seen |= new
         waiting += new
     return leaves, nodes
-
-
-def _node_of(root: Root) -> Any:
-    return root.grad_fn if isinstance(root, Tensor) else root.node
 
 
 def with_gradients(

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpipe.core.run.backward.graph import Edge, Graph, children_of, is_leaf
+from lightning_gpipe.core.run.backward.graph import Edge, Graph, is_leaf
+from lightning_gpipe.core.run.backward.roots import saved_by
 
 _COMPILED = "CompiledFunctionBackward"  # PyTorch makes a class of this name for each
 
@@ -110,7 +111,12 @@ class _Search:
 
     def __init__(self, graph: Graph) -> None:
         self._nodes, self._roots = graph.nodes, graph.roots
-        self._edges = children_of(graph.nodes)
+        index = {node: k for k, node in enumerate(graph.nodes)}
+        # The edges of each node's gradients; None for gradients that go nowhere.
+        self._edges: list[list[Edge | None]] = [
+            [None if child is None else (index[child], nr) for child, nr in node.next_functions]
+            for node in graph.nodes
+        ]
         self._children = [[e[0] for e in edges if e is not None] for edges in self._edges]
         self._leaves = {k for k, node in enumerate(self._nodes) if is_leaf(node)}
         self._behind = self._find_behind()
@@ -201,11 +207,6 @@ class _Search:
         for k in self._to_inputs:
             if k not in again and (names := saved_by(self._nodes[k])):
                 yield k, names
-
-
-def saved_by(node: Any) -> tuple[str, ...]:
-    """The names under which a node has saved tensors."""
-    return tuple(name for name in dir(node) if name.startswith("_raw_saved"))
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_gpipe.core.faithful import Shadows
 from lightning_gpipe.core.run.activations import Activations
-from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.stage import Stage, modules_in
 
 
 def check_hooks(stage: Stage, shadows: Shadows) -> None:
@@ -77,7 +77,7 @@ def check_unchanged(
         change = "parameters must not be edited", "an edit, such as an optimizer step"
     elif any(each.saved is not None and each.saved.buffers.lost for each in activations):
         change = "buffers must not be edited", "an edit"
-    elif stage.modules_now() != modules:
+    elif modules_in(stage.partition) != modules:
         change = "modules must not be added, removed or replaced", "other modules"
     else:
         return

@@ -44,12 +44,12 @@ class LostGradients:
 
     def watch_inputs(self, leaves: Iterable[Any]) -> None:
         """Watch the inputs of a micro-batch."""
-        for leaf in leaves:
+        for leaf in leaves:  # no comprehension, which is one more call for each micro-batch
             if isinstance(leaf, Tensor):
                 self._inputs.append(weakref.ref(leaf))
 
     def check(self) -> None:
-        """Raise RuntimeError if a leaf has a gradient before the backward of the pipeline."""
+        """Raise RuntimeError if a leaf has a gradient that nobody will take."""
         self.check_shadows()
         self.check_inputs([reference() for reference in self._inputs])
 
@@ -103,7 +103,7 @@ class UnfinishedMiniBatches:
         self._forwards: list[tuple[weakref.ref[Any], Sequence[LostGradients]]] = []
 
     def add(self, minibatch: object, watches: Sequence[LostGradients]) -> None:
-        """Add a mini-batch, after its forward."""
+        """Add a mini-batch after its forward."""
         self._forwards.append((weakref.ref(minibatch), watches))
 
     def remove(self, minibatch: object) -> None:
@@ -163,7 +163,7 @@ def explain_second_backward(error: RuntimeError) -> None:
         )
 
 
-def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor | None) -> NoReturn:
+def _refuse(stage: Stage, parameter: nn.Parameter | None, leaf: Tensor) -> NoReturn:
     raise RuntimeError(
         "a tensor with a graph must be handed out of its layer: got a gradient for "
         f"{_called(stage, parameter)} that does not come through the pipeline's output, so it "
@@ -186,14 +186,9 @@ def _called(stage: Stage, parameter: nn.Parameter | None) -> str:
     return f"{of} {stage}"
 
 
-def _kept(stage: Stage, leaf: Tensor | None) -> str:
-    names = [] if leaf is None else _names_of_kept(stage, leaf)
-    return f" Such tensors are kept in {', '.join(names)}." if names else ""
-
-
-def _names_of_kept(stage: Stage, leaf: Tensor) -> list[str]:
-    """The names of kept tensors with ``leaf`` in their graph, as ``layer 3.attention.cache[0]``."""
-    return [
+def _kept(stage: Stage, leaf: Tensor) -> str:
+    """Name kept tensors with ``leaf`` in their graph, as ``layer 3.attention.cache[0]``."""
+    names = [
         name
         for title, layer in zip(stage.partition.titles, stage.partition.layers, strict=True)
         for path, value in [*attributes_in(layer), *layer.named_buffers()]
@@ -201,6 +196,7 @@ def _names_of_kept(stage: Stage, leaf: Tensor) -> list[str]:
         if tensor.grad_fn is not None
         and any(other is leaf for other in leaves_behind([root_of(tensor)]))
     ]
+    return f" Such tensors are kept in {', '.join(names)}." if names else ""
 
 
 def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:

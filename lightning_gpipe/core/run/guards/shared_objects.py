@@ -96,11 +96,11 @@ def _shared_by(partitions: Iterable[Partition]) -> list[_Shared]:
                         names = names_of.setdefault(id(item), (item, {}))[1]
                         names.setdefault(j, f"{title}.{name}")
     return [
-        _Shared(type(item).__name__, list(names.values()), _contents(item))
+        _Shared(
+            type(item).__name__,
+            list(names.values()),
+            Contents(vars(item) if is_user_object(item) else item, copied=True),
+        )
         for item, names in names_of.values()
         if len(names) > 1
     ]
-
-
-def _contents(value: object) -> Contents:
-    return Contents(vars(value) if is_user_object(value) else value, copied=True)

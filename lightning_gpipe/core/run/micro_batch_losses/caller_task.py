@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import override
 
@@ -15,32 +12,25 @@ from lightning_gpipe.core.faithful import NOTHING, Context, add_note
 from lightning_gpipe.core.run.caller import Caller, devices_of
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.observe.timeline import Timeline
+from lightning_gpipe.core.run.worker import RowTask
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
-from lightning_gpipe.core.transport import Cancelled, Exchange, Task
-
-T = TypeVar("T")
+from lightning_gpipe.core.transport import Exchange
 
 
 def first_call(code: UserStep, timeline: Timeline) -> Call | None:
     """Return the call for the first micro-batch, which has the program of the stages."""
     action = Action(Kind.PREPARE, 0, CALLER)
-
-    def prepare(action: Action) -> Call | None:
+    try:
         return timeline.run_by_caller(action, code.prepare, action.i)
+    except BaseException as error:
+        add_note(error, f"raised in {_description(action, code.m)}")
+        raise
 
-    return _noted(prepare, action, code.m)
 
-
-class CallerTask(Task):
+class CallerTask(RowTask):
     """The caller's row, which runs while the workers run theirs.
 
-    Args:
-        timeline: The record of its actions, with the schedule.
-        code: The caller's code.
-        caller: Its end of the pipeline.
-        exchange: Connects it with the workers.
-        context: Its thread-local state.
-        first: Its call for the first micro-batch, at which it is suspended already.
+    ``first`` is its call for the first micro-batch, at which it is suspended already.
     """
 
     def __init__(
@@ -52,34 +42,16 @@ class CallerTask(Task):
         context: Context,
         first: Call,
     ) -> None:
-        self._row = timeline.schedule.caller
+        super().__init__(timeline.schedule.caller, exchange, context)
         self._run = timeline.run_by_caller
         self._code = code
         self._caller = caller
-        self._exchange = exchange
-        self._context = context
         self._first = first
         self._input_devices: dict[int, FlatTree] = {}
-
-    @property
-    @override
-    def row(self) -> Sequence[Action]:
-        return self._row
-
-    @property
-    @override
-    def variables(self) -> contextvars.Context:
-        return self._context.variables
 
     @override
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
         return NOTHING  # its code enters what it needs, each time
-
-    @override
-    def perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._exchange.check()
-            _noted(partial(_VERBS[action.kind], self), action, self._code.m)
 
     @override
     def abandon(self) -> None:
@@ -118,12 +90,16 @@ class CallerTask(Task):
         gradients = self._caller.input_gradient(self._exchange, self._input_devices.pop(i), i)
         self._run(action, self._code.go_back, i, gradients)
 
+    @override
+    def _describe(self, action: Action) -> str:
+        return _description(action, self._code.m)
 
-_VERBS: dict[Kind, Callable[[CallerTask, Action], None]] = {
-    Kind.PREPARE: CallerTask._prepare,
-    Kind.LOSS: CallerTask._finish,
-    Kind.BACKWARD: CallerTask._go_back,
-}
+    _verbs = {  # noqa: RUF012
+        Kind.PREPARE: _prepare,
+        Kind.LOSS: _finish,
+        Kind.BACKWARD: _go_back,
+    }
+
 
 _PARTS = {
     Kind.PREPARE: "training_step before its call of the pipeline",
@@ -132,15 +108,8 @@ _PARTS = {
 }
 
 
-def _noted(run: Callable[[Action], T], action: Action, m: int) -> T:
-    """Run an action, and add a note of where it happened to its error."""
-    try:
-        return run(action)
-    except BaseException as error:
-        if not isinstance(error, Cancelled):
-            part = _PARTS[action.kind]
-            add_note(error, f"raised in {part}, for micro-batch {action.i} of {m}")
-        raise
+def _description(action: Action, m: int) -> str:
+    return f"{_PARTS[action.kind]}, for micro-batch {action.i} of {m}"
 
 
 def call_missing(calls: str) -> RuntimeError:

@@ -18,11 +18,7 @@ from typing import Any
 
 
 def greenlets() -> Any:
-    """Return the module greenlet, imported only when it is needed.
-
-    Raises:
-        ModuleNotFoundError: If it is not installed; says how to install it.
-    """
+    """Return the module greenlet, imported only when it is needed."""
     try:
         return import_module("greenlet")
     except ModuleNotFoundError as error:
@@ -36,11 +32,7 @@ def greenlets() -> Any:
 
 
 class Coroutine:
-    """Runs a function on a stack of its own, on the thread that makes it.
-
-    Args:
-        function: The function; its errors are raised where it was resumed.
-    """
+    """Runs a function on a stack of its own; its errors are raised where it was resumed."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function: Callable[[], Any] | None = function
@@ -60,10 +52,7 @@ class Coroutine:
         return self._module.getcurrent() is self._greenlet
 
     def resume(self, value: Any = None) -> Any:
-        """Run it until it is suspended again or ends.
-
-        Args:
-            value: The result of :meth:`suspend` in it, if it was suspended.
+        """Run it, where :meth:`suspend` returns ``value``, until it is suspended again or ends.
 
         Returns:
             The value with which it was suspended; the function's result if it has ended.
@@ -71,11 +60,7 @@ class Coroutine:
         return self._greenlet.switch(value)
 
     def suspend(self, value: Any) -> Any:
-        """Return to the code that resumed it; to be called in it.
-
-        Raises:
-            RuntimeError: If it is being closed.
-        """
+        """Return to the code that resumed it; to be called in it."""
         if self._closing:
             raise RuntimeError(
                 "code that ends because a step has failed, such as a finally block, must not call "

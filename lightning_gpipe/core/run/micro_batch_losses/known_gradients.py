@@ -10,10 +10,10 @@ and gradient scalers expect them from backward. So they wait in a pair of nodes 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_gpipe.core.faithful import Streams
 from lightning_gpipe.core.run.autograd_node import BackwardOnce, connect
@@ -33,48 +33,36 @@ def with_known_gradients(
         streams: The streams on which they were computed.
 
     Returns:
-        The loss in the caller's graph; in none if there are no leaves. A second backward through
-        it, and one with ``create_graph=True``, raise RuntimeError.
+        The loss in the caller's graph; in none if there are no leaves.
     """
     if not pairs:
         return value
     leaves, gradients = zip(*pairs, strict=True)
-    [loss] = connect(_KnownGradients(list(gradients), seed, streams), leaves, [value.clone()])
+    backward = BackwardOnce(
+        partial(_scaled, list(gradients), seed, streams),
+        "a loss for each micro-batch cannot be differentiated twice: got a backward with "
+        "create_graph=True. Compute what needs it, such as a gradient penalty, with "
+        "schedule='fill_drain' on the plain module.",
+        "backward must run once through the loss of a step: got a second one, and the first "
+        "has handed the gradients over. Run the step again.",
+    )
+    [loss] = connect(backward, leaves, [value.clone()])
     return loss
 
 
-class _KnownGradients(BackwardOnce):
-    """The gradients of the leaves, scaled by that of the loss in backward."""
-
-    def __init__(self, gradients: list[Tensor], seed: Tensor, streams: Streams) -> None:
-        super().__init__(
-            "a loss for each micro-batch cannot be differentiated twice: got a backward with "
-            "create_graph=True. Compute what needs it, such as a gradient penalty, with "
-            "schedule='fill_drain' on the plain module.",
-            "backward must run once through the loss of a step: got a second one, and the first "
-            "has handed the gradients over. Run the step again.",
-        )
-        self._of_loss = seed
-        self._gradients = gradients
-        self._seed = seed
-        self._streams = streams
-
-    @override
-    def store(self, gradients: Sequence[Tensor | None]) -> None:
-        [gradient] = gradients
-        assert gradient is not None, "the loss is the only output"
-        self._of_loss = gradient
-
-    @override
-    def source_gradients(self) -> list[Tensor]:
-        gradients, self._gradients = self._gradients, []
-        try:
-            with self._streams.entered():
-                _multiply(gradients, self._of_loss.detach() / self._seed.to(self._of_loss))
-            self._streams.lend(gradients)
-        finally:
-            self._streams.rejoin()
-        return gradients
+def _scaled(
+    gradients: list[Tensor], seed: Tensor, streams: Streams, of_loss: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Scale the gradients of the leaves by that of the loss."""
+    [gradient] = of_loss
+    assert gradient is not None, "the loss is the only output"
+    try:
+        with streams.entered():
+            _multiply(gradients, gradient.detach() / seed.to(gradient))
+        streams.lend(gradients)
+    finally:
+        streams.rejoin()
+    return gradients
 
 
 def _multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:

@@ -46,12 +46,6 @@ class Losses:
         Returns:
             The loss in its graph, and the gradient from which its backward starts; None if there
             is no backward.
-
-        Raises:
-            TypeError: If the result has no loss.
-            RuntimeError: If only some micro-batches have a loss, or a weight; if a loss has several
-                elements.
-            ValueError: If a weight is negative, or missing.
         """
         loss, weight_of_code = loss_and_weight(result)
         if loss is None:
@@ -86,11 +80,7 @@ class Losses:
         return bool(self._skipped)
 
     def total(self) -> tuple[Tensor, Tensor]:
-        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards.
-
-        Raises:
-            ValueError: If all weights are zero.
-        """
+        """Return the loss of the mini-batch, in no graph, and the gradient of all backwards."""
         together = sum(self._weights.values())
         if not together:
             raise ValueError(

@@ -63,7 +63,7 @@ class OutsideParameters:
         """Run backward through the caller's graph of one micro-batch.
 
         Args:
-            roots: Where it starts.
+            roots: The roots.
             gradients: The gradients of the roots.
             ends: Leaves that accumulate their gradients themselves.
             keep: Tells from the nodes of the graph whether another backward needs it.

@@ -25,16 +25,13 @@ from lightning_gpipe.core.run.micro_batch_losses.known_gradients import with_kno
 from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
-from lightning_gpipe.core.run.observe.clocks import clock_of
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.worker import WorkerTask
 from lightning_gpipe.core.schedules import Schedule
 
 _CODE = -1  # the index of the caller's code where stages have theirs, for its random numbers
 
 
-class StepMiniBatch:
+class StepMiniBatch(MiniBatchRun):
     """Runs the only phase of a schedule, and the caller's code, for one mini-batch.
 
     Attributes:
@@ -52,84 +49,64 @@ class StepMiniBatch:
         execution: Execution,
         division: Callable[[], Division | None],
     ) -> None:
-        self._layout = layout = equipment.layout
+        super().__init__(equipment, schedule, execution, context)
         self._code = code
         self._outside = outside
         self._context = context
         self._division = division
-        self._run = run = MiniBatchRun(equipment, schedule, execution, context)
         # The code draws where its thread is, and on the device of what is around the stages.
-        run.shared = run.shared and run.shared | {layout.outside}
-        self._transport = run.transport_in(context.modes)
-        self._inline = self._transport is equipment.transport.inline()
-        self.timeline = Timeline(
-            schedule,
-            [clock_of(run.streams.on(layout.devices[w])) for w in layout.workers_here],
-            layout.workers_here,
-            layout,
-            inline=self._inline,
-            caller=clock_of(run.streams.on(layout.outside)),
-            computed=execution.computed,
-        )
+        self.shared = self.shared and self.shared | {equipment.layout.outside}
+        self.choose_transport(context.modes)
+        self.timeline = self.new_timeline(caller=True)
 
     def run(self) -> Tensor | None:
-        """Run the phase.
-
-        Returns:
-            The loss, whose backward hands over the gradients; None if the code returned None for
-            all micro-batches.
-        """
-        run, code, error = self._run, self._code, None
+        """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
+        code, error = self._code, None
         try:
-            with run.session:
-                run.begin()
-                library = run.begin_library_watch(inline=self._inline)
-                code.watch_by(library.callers)
-                run.equipment.draws.run_step(
-                    run.flags,
+            with self.session:
+                self.begin()
+                library = self.begin_library_watch()
+                code.watched = library.callers
+                self.equipment.draws.run_step(
+                    self.flags,
                     self._run_step,
-                    generators=SharedGenerators(run.shared),
-                    modes=bool(self._context.modes) or run.schedule.recomputes,
+                    generators=SharedGenerators(self.shared),
+                    modes=bool(self._context.modes) or self.schedule.recomputes,
                 )
                 library.end()
-                run.finish_forward()
+                self.finish_forward()
             return None if code.losses.skipped else self._loss()
         except BaseException as raised:
             error = raised
-            run.refuse_gradients()
+            self.refuse_gradients()
             raise
         finally:
             code.close(error)
-            run.release()
+            self.release()
 
     def _loss(self) -> Tensor:
         """The loss with all gradients."""
-        pairs = [pair for _, pairs in self._run.take_gradients() for pair in pairs]
+        pairs = [pair for _, pairs in self.take_gradients() for pair in pairs]
         around = self._outside.take_gradients()
         pairs += around + self._foreign_gradients({id(parameter) for parameter, _ in around})
         leaves = list({id(leaf): leaf for leaf, _ in pairs}.values())
         gradients = sum_gradients(pairs, leaves)
         value, seed = self._code.losses.total()
         known = [(p, g) for p, g in zip(leaves, gradients, strict=True) if g is not None]
-        return with_known_gradients(value, known, seed, self._run.streams)
+        return with_known_gradients(value, known, seed, self.streams)
 
     def _foreign_gradients(self, counted: set[int]) -> list[tuple[Tensor, Tensor]]:
-        """Return gradients of other leaves that the code used, keyed by parameter, not shadow.
+        """Return gradients of other leaves that the code used, with parameters for shadows.
 
-        Args:
-            counted: The ids of parameters that it used in modules around the stages.
-
-        Raises:
-            RuntimeError: If a parameter has several shadows, which the code took for several
-                parameters, or a leaf is the input of a stage.
+        ``counted`` has the ids of parameters that it used in modules around the stages.
         """
         foreign = self._outside.foreign
         owner_of = {
             id(shadow): (stage_pass.stage, parameter)
-            for stage_pass in self._run.passes
+            for stage_pass in self.passes
             for parameter, shadow in stage_pass.shadows.pairs
         }
-        for stage_pass in self._run.passes:
+        for stage_pass in self.passes:
             stage_pass.lost_gradients.check_inputs_captured(foreign.keys())
         pairs: list[tuple[Tensor, Tensor]] = []
         for key, (leaf, gradient) in foreign.items():
@@ -151,7 +128,7 @@ class StepMiniBatch:
         state = ThreadState.capture()
         code = self._code
         if generators is not None:
-            code.draw_by(generators.private(_CODE, grad=True).drawing)
+            code.drawing = generators.private(_CODE, grad=True).drawing
         try:
             with self._outside.entered():
                 first = first_call(code, self.timeline)
@@ -161,8 +138,8 @@ class StepMiniBatch:
                     self._run_pipeline(first, generators)
         finally:  # Ctrl-C interrupts this thread, also just before a `with` block exits
             self._outside.undo()
-            if self._inline:
-                self._run.undo()
+            if self.inline:
+                self.undo()
             state.restore()
         self._context.clear_autocast_cache()
 
@@ -175,17 +152,13 @@ class StepMiniBatch:
             code.skip(i)
 
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
-        run = self._run
-        run.begin_work(first.program, first.inputs, self._division)
-        run.begin_passes(generators, forward=self._context)
-        run.begin_backward(generators)
-        exchange = self._transport.open(run.schedule.phase(0))
-        context = self._context.without_autocast()
-        tasks = [
-            WorkerTask(worker, exchange.phase, exchange, context, self.timeline)
-            for worker in run.workers
-        ]
-        caller = Caller(first.program, twins=run.equipment.twins)
+        self.begin_work(first.program, first.inputs, self._division)
+        self.begin_passes(generators)
+        self.begin_backward(generators)
+        exchange = self.transport.open(self.schedule.phase(0))
+        context, forward = self._context.without_autocast(), self._context
+        tasks = self.tasks(exchange, context, self.timeline, forward=forward)
+        caller = Caller(first.program, twins=self.equipment.twins)
         caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
-        self._transport.run(exchange, tasks, caller_task)
+        self.transport.run(exchange, tasks, caller_task)
         exchange.settle()

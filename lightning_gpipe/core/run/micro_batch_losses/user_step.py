@@ -59,6 +59,8 @@ class UserStep:
 
     Attributes:
         results: Its result for each micro-batch, detached.
+        drawing: Makes the context manager in which it draws random numbers for a micro-batch.
+        watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
     """
 
@@ -77,22 +79,14 @@ class UserStep:
         self._context = context
         self._backward_context = context.without_autocast()  # which is for forwards
         self._outside = outside
-        self._drawing: Callable[[int], Manager] | None = None
-        self._watched: Callable[[], list[Manager]] = list
+        self.drawing: Callable[[int], Manager] | None = None
+        self.watched: Callable[[], list[Manager]] = list
         self._managers: dict[int, Manager] = {}
         self._coroutines: dict[int, Coroutine] = {}
         self._called: set[int] = set()
         self.running: int | None = None
         self._state = ThreadState.capture()
         self._before: dict[int, _GraphBefore] = {}
-
-    def draw_by(self, drawing: Callable[[int], Manager] | None) -> None:
-        """Set the context managers in which it draws random numbers, one for each micro-batch."""
-        self._drawing = drawing
-
-    def watch_by(self, watched: Callable[[], list[Manager]]) -> None:
-        """Set the function that makes context managers around it, which record its draws."""
-        self._watched = watched
 
     @property
     def current(self) -> bool:
@@ -101,12 +95,7 @@ class UserStep:
         return i is not None and self._coroutines[i].current
 
     def call(self, inputs: FlatTree, program: Program) -> FlatTree:
-        """Call the pipeline from this code; returns the outputs in the caller's graph.
-
-        Raises:
-            RuntimeError: If the code called it before for this micro-batch, or has changed the
-                state of the thread.
-        """
+        """Call the pipeline from this code; returns the outputs in the caller's graph."""
         i = self.running
         assert i is not None, "the code runs"
         if i in self._called:
@@ -138,10 +127,7 @@ class UserStep:
     ) -> Gradients:
         """Run it for micro-batch ``i`` from the outputs to its loss, and the loss's backward.
 
-        Args:
-            i: The micro-batch.
-            outputs: The outputs of the stages.
-            presented: Converts them, in the code's graph, to the result of its call.
+        ``presented`` converts the outputs, in the code's graph, to the result of its call.
 
         Returns:
             The gradients of the leaves of the outputs; none if there are none.
@@ -166,11 +152,7 @@ class UserStep:
         return step_outputs.take_gradients()
 
     def skip(self, i: int) -> None:
-        """Add the result of micro-batch ``i``, for which the code returned without a call.
-
-        Raises:
-            RuntimeError: If it is a loss.
-        """
+        """Add the result of micro-batch ``i``, for which the code returned without a call."""
         if self.results[i] is not None:
             raise RuntimeError(
                 "training_step must call the pipeline once for each micro-batch: got a result for "
@@ -200,7 +182,7 @@ class UserStep:
         self._managers.clear()
 
     def _resume(self, i: int, value: Any = None) -> Any:
-        with together([*self._watched(), self._context.entered(), *self._own(i)]):
+        with together([*self.watched(), self._context.entered(), *self._own(i)]):
             self._state = ThreadState.capture()
             self.running = i
             try:
@@ -210,8 +192,7 @@ class UserStep:
 
     def _end(self, i: int, result: Any) -> Any:
         """Drop the coroutine of a micro-batch; returns the result without its graph."""
-        if not self._coroutines[i].ended:
-            raise AssertionError("a second call raises in the code")
+        assert self._coroutines[i].ended, "a second call raises in the code"
         del self._coroutines[i]
         return map_tensors(Tensor.detach, result)
 
@@ -223,9 +204,9 @@ class UserStep:
 
     def _own(self, i: int) -> list[Manager]:
         """Return the context manager in which a micro-batch draws, the same each time."""
-        if self._drawing is None:
+        if self.drawing is None:
             return []
-        return [self._managers.setdefault(i, self._drawing(i))]
+        return [self._managers.setdefault(i, self.drawing(i))]
 
     def _check_state(self) -> None:
         state, context = ThreadState.capture(), self._context

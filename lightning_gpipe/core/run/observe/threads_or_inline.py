@@ -33,11 +33,7 @@ Threads = bool | Literal["auto"]
 
 
 def check_threads(threads: object) -> None:
-    """Check the argument ``threads`` of a pipeline.
-
-    Raises:
-        ValueError: If it is neither True, False nor "auto".
-    """
+    """Raise ValueError if the argument ``threads`` of a pipeline has another value."""
     if threads not in (True, False, "auto"):
         raise ValueError(f"threads must be True, False or 'auto': got {threads!r}.")
 
@@ -141,12 +137,7 @@ class ThreadsOrInline:
         self._comparisons: OrderedDict[Hashable, Comparison] = OrderedDict()
 
     def next(
-        self,
-        kind: Hashable,
-        phases: int,
-        pairs: int,
-        work: float,
-        bubble: float | None = None,
+        self, kind: Hashable, phases: int, pairs: int, work: float, bubble: float | None = None
     ) -> Execution:
         """Return the way of the next mini-batch.
 
@@ -173,7 +164,7 @@ class ThreadsOrInline:
         if inline is None:
             assert comparison.times is not None, "a comparison ends with times"
             return Execution(computed, comparison.times.faster)
-        stopwatch = _Stopwatch(comparison, inline, phases, self._gpus, computed)
+        stopwatch = Stopwatch(comparison, inline, phases, self._gpus, computed)
         return Execution(computed, inline, stopwatch)
 
 
@@ -262,31 +253,28 @@ class Comparison:
         return RunTimes(many, one, allowed, starved=starved) if enough else None
 
 
-class _Stopwatch:
+@dataclass
+class Stopwatch:
     """Measures the time of the phases of one mini-batch."""
 
-    def __init__(
-        self,
-        comparison: Comparison,
-        inline: bool,
-        phases: int,
-        gpus: Iterable[torch.device],
-        workers: Iterable[float],
-    ) -> None:
-        self._comparison, self._inline = comparison, inline
-        self._phases, self._gpus, self._workers = phases, gpus, workers
-        self._seconds = self._computed = 0.0  # computed: by the caller's thread
+    comparison: Comparison
+    inline: bool
+    phases: int
+    gpus: Iterable[torch.device]
+    workers: Iterable[float]
+    seconds: float = 0.0
+    computed: float = 0.0  # by the caller's thread
 
     def __enter__(self) -> None:
-        self._seconds -= perf_counter()
-        self._computed -= thread_time()
+        self.seconds -= perf_counter()
+        self.computed -= thread_time()
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:
-            for device in self._gpus:  # their kernels may still run
+            for device in self.gpus:  # their kernels may still run
                 torch.cuda.synchronize(device)
-            self._phases -= 1
-        self._seconds += perf_counter()
-        self._computed += thread_time()
-        if not self._phases:
-            self._comparison.add(self._inline, self._seconds, self._computed + sum(self._workers))
+            self.phases -= 1
+        self.seconds += perf_counter()
+        self.computed += thread_time()
+        if not self.phases:
+            self.comparison.add(self.inline, self.seconds, self.computed + sum(self.workers))

@@ -36,13 +36,13 @@ class Timeline:
         schedule: The actions to run.
         clocks: The clock of each worker of this process.
         workers: The indices of these workers; None for all of the schedule.
-        layout: The layout.
         inline: Whether one thread runs all workers.
         caller: The clock of the caller, if it has a row of the schedule.
         computed: Gets the seconds of processor time that each worker's thread takes in each phase;
             it stays empty where one thread runs all workers.
 
     Attributes:
+        clocks: The clocks, by the index of the worker.
         records: Worker, action, start and end, in the order of the ends. Workers add to them from
             their threads.
     """
@@ -63,7 +63,7 @@ class Timeline:
         self.inline = inline
         self.layout = layout
         indices = range(len(clocks)) if workers is None else workers
-        self._clocks = dict(zip(indices, clocks, strict=True))
+        self.clocks = dict(zip(indices, clocks, strict=True))
         self._callers = {} if caller is None else {schedule.workers: caller}
         self.records: list[tuple[int, Action, Timestamp, Timestamp]] = []
 
@@ -78,7 +78,7 @@ class Timeline:
     @property
     def spans(self) -> list[Span]:
         """All actions of workers so far, sorted by start; on CUDA, waits for the devices."""
-        return self._read(self._clocks)
+        return self._read(self.clocks)
 
     @property
     def caller(self) -> list[Span]:
@@ -101,7 +101,7 @@ class Timeline:
         More than 1.0 where threads wait within an action: for a core, or for the lock of the
         interpreter. 1.0 where that is not known: on GPUs, and where one thread runs all workers.
         """
-        on_host = all(isinstance(clock, HostClock) for clock in self._clocks.values())
+        on_host = all(isinstance(clock, HostClock) for clock in self.clocks.values())
         computed = sum(self.computed)
         if not computed or not on_host:
             return 1.0
@@ -116,7 +116,7 @@ class Timeline:
         """
         spans = self.spans
         busy = sum(span.end - span.start for span in spans)
-        available = len(self._clocks) * length_of(self.schedule, spans)
+        available = len(self.clocks) * length_of(self.schedule, spans)
         return 1.0 - busy / available if available else 0.0
 
     def __str__(self) -> str:

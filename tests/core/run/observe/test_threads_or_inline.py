@@ -10,8 +10,8 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
     THREADS,
     Comparison,
     RunTimes,
+    Stopwatch,
     ThreadsOrInline,
-    _Stopwatch,
 )
 from tests.support.faults import OwnError
 from tests.support.models import Call, assert_same_step, perceptron, rows
@@ -155,8 +155,8 @@ def test_what_the_schedule_allows(
     ways = ThreadsOrInline(map(torch.device, devices))
     for _ in range(6):
         way = ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
-        assert isinstance(way.timed, _Stopwatch)
-        way.timed._comparison.add(way.inline, 6.0 if way.inline else 6.1, 0.0)
+        assert isinstance(way.timed, Stopwatch)
+        way.timed.comparison.add(way.inline, 6.0 if way.inline else 6.1, 0.0)
     ways.next("kind", 1, pairs, HEAVY, bubble=0.25)
 
     assert ways.times is not None

@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.run.backward import split
 from lightning_gpipe.core.run.backward.graph import Graph
+from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import root_of
 from lightning_gpipe.core.run.backward.split import Splits
-from lightning_gpipe.core.run.backward.weight_gradients import WeightGradients
+from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 
 D = 3
 
@@ -125,13 +126,13 @@ def assert_close(found: Sequence[Tensor | None], expected: Sequence[Tensor | Non
 @given(CALLS, st.integers(0, 3))
 def test_both_parts_together_are_the_whole(calls: list[Call], missing: int) -> None:
     drawn = Drawn(calls)
-    weights = WeightGradients(Splits())
+    backward = StageBackward(UsedLeaves(()), Splits())
 
     with FlopCounterMode(display=False) as counter:
         given = output_gradients(drawn, missing)
-        weights.run_backward(0, drawn.inputs, drawn.roots, given)
+        backward.run(0, drawn.inputs, drawn.roots, given)
         inputs = [leaf.grad for leaf in drawn.inputs]
-        weights.run(0)
+        backward.run_weights(0)
 
     expected, operations = whole(calls, missing)
     assert_close(inputs, expected[:2])
@@ -148,11 +149,11 @@ def chain(*names: str) -> list[Call]:
     return [(name, k and k + 1, 0, k) for k, name in enumerate(names)]
 
 
-def backward_of(drawn: Drawn) -> WeightGradients:
+def backward_of(drawn: Drawn) -> StageBackward:
     """Runs B."""
-    weights = WeightGradients(Splits())
-    weights.run_backward(0, drawn.inputs, drawn.roots, output_gradients(drawn, 9))
-    return weights
+    backward = StageBackward(UsedLeaves(()), Splits())
+    backward.run(0, drawn.inputs, drawn.roots, output_gradients(drawn, 9))
+    return backward
 
 
 @pytest.mark.parametrize(
@@ -172,10 +173,10 @@ def backward_of(drawn: Drawn) -> WeightGradients:
 )
 def test_weights_whose_gradients_are_computed_apart(calls: list[Call], apart: list[int]) -> None:
     drawn = Drawn(calls)
-    weights = backward_of(drawn)
+    backward = backward_of(drawn)
     first = [weight.grad is not None for weight in drawn.weights]
 
-    weights.run(0)
+    backward.run_weights(0)
 
     both = [weight.grad is not None for weight in drawn.weights]
     assert [k for k in range(4) if both[k] and not first[k]] == apart
@@ -183,9 +184,9 @@ def test_weights_whose_gradients_are_computed_apart(calls: list[Call], apart: li
 
 def test_all_is_computed_at_once_where_no_input_requires_a_gradient() -> None:
     drawn = Drawn([LINEAR])
-    weights = WeightGradients(Splits())
+    backward = StageBackward(UsedLeaves(()), Splits())
 
-    weights.run_backward(0, [], drawn.roots, output_gradients(drawn, 9))
+    backward.run(0, [], drawn.roots, output_gradients(drawn, 9))
 
     assert drawn.weights[0].grad is not None
 
@@ -195,11 +196,11 @@ def test_what_operators_without_weights_have_saved_is_freed_between_the_parts() 
     node: Any = drawn.values[1].grad_fn
     assert isinstance(node._saved_result, Tensor)
 
-    weights = backward_of(drawn)
+    backward = backward_of(drawn)
 
     with pytest.raises(TypeError, match="NoneType"):
         _ = node._saved_result
-    weights.run(0)
+    backward.run_weights(0)
     assert_close(drawn.gradients(), whole(chain("linear", "tanh", "linear"), 9)[0])
 
 

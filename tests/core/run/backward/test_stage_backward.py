@@ -13,7 +13,7 @@ from lightning_gpipe.core.faithful import Behavior
 from lightning_gpipe.core.faithful.shadow import Shadows
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of
-from lightning_gpipe.core.run.captured_tensors import CapturedTensors
+from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 
 STAGES, ROUNDS, WIDTH = 2, 60, 512
 
@@ -36,14 +36,14 @@ def test_gradient_that_two_stages_add_to_at_once() -> None:
     barrier = Barrier(STAGES, timeout=60)
 
     def stage() -> None:
-        captures = CapturedTensors(used_leaves)
+        backward = StageBackward(used_leaves)
         for _ in range(ROUNDS):
             kept = leaf * 2  # what a layer keeps, for later micro-batches too
             since = now()
             outputs = [kept * 3]
-            captures.record(Behavior(), [], outputs, since)
+            backward.record(Behavior(), [], outputs, since)
             barrier.wait()
-            captures.run_backward(0, [], [root_of(outputs[0])], [torch.ones(WIDTH, WIDTH)])
+            backward.run(0, [], [root_of(outputs[0])], [torch.ones(WIDTH, WIDTH)])
 
     with ThreadPoolExecutor(STAGES) as threads:
         for each in [threads.submit(stage) for _ in range(STAGES)]:

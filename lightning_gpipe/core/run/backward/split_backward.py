@@ -29,62 +29,41 @@ from lightning_gpipe.core.run.backward.roots import (
     asking_for,
     run_backward,
     run_backward_to,
+    saved_by,
     with_gradients,
 )
 from lightning_gpipe.core.run.backward.split import (
     GraphPart,
     Split,
     Splits,
-    saved_by,
     saved_tensors,
     unpacked,
 )
 
-Gradients = Sequence[Tensor | None]
 
-
-class WeightGradients:
-    """The pending backwards W of one pass through a stage, by micro-batch."""
-
-    def __init__(self, splits: Splits) -> None:
-        self._splits = splits
-        self._pending: dict[int, _SplitBackward] = {}
-
-    def run_backward(
-        self, i: int, inputs: Sequence[Any], roots: Sequence[Root | None], gradients: Gradients
-    ) -> None:
-        """Run B of micro-batch ``i``: accumulate the gradients of the inputs."""
-        leaves = list(filter(requires_grad, inputs))
-        starts = list(zip(*with_gradients(roots, gradients), strict=True))
-        if leaves and starts and all(map(_can_be_split, starts)):
-            graph = Graph.behind([root for root, _ in starts], leaves)
-            if (split := self._splits.of(graph)) is not None:
-                self._pending[i] = backward = _SplitBackward(graph, split, starts)
-                backward.run_inputs()
-                return
-        run_backward(roots, gradients)
-
-    def run(self, i: int) -> None:
-        """Run W of micro-batch ``i``: accumulate the gradients of the weights that B has left."""
-        backward = self._pending.pop(i, None)
-        if backward is not None:
-            backward.run_weights()
-
-    def kept(self, i: int) -> list[Tensor]:
-        """Return the tensors kept for W of micro-batch ``i``."""
-        return list(self._pending[i].kept()) if i in self._pending else []
-
-    def clear(self) -> None:
-        """Drop all that is pending."""
-        self._pending.clear()
-
-
-class _SplitBackward:
+class SplitBackward:
     """B and W of one micro-batch."""
 
     def __init__(self, graph: Graph, split: Split, starts: Sequence[tuple[Root, Tensor]]) -> None:
         self._graph, self._split, self._starts = graph, split, starts
         self._entered: dict[int, tuple[Tensor | None, ...]] = {}  # what entered the operators
+
+    @classmethod
+    def of(
+        cls,
+        splits: Splits,
+        inputs: Sequence[Any],
+        roots: Sequence[Root | None],
+        gradients: Sequence[Tensor | None],
+    ) -> SplitBackward | None:
+        """Split the backward of a graph to ``inputs``; None if B computes all of it."""
+        leaves = list(filter(requires_grad, inputs))
+        starts = list(zip(*with_gradients(roots, gradients), strict=True))
+        if not leaves or not starts or any(_is_leaf(root) for root, _ in starts):
+            return None
+        graph = Graph.behind([root for root, _ in starts], leaves)
+        split = splits.of(graph)
+        return None if split is None else cls(graph, split, starts)
 
     def run_inputs(self) -> None:
         """Run B."""
@@ -146,9 +125,8 @@ def _record(
     into[node] = entered
 
 
-def _can_be_split(start: tuple[Root, Tensor]) -> bool:
-    root, _ = start
-    return not isinstance(root, Tensor) or root.grad_fn is not None
+def _is_leaf(root: Root) -> bool:
+    return isinstance(root, Tensor) and root.grad_fn is None
 
 
 def _free(saved: Any) -> None:
