@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from lightning_gpipe.core.frontends.frontend import Frontend
-from lightning_gpipe.core.frontends.module_list import Loop
+from lightning_gpipe.core.frontends.module_list.loop import Loop
 from lightning_gpipe.core.frontends.sequential import Layers
 from lightning_gpipe.core.frontends.traced import Traced
 
