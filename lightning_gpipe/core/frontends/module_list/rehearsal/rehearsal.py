@@ -29,13 +29,14 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Reading,
     first_reading,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
-from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.results import (
+from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Knowledge,
+    RecordedCall,
     Result,
     equal,
     with_returned_arguments,
 )
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.layout import is_user_object
 
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
