@@ -14,8 +14,8 @@ the block before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
@@ -82,13 +83,7 @@ class Loop(Frontend):
 
     @override
     def costs(self) -> list[int]:
-        counted: set[nn.Parameter] = set()
-        costs = []
-        for module in self._modules:
-            own = set(module.parameters()) - counted
-            counted |= own
-            costs.append(sum(parameter.numel() for parameter in own))
-        return costs
+        return parameter_costs(self._modules)
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
@@ -128,10 +123,8 @@ class Loop(Frontend):
         self._forwards, self._blocks = [], []
 
     @override
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        with nullcontext() if self._calls is None else self._calls.plain():
-            yield
+    def plain(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._calls is None else self._calls.plain()
 
     def _check_free(self) -> None:
         for name, module in zip(self._names, self._modules, strict=True):

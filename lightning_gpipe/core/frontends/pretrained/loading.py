@@ -66,17 +66,19 @@ def load_pretrained(
             values.setdefault(id(tensor), stored[name])
     allowed, ignored = tuple(missing), tuple(unexpected)
     absent = [name for name, tensor in names.items() if id(tensor) not in values]
-    _check(
-        path,
-        [name for name in absent if not _matches(name, allowed)],
-        [name for name in stored if name not in names and not _matches(name, ignored)],
-        [
+    faults = {
+        "missing in the files": [name for name in absent if not _matches(name, allowed)],
+        "unexpected in the files": [
+            name for name in stored if name not in names and not _matches(name, ignored)
+        ],
+        "different": [
             f"{name} is {tuple(tensor.shape)}, {tensor.dtype} in the model, and in the files "
             f"{value.shape}, {'floating point' if value.floating else 'integer'}"
             for name, tensor in names.items()
             if (value := values.get(id(tensor))) is not None and not _fits(tensor, value)
         ],
-    )
+    }
+    _check(path, faults)
     for module in model.modules():
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         if any(buffer.is_meta and id(buffer) not in values for buffer in buffers):
@@ -94,21 +96,11 @@ def _fits(tensor: Tensor, value: Stored) -> bool:
     return tuple(tensor.shape) == value.shape and tensor.is_floating_point() == value.floating
 
 
-def _check(
-    path: str | Path, missing: list[str], unexpected: list[str], different: list[str]
-) -> None:
-    faults = [
-        f"{what}: {first_few(names)}"
-        for what, names in [
-            ("missing in the files", missing),
-            ("unexpected in the files", unexpected),
-            ("different", different),
-        ]
-        if names
-    ]
-    if faults:
+def _check(path: str | Path, faults: Mapping[str, list[str]]) -> None:
+    listed = [f"{fault}: {first_few(names)}" for fault, names in faults.items() if names]
+    if listed:
         raise ValueError(
-            f"pretrained weights must fit the model: got from {path} {'; '.join(faults)}. What "
+            f"pretrained weights must fit the model: got from {path} {'; '.join(listed)}. What "
             "may be so is named in missing=[...] and unexpected=[...], in which * is for any "
             "characters. Call load_pretrained() before adapters are added, which rename layers."
         )

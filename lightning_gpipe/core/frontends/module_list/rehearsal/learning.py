@@ -113,8 +113,8 @@ class Learner:
     ) -> tuple[Knowledge, Trial]:
         for _, leaf in arguments.leaves:  # other stages may have to compute it first
             if isinstance(leaf, Placeholder):
-                self._sample(leaf)
-        rehearsal = Rehearsal(call, arguments, self.rows, few, self._sample)
+                _ = self._samples[leaf.number]
+        rehearsal = Rehearsal(call, arguments, self.rows, few, self._samples)
         learned: tuple[Knowledge, Trial] = self._samples.rehearse(
             call.stage, partial(rehearsal.learn, readings, unknown)
         )
@@ -177,9 +177,6 @@ class Learner:
         if not self.single:
             self.single = True
             self._samples.take_all()
-
-    def _sample(self, placeholder: Placeholder) -> Any:
-        return self._samples[placeholder.number]
 
 
 class CacheRule:

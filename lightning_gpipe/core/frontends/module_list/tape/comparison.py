@@ -5,7 +5,6 @@ Most often a forward calls each of its blocks with what the forward before did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -44,8 +43,6 @@ def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
     These have a Value for a placeholder, and an :class:`OutsideTensor` for a tensor from outside.
     ``recording`` is the LoopRecording that follows a tape.
     """
-    if tree is expected:
-        return True
     kind = type(expected)
     if kind is Value:
         return (
@@ -60,23 +57,18 @@ def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
         outsides = recording.outsides
         return outsides.accepted.get(expected.key) is tree or outsides.is_as(tree, expected)
     if kind is dict:
-        return (
-            type(tree) is dict
-            and tuple(tree) == tuple(expected)
-            and _same_items(expected.values(), tree.values(), recording)
-        )
-    if kind is tuple or kind is list or is_named(expected):
-        return (
-            type(tree) is kind
-            and len(tree) == len(expected)
-            and _same_items(expected, tree, recording)
-        )
-    return type(tree) is kind and is_plain(expected) and is_plain(tree) and bool(tree == expected)
-
-
-def _same_items(expected: Iterable[Any], items: Iterable[Any], recording: Any) -> bool:
-    for one, other in zip(expected, items, strict=True):
-        if not same_arguments(one, other, recording):
+        if type(tree) is not dict or tuple(tree) != tuple(expected):
+            return False
+        items, others = expected.values(), tree.values()
+    elif kind is tuple or kind is list or is_named(expected):
+        if type(tree) is not kind or len(tree) != len(expected):
+            return False
+        items, others = expected, tree
+    else:
+        plain = type(tree) is kind and is_plain(expected) and is_plain(tree)
+        return plain and bool(expected == tree)
+    for item, other in zip(items, others, strict=True):
+        if item is not other and not same_arguments(item, other, recording):
             return False
     return True
 
