@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_gpipe.core.frontends.frontend import RunProgram
-from lightning_gpipe.core.frontends.module_list import Loop
+from lightning_gpipe.core.frontends.module_list.loop import Loop
 from tests.support.interpreter import Interpreter
 from tests.support.pipes import even
 

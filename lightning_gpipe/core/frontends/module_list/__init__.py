@@ -3,8 +3,3 @@
 Calls of its blocks are recorded and answered with placeholders; the call of the last one runs them
 as a pipeline.
 """
-
-from lightning_gpipe.core.frontends.module_list.checks import check_blocks
-from lightning_gpipe.core.frontends.module_list.loop import Loop
-
-__all__ = ["Loop", "check_blocks"]

@@ -22,6 +22,8 @@ from lightning_gpipe.core.faithful import not_compiled
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
 _RUNNING = ContextVar("_RUNNING", default=False)
 
+_FLAGS = frozenset({bool, str, type(None)})
+
 # Called instead of a block, with its index, args and kwargs.
 Receiver = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -63,25 +65,24 @@ class Block:
         self.device = device
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
         self._compiled = module.__dict__.pop("_compiled_call_impl", None)
-        self.run: Callable[..., Any] = MethodType(type(module)._call_impl, module)
-        if self._compiled is not None:
-            self.run = self._compiled
-        self._kind = _BlockKind(module)
+        own_call = MethodType(type(module)._call_impl, module)
+        self.run: Callable[..., Any] = own_call if self._compiled is None else self._compiled
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for blocks that return the same structure for arguments of the same kind."""
-        if not self._kind.holds:  # every call asks, and most often nothing has changed
-            self._kind = _BlockKind(self.module)
-        return self._kind.value
+        """Equal for blocks that return the same structure for arguments of the same kind.
+
+        It is the class and the flags: an index or a size is no reason to return something else.
+        """
+        attributes = self.module.__dict__.items()
+        flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
+        return type(self.module), *flags
 
     def install(self, receive: Receiver) -> None:
-        """Have calls of the block received by ``receive``."""
         self._receive = receive
         self.module.__dict__["_call_impl"] = self
 
     def remove(self) -> None:
-        """Make calls of the block run it again."""
         if is_installed(self.module):
             del self.module.__dict__["_call_impl"]
         if self._compiled is not None:
@@ -90,13 +91,10 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Most often the caller is a forward that is not compiled already.
         if torch.compiler.is_compiling():
-            return self._not_compiled(args, kwargs)
-        if _RUNNING.get():
-            return self.run(*args, **kwargs)
-        return self._receive(self.k, args, kwargs)
+            return not_compiled(self._call)(args, kwargs)
+        return self._call(args, kwargs)
 
-    @not_compiled
-    def _not_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _RUNNING.get():
             return self.run(*args, **kwargs)
         return self._receive(self.k, args, kwargs)
@@ -112,39 +110,7 @@ def is_installed(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("_call_impl"), Block)
 
 
-_FLAGS = frozenset({bool, str, type(None)})
-
-
-class _BlockKind:
-    """The class and the flags of a block, which decide what it returns.
-
-    An index or a size is no reason to return something else. ``value`` is equal for blocks that are
-    alike.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._class = module, type(module)
-        attributes = module.__dict__
-        # Names and types, not values: the block's attributes must not live longer for it.
-        self._names, self._types = list(attributes), list(map(type, attributes.values()))
-        self._flags = [name for name, value in attributes.items() if type(value) in _FLAGS]
-        self._values = list(map(attributes.get, self._flags))
-        self.value = (self._class, *zip(self._flags, self._values, strict=True))
-
-    @property
-    def holds(self) -> bool:
-        """True if the block is still like this."""
-        attributes = self._module.__dict__
-        return (
-            type(self._module) is self._class
-            and list(attributes) == self._names
-            and list(map(type, attributes.values())) == self._types
-            and list(map(attributes.get, self._flags)) == self._values
-        )
-
-
 def _positional(module: nn.Module) -> tuple[str, ...]:
-    """The names of the positional parameters of a block's forward."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # a function written in C

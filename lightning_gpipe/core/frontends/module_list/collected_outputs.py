@@ -23,6 +23,7 @@ class Collector:
 
     def __init__(self, outer: dict[str, Any], variable: Any) -> None:
         self._outer, self._variable = outer, variable
+        self._lengths = {key: len(x) for key, x in outer.items() if isinstance(x, list)}
 
     @classmethod
     def active(cls) -> Collector | None:
@@ -31,10 +32,6 @@ class Collector:
         variable = getattr(module, "_active_collector", None)
         outer = None if variable is None else variable.get()
         return cls(outer, variable) if outer else None
-
-    @property
-    def _lengths(self) -> dict[str, int]:
-        return {key: len(x) for key, x in self._outer.items() if isinstance(x, list)}
 
     @property
     def kind(self) -> Hashable:
@@ -64,6 +61,5 @@ class Collector:
         return collecting
 
     def give(self, collected: Lists) -> None:
-        """Append to the lists of the model."""
         for key, values in collected.items():
             self._outer[key] += values

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 
 class ForwardState(NamedTuple):
     """The thread-local settings that decide how blocks compute.
@@ -32,33 +34,18 @@ class ForwardState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> ForwardState:
-        """Return the state of the calling thread."""
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         return cls(grad, inference, _autocast(device), _hooks())
 
-    def holds(self, device: torch.device) -> bool:
-        """Return whether the calling thread is in this state."""
-        # Field by field: every call of a block asks.
-        grad, inference, autocast, hooks = self
-        return (
-            grad is torch.is_grad_enabled()
-            and inference is torch.is_inference_mode_enabled()
-            and autocast == _autocast(device)
-            and hooks == _hooks()
-        )
-
     def check(self, device: torch.device, line: str) -> None:
-        """Refuse a thread that is in another state at a line of the user's code.
-
-        Raises:
-            RuntimeError: Names what has changed, such as ``grad mode from True to False``.
-        """
-        if self.holds(device):
+        """Refuse a thread that is in another state at a line of the user's code."""
+        now = ForwardState.now(device)
+        if self == now:
             return
         names = ("grad mode", "inference mode", "autocast", "the hooks on saved tensors")
         changed = ", ".join(
             f"{name} from {before} to {after}"
-            for name, before, after in zip(names, self, ForwardState.now(device), strict=True)
+            for name, before, after in zip(names, self, now, strict=True)
             if before != after
         )
         raise RuntimeError(
@@ -72,13 +59,13 @@ class ForwardState(NamedTuple):
 def _autocast(device: torch.device) -> Any:
     cpu = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
     kind = device.type
-    if kind == "cpu" or kind == "meta":
+    if kind in ("cpu", "meta"):
         return cpu
     return cpu, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
 
 def _hooks() -> Any:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = _top_hooks(True)
     return None if hooks is None or _is_checkpoint(hooks) else hooks
 
 
@@ -88,7 +75,7 @@ def unchecked() -> AbstractContextManager[Any]:
     A checkpoint around the last block would run that block again in backward, outside of its
     pipeline.
     """
-    if not _is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True)):
+    if not _is_checkpoint(_top_hooks(True)):
         return nullcontext()
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)

@@ -22,7 +22,7 @@ from lightning_gpipe.core.frontends.module_list.collected_outputs import Collect
 from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
 from lightning_gpipe.core.frontends.module_list.materialize import run_recorded
 from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
-from lightning_gpipe.core.frontends.module_list.rehearsal.caches import CacheRule
+from lightning_gpipe.core.frontends.module_list.rehearsal.learning import CacheRule
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import only_here
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
@@ -88,7 +88,6 @@ class BlockCalls:
             self._plain = before
 
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run the forward of a module that holds the nn.ModuleList."""
         session = self._session
         session.forwards.append(ForwardState.now(self._device(None)))
         depth = len(session.forwards)
@@ -97,7 +96,11 @@ class BlockCalls:
             if session.recording is not None and session.depth == depth:
                 self._refuse_unfinished(session)
             if module is self._owners[-1] and not (self.runs or self._plain):
-                self._refuse_unused()
+                raise RuntimeError(
+                    f"the forward of {type(module).__name__} must call the blocks of "
+                    f"{self._title}, each as block(x): it has ended without, so that nothing ran "
+                    "as a pipeline. One that calls block.forward(x) goes around it."
+                )
             return result
         except BaseException as error:
             self._tell(error)
@@ -140,13 +143,22 @@ class BlockCalls:
         arguments: tuple[Any, dict[str, Any]],
     ) -> Any:
         """Return what the call of a block will return; record it if it is not on the tape."""
-        recording.check_state(line)
+        recording.state.check(recording.device, line)
         collector = Collector.active()
         if collector is None:
             entry = recording.follow(block.run, (block.kind, None), line, arguments)
             if entry is not None:
                 return recording.answer(entry, arguments)
-        call = _call_of(block, collector, line, recording.device)
+        call = RecordedCall(
+            block.run if collector is None else collector.around(block.run),
+            (block.kind, collector and collector.kind),
+            block.name,
+            line,
+            block.stage,
+            block.device or recording.device,
+            (block.module,),
+            block.parameters,
+        )
         result = recording.record(call, arguments)
         if collector is not None:
             result, collected = result
@@ -205,29 +217,6 @@ class BlockCalls:
             "set it to 0. One that never calls the last blocks needs a model without them, and one "
             "that calls a block again after the last cannot be cut here."
         )
-
-    def _refuse_unused(self) -> NoReturn:
-        owner = type(self._owners[-1]).__name__
-        raise RuntimeError(
-            f"the forward of {owner} must call the blocks of {self._title}, each as block(x): it "
-            "has ended without, so that nothing ran as a pipeline. One that calls block.forward(x) "
-            "goes around it."
-        )
-
-
-def _call_of(
-    block: Block, collector: Collector | None, line: str, device: torch.device
-) -> RecordedCall:
-    return RecordedCall(
-        block.run if collector is None else collector.around(block.run),
-        (block.kind, collector and collector.kind),
-        block.name,
-        line,
-        block.stage,
-        block.device or device,
-        (block.module,),
-        block.parameters,
-    )
 
 
 def _nobody(error: BaseException) -> None:

@@ -14,19 +14,20 @@ the block before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
+from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
-from lightning_gpipe.core.frontends.module_list.checks import check_blocks, check_model
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
 from lightning_gpipe.core.frontends.module_list.owners import OwnerForward
 from lightning_gpipe.core.layout import Partition, check_balance
@@ -45,10 +46,15 @@ class Loop(Frontend):
 
     def __init__(self, model: nn.Module, path: str) -> None:
         super().__init__(model)
-        check_model(model, path)
+        if not path:
+            raise TypeError(
+                "module must be an nn.Sequential, or a model whose forward calls its blocks: got "
+                f"{type(model).__qualname__}, which has no forward. Give the model that loops over "
+                "it, and where it is there, as in GPipe(model, balance, module='layers')."
+            )
         self._title = f"module={path!r}"
         module = model.get_submodule(path)
-        check_blocks(module, self._title)
+        _check_blocks(module, self._title)
         self._names = [f"{path}.{key}" for key in module._modules]
         self._modules = [child for child in module._modules.values() if child is not None]
         self._owners = _owners(model, path)
@@ -63,7 +69,6 @@ class Loop(Frontend):
 
     @property
     def runs(self) -> int:
-        """The number of times that the loop ran as a pipeline."""
         return 0 if self._calls is None else self._calls.runs
 
     @property
@@ -78,13 +83,7 @@ class Loop(Frontend):
 
     @override
     def costs(self) -> list[int]:
-        counted: set[nn.Parameter] = set()
-        costs = []
-        for module in self._modules:
-            own = set(module.parameters()) - counted
-            counted |= own
-            costs.append(sum(parameter.numel() for parameter in own))
-        return costs
+        return parameter_costs(self._modules)
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
@@ -124,20 +123,18 @@ class Loop(Frontend):
         self._forwards, self._blocks = [], []
 
     @override
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        with nullcontext() if self._calls is None else self._calls.plain():
-            yield
+    def plain(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._calls is None else self._calls.plain()
 
     def _check_free(self) -> None:
-        blocks = zip(self._names, self._modules, strict=True)
-        in_use = [name for name, module in blocks if is_installed(module)]
-        if in_use:
-            raise RuntimeError(
-                f"a module has one pipeline at a time: {in_use[0]} is in another one, of another "
-                "Trainer whose fit or evaluation has not ended, or of a module around or within "
-                "it. Evaluate in that Trainer's own loop, or give this one copy.deepcopy(model)."
-            )
+        for name, module in zip(self._names, self._modules, strict=True):
+            if is_installed(module):
+                raise RuntimeError(
+                    f"a module has one pipeline at a time: {name} is in another one, of another "
+                    "Trainer whose fit or evaluation has not ended, or of a module around or "
+                    "within it. Evaluate in that Trainer's own loop, or give this one "
+                    "copy.deepcopy(model)."
+                )
 
 
 def _devices(
@@ -163,7 +160,37 @@ def _devices(
 
 def _owners(model: nn.Module, path: str) -> list[nn.Module]:
     """The modules from the model to the one that holds the nn.ModuleList."""
-    owners = [model]
-    for name in path.split(".")[:-1]:
-        owners.append(owners[-1].get_submodule(name))
-    return owners
+    names = path.split(".")
+    return [model.get_submodule(".".join(names[:k])) for k in range(len(names))]
+
+
+def _check_blocks(module: nn.Module, name: str) -> None:
+    """Refuse a module that is not an nn.ModuleList of distinct, initialised blocks."""
+    if not isinstance(module, nn.ModuleList):
+        raise TypeError(
+            f"{name} must be an nn.ModuleList that a forward loops over: got "
+            f"{type(module).__qualname__}."
+        )
+    if not len(module):
+        raise ValueError(f"{name} must have at least one block: got an empty nn.ModuleList.")
+    blocks = list(module)
+    seen: dict[nn.Module, int] = {}
+    for k, block in enumerate(blocks):
+        if isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise TypeError(
+                f"{name} must hold modules that are called: got a {type(block).__name__} at index "
+                f"{k}. Choose one of those within it."
+            )
+        if block in seen:
+            raise ValueError(
+                f"{name} must have each block object only once, because a block is on one stage: "
+                f"got {type(block).__qualname__} at {seen[block]} and {k}. Make an object for each "
+                "block; to share weights, assign the same nn.Parameter to both."
+            )
+        seen[block] = k
+    lazy = [k for k, block in enumerate(blocks) if any(map(is_lazy, block.parameters()))]
+    if lazy:
+        raise ValueError(
+            f"the parameters of {name} must be initialised: got lazy parameters in blocks {lazy}. "
+            "Run the model once on a small batch first."
+        )

@@ -14,8 +14,8 @@ from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.frontends.module_list.forward_state import unchecked
 from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
 from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE
+from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder, become
-from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
 from lightning_gpipe.core.programs import Program, Step, Value
 
 

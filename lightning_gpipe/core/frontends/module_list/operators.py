@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
-from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge
-from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, TensorLeaf
 
 _NEEDS_VALUE = "needs a value"
 EDITS_OUTSIDE = "edits a tensor in place that was made outside of the blocks"

@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
 from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
-from lightning_gpipe.core.frontends.module_list.rehearsal.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
+    CacheRule,
     Check,
     Learner,
     kind_of_call,
@@ -21,11 +21,16 @@ from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Doubt, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Rehearse, Samples
 from lightning_gpipe.core.frontends.module_list.tape.arguments import Arguments, Reading
-from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Knowledge,
+    RecordedCall,
+    ReturnedArgument,
+    TensorLeaf,
+)
+from lightning_gpipe.core.frontends.module_list.tape.comparison import same_arguments
 from lightning_gpipe.core.frontends.module_list.tape.outside_tensors import OutsideTensors
 from lightning_gpipe.core.frontends.module_list.tape.packing import without_objects
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.results import ReturnedArgument, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.tape import History, Tape, TapeEntry
 from lightning_gpipe.core.programs import Value
 
@@ -37,7 +42,7 @@ class LoopRecording:
         first: The tensor whose dim 0 is the rows of the mini-batch.
         history: What earlier forwards have shown; it grows.
         device: The device of the placeholders' values.
-        caches: What to do about objects that blocks fill.
+        caches: The rule for objects that blocks fill.
         state: The state of the thread in which the forward began.
         rehearse: Runs calls of a stage on a few rows, for all processes.
 
@@ -61,7 +66,7 @@ class LoopRecording:
         self.device = device
         self.grad = state.grad
         self.end_reason = ""
-        self._state = state
+        self.state = state
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self._samples = Samples(self.tape, self.inputs, self.rows, rehearse)
@@ -95,10 +100,6 @@ class LoopRecording:
         self.outsides.clear()
         self._samples.clear()
 
-    def check_state(self, line: str) -> None:
-        """Refuse a thread whose state has changed since the forward began."""
-        self._state.check(self.device, line)
-
     def follow(
         self, run: Any, kind: Hashable, line: str, arguments: tuple[Any, Any]
     ) -> TapeEntry | None:
@@ -107,13 +108,12 @@ class LoopRecording:
         if self._count == len(entries):
             return None
         entry = entries[self._count]
-        call, (args_fit, kwargs_fit), (args, kwargs) = entry.call, entry.patterns, arguments
+        call = entry.call
         fits = (
             line == call.line
             and run == call.run
             and kind == call.kind
-            and args_fit(args, self)
-            and kwargs_fit(kwargs, self)
+            and same_arguments(entry.arguments, arguments, self)
         )
         if self.outsides.undecided:
             self.outsides.settle(accept=fits)
@@ -141,15 +141,11 @@ class LoopRecording:
         return self.answer(entry, arguments)
 
     def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operator that the user's forward applies to a placeholder between two blocks.
-
-        Raises:
-            RuntimeError: If it needs a value, or cannot run in micro-batches.
-        """
+        """Record an operator that the forward applies to a placeholder between two blocks."""
         line, name = current_line(), operators.title(func)
         if self.end_reason:
             raise RuntimeError(f"{self.end_reason} {name} at {line} uses what they return.")
-        self.check_state(line)
+        self.state.check(self.device, line)
         assert self._latest is not None, "a block is called before there is a placeholder"
         stage, device = self._latest.stage, self._latest.device
         target = operators.in_place(func, args, kwargs)
@@ -177,11 +173,9 @@ class LoopRecording:
         return result
 
     def needs_value(self, func: Callable[..., Any]) -> RuntimeError:
-        """Return the error for an operator that needs the value of a placeholder."""
         return operators.needs_value(func, current_line())
 
     def shape_of(self, number: int) -> torch.Size:
-        """Return the shape of a value for the whole mini-batch."""
         return self._samples.shape_of(number)
 
     def answer(self, entry: TapeEntry, arguments: tuple[Any, Any]) -> Any:
@@ -219,27 +213,22 @@ class LoopRecording:
         if self.tape.closed:
             self._use(self.tape.until(self._count))
             self.outsides.number_as_on(self.tape)
-        self._add(call, Arguments(arguments), check)
+        knowledge, known, readings, trial = self._learner.learn(call, Arguments(arguments), check)
+        leaves = [
+            self._describe(leaf, readings.get(path), knowledge.readings.get(path), call)
+            for path, leaf in known.leaves
+        ]
+        number = self.tape.add(call, known, leaves, knowledge)
+        if trial is not None:
+            flat = knowledge.result.flat(trial.result)
+            assert flat is not None, "the structure is that of this result"
+            self._samples[number] = flat[0] if knowledge.result.single else flat
         self._count += 1
         return self.tape.entries[-1], arguments
 
     def _use(self, tape: Tape) -> None:
         self.tape = tape
         self._samples.tape = tape
-
-    def _add(self, call: RecordedCall, arguments: Arguments, check: Check | None) -> None:
-        """Add a call to the tape."""
-        knowledge, arguments, readings, trial = self._learner.learn(call, arguments, check)
-        leaves = [
-            self._describe(leaf, readings.get(path), knowledge.readings.get(path), call)
-            for path, leaf in arguments.leaves
-        ]
-        number = self.tape.add(call, arguments, leaves, knowledge)
-        if trial is not None:
-            result = knowledge.result
-            flat = result.flat(trial.result)
-            assert flat is not None, "the structure is that of this result"
-            self._samples[number] = flat[0] if result.single else flat
 
     def _describe(
         self,
@@ -248,7 +237,6 @@ class LoopRecording:
         learned_reading: Reading | None,
         call: RecordedCall,
     ) -> Any:
-        """Return what stands for an argument on the tape."""
         if type(leaf) is Placeholder:
             if leaf.recording is not self:
                 raise operators.NotRecordable(

@@ -7,15 +7,21 @@ meta device when it is placed. Everything is checked before, from the headers of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping, Set
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from lightning_gpipe.core.frontends.device_moves import initialiser
-from lightning_gpipe.core.frontends.pretrained.folder import tensors_in
-from lightning_gpipe.core.frontends.pretrained.names import matches, named_tensors, rename_to_fit
-from lightning_gpipe.core.frontends.stored import Source, Stored, await_value, first_few
+from lightning_gpipe.core.frontends.stored import (
+    Source,
+    Stored,
+    await_value,
+    first_few,
+    open_tensors,
+)
 
 
 def load_pretrained(
@@ -51,25 +57,28 @@ def load_pretrained(
             ``reset_parameters()``: :func:`parameters_on_meta` gives it its value.
         ImportError: If safetensors is not installed.
     """
-    names = named_tensors(model)
-    stored = rename_to_fit(tensors_in(Path(path)), model, names.keys())
+    state = model.state_dict(keep_vars=True)  # a tied tensor has several names there
+    names = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    stored = _rename_to_fit(tensors_in(Path(path)), model, names.keys())
     values: dict[int, Stored] = {}  # by the id of the tensor, under the first of its names
     for name, tensor in names.items():
         if name in stored:
             values.setdefault(id(tensor), stored[name])
     allowed, ignored = tuple(missing), tuple(unexpected)
     absent = [name for name, tensor in names.items() if id(tensor) not in values]
-    _check(
-        path,
-        [name for name in absent if not matches(name, allowed)],
-        [name for name in stored if name not in names and not matches(name, ignored)],
-        [
+    faults = {
+        "missing in the files": [name for name in absent if not _matches(name, allowed)],
+        "unexpected in the files": [
+            name for name in stored if name not in names and not _matches(name, ignored)
+        ],
+        "different": [
             f"{name} is {tuple(tensor.shape)}, {tensor.dtype} in the model, and in the files "
             f"{value.shape}, {'floating point' if value.floating else 'integer'}"
             for name, tensor in names.items()
             if (value := values.get(id(tensor))) is not None and not _fits(tensor, value)
         ],
-    )
+    }
+    _check(path, faults)
     for module in model.modules():
         buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
         if any(buffer.is_meta and id(buffer) not in values for buffer in buffers):
@@ -87,21 +96,81 @@ def _fits(tensor: Tensor, value: Stored) -> bool:
     return tuple(tensor.shape) == value.shape and tensor.is_floating_point() == value.floating
 
 
-def _check(
-    path: str | Path, missing: list[str], unexpected: list[str], different: list[str]
-) -> None:
-    faults = [
-        f"{what}: {first_few(names)}"
-        for what, names in [
-            ("missing in the files", missing),
-            ("unexpected in the files", unexpected),
-            ("different", different),
-        ]
-        if names
-    ]
-    if faults:
+def _check(path: str | Path, faults: Mapping[str, list[str]]) -> None:
+    listed = [f"{fault}: {first_few(names)}" for fault, names in faults.items() if names]
+    if listed:
         raise ValueError(
-            f"pretrained weights must fit the model: got from {path} {'; '.join(faults)}. What "
+            f"pretrained weights must fit the model: got from {path} {'; '.join(listed)}. What "
             "may be so is named in missing=[...] and unexpected=[...], in which * is for any "
             "characters. Call load_pretrained() before adapters are added, which rename layers."
         )
+
+
+def _rename_to_fit(
+    stored: Mapping[str, Stored], model: nn.Module, names: Set[str]
+) -> dict[str, Stored]:
+    """Name the tensors of the files as the model does.
+
+    The names are those of the model's state dict, except for the name of the base model: a model
+    with a head has its base in a child, as in ``model.layers.0``, and the files may be of either.
+    """
+    return max(_renamings(stored, model), key=lambda renamed: len(names & renamed.keys()))
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _renamings(stored: Mapping[str, Stored], model: nn.Module) -> Iterator[dict[str, Stored]]:
+    yield dict(stored)
+    for child, _ in model.named_children():
+        yield {f"{child}.{name}": tensor for name, tensor in stored.items()}
+    for head in dict.fromkeys(name.partition(".")[0] for name in stored):
+        yield {name.removeprefix(f"{head}."): tensor for name, tensor in stored.items()}
+
+
+def tensors_in(path: Path) -> dict[str, Stored]:
+    """List the tensors of a file of safetensors, or of a folder with one, or several and an index.
+
+    Only the headers are read.
+    """
+    files, listed = _files(path)
+    tensors = {name: stored for file in files for name, stored in _contents(file).items()}
+    if lacking := [name for name in listed if name not in tensors]:
+        raise ValueError(
+            f"the files in {path} must have the tensors that its index lists: got none for "
+            f"{first_few(lacking)}. Save the model again with save_pretrained()."
+        )
+    return tensors
+
+
+def _files(path: Path) -> tuple[list[Path], list[str]]:
+    """Return the files to read, and the names that an index lists."""
+    if path.is_file():
+        return [path], []
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1:
+        weight_map: dict[str, str] = json.loads(indices[0].read_text("utf-8"))["weight_map"]
+        return [path / name for name in sorted(set(weight_map.values()))], list(weight_map)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1 and not indices:
+        return files, []
+    content = "nothing there"
+    if path.is_dir():
+        content = f"one with {first_few(sorted(x.name for x in path.iterdir())) or 'no files'}"
+    raise FileNotFoundError(
+        "pretrained weights must be in a file of safetensors, or in a folder with one, or with "
+        f"several and their index: got {path}, {content}. Models of a hub are downloaded by "
+        "huggingface_hub.snapshot_download(), and model.save_pretrained(folder) writes such a "
+        "folder from other formats."
+    )
+
+
+def _contents(file: Path) -> dict[str, Stored]:
+    with open_tensors(file) as header:
+        slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118
+        floating = ("F", "BF")  # as F32, BF16, F8_E4M3
+        return {
+            name: Stored(file, name, tuple(x.get_shape()), x.get_dtype().startswith(floating))
+            for name, x in slices.items()
+        }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.data import tree_flatten
-from lightning_gpipe.core.frontends.module_list import Loop
+from lightning_gpipe.core.frontends.module_list.loop import Loop
 from tests.support.compilation import has_dynamo
 from tests.support.faults import OwnError
 from tests.support.interpreter import Interpreter

@@ -33,7 +33,13 @@ class WithoutEffects:
         self._random_state = RandomState.capture([self._device])
         self._state = ModuleState.capture(self._modules, parameters=True)
         self._token = RECOMPUTING.set(True)
-        self._elsewhere = list(self._parameters_elsewhere())
+        # The parameters on another device, of a stage that shares them.
+        self._elsewhere = [
+            (module, name, p)
+            for module in self._modules
+            for name, p in module._parameters.items()
+            if p is not None and not p.is_meta and p.device != self._device
+        ]
         copies = {p: _on(p, self._device) for _, _, p in self._elsewhere}
         for module, name, parameter in self._elsewhere:
             module._parameters[name] = copies[parameter]
@@ -52,13 +58,6 @@ class WithoutEffects:
         self._state.restore()
         self._random_state.restore()
         torch.clear_autocast_cache()  # its copies of weights have no graph
-
-    def _parameters_elsewhere(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-        """Yield the parameters on another device, of a stage that shares them."""
-        for module in self._modules:
-            for name, p in module._parameters.items():
-                if p is not None and not p.is_meta and p.device != self._device:
-                    yield module, name, p
 
 
 def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

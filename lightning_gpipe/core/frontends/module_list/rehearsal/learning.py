@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
-from lightning_gpipe.core.frontends.module_list.rehearsal.caches import CacheRule
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import tensors_within
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Rehearsal, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples
@@ -18,7 +19,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Arguments,
     Path,
     Reading,
-    reading_of,
+    map_leaves,
     reads_as_rows,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
@@ -28,22 +29,13 @@ from lightning_gpipe.core.layout import is_user_object
 Check = Callable[[Knowledge, Trial], None]
 
 
-class LearnedCall(NamedTuple):
-    """The knowledge about one call."""
-
-    knowledge: Knowledge
-    arguments: Arguments  # without objects that must not be filled
-    readings: dict[Path, Reading]  # of the tensors from outside
-    trial: Trial | None  # if it was rehearsed now
-
-
 class Learner:
     """Learns how the calls of one forward are cut.
 
     Args:
         first: The tensor whose dim 0 is the rows of the mini-batch.
         knowledge: The knowledge about each kind of call; it grows.
-        caches: What to do about objects that blocks fill.
+        caches: The rule for objects that blocks fill.
         samples: The values of the forward for a few rows.
         grad: Whether gradients are recorded.
 
@@ -67,10 +59,12 @@ class Learner:
 
     def learn(
         self, call: RecordedCall, arguments: Arguments, check: Check | None = None
-    ) -> LearnedCall:
+    ) -> tuple[Knowledge, Arguments, dict[Path, Reading], Trial | None]:
         """Return the knowledge about a call; rehearse it if it is of a new kind.
 
-        ``check`` raises if what a rehearsal has shown cannot run in micro-batches.
+        Return also its arguments without objects that must not be filled, the readings of the
+        tensors from outside, and the rehearsal if there was one. ``check`` raises if what that has
+        shown cannot run in micro-batches.
         """
         key, trial = kind_of_call(call, arguments), None
         knowledge = self._knowledge.get(key)
@@ -94,13 +88,20 @@ class Learner:
             trial = None  # it may be that of a few rows
             readings, _ = self._readings(arguments, knowledge)
         self._check_objects(call, arguments.leaves, knowledge.filled_objects)
-        return LearnedCall(knowledge, arguments, readings, trial)
+        return knowledge, arguments, readings, trial
 
     def reading(self, tensor: Tensor, learned_reading: Reading | None) -> Reading | None:
-        """Return how a tensor from outside is cut: see :func:`reading_of`."""
+        """Return how a tensor from outside is cut, or None if a rehearsal must show it.
+
+        ``learned_reading`` is the one that a rehearsal showed for an earlier tensor in its place.
+        """
         if tensor is self._first:
             return 1
-        return WHOLE if self.single else reading_of(tensor, self.rows, learned_reading)
+        if self.single or not reads_as_rows(tensor, self.rows):
+            return WHOLE
+        if is_whole(tensor) or isinstance(tensor, nn.Parameter):
+            return WHOLE
+        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self.rows) else None
 
     def _rehearse(
         self,
@@ -110,15 +111,14 @@ class Learner:
         readings: Mapping[Path, Reading],
         unknown: Sequence[Path],
     ) -> tuple[Knowledge, Trial]:
-        """Rehearse a call where its stage is."""
         for _, leaf in arguments.leaves:  # other stages may have to compute it first
             if isinstance(leaf, Placeholder):
-                self._sample(leaf)
-        rehearsal = Rehearsal(call, arguments, self.rows, few, self._sample)
-        knowledge_and_trial: tuple[Knowledge, Trial] = self._samples.rehearse(
-            call.stage, lambda: rehearsal.learn(readings, unknown)
+                _ = self._samples[leaf.number]
+        rehearsal = Rehearsal(call, arguments, self.rows, few, self._samples)
+        learned: tuple[Knowledge, Trial] = self._samples.rehearse(
+            call.stage, partial(rehearsal.learn, readings, unknown)
         )
-        return knowledge_and_trial
+        return learned
 
     def _readings(
         self, arguments: Arguments, knowledge: Knowledge | None
@@ -178,8 +178,71 @@ class Learner:
             self.single = True
             self._samples.take_all()
 
-    def _sample(self, placeholder: Placeholder) -> Any:
-        return self._samples[placeholder.number]
+
+class CacheRule:
+    """Decides about objects that blocks fill, such as the caches of keys and values.
+
+    Micro-batches would fill a cache over one another. Without gradients the mini-batch runs in one
+    micro-batch, which fills it as the plain model does. With gradients a cache is of no use, since
+    nobody reads it: blocks get None instead, as in libraries that recompute layers.
+
+    Args:
+        spread: Whether other processes have blocks too, which fill objects of their own.
+    """
+
+    def __init__(self, *, spread: bool = False) -> None:
+        self._spread = spread
+        self._warned_without = False
+        self._warned_one_by_one = False
+
+    def without(self, call: RecordedCall, arguments: Any, paths: Collection[Path]) -> Any:
+        """Return the arguments with None for the objects at these paths, which blocks fill."""
+
+        def emptied(path: Path, leaf: Any) -> Any:
+            if path not in paths:
+                return leaf
+            if any(True for _ in tensors_within(leaf)):
+                raise RuntimeError(
+                    f"an object that blocks fill must be empty if gradients are recorded: got "
+                    f"{call.titles([path])} of {call}, a {type(leaf).__name__} that holds tensors. "
+                    "Micro-batches cannot fill it one after another: run without gradients, or do "
+                    "not pass it."
+                )
+            return None
+
+        without = map_leaves(emptied, arguments)
+        if not self._warned_without:
+            self._warned_without = True
+            warnings.warn(
+                f"{_named(call, paths)} is None while gradients are recorded: blocks fill it, and "
+                "micro-batches would fill it over one another. To do without this warning, do not "
+                "pass it: for a model of transformers write model.config.use_cache = False.",
+                stacklevel=2,
+            )
+        return without
+
+    def one_by_one(self, call: RecordedCall, paths: Collection[Path], rows: int) -> None:
+        """Warn that a mini-batch runs in one micro-batch, to fill the objects at these paths."""
+        if self._spread:
+            raise RuntimeError(
+                "an object that blocks fill must be in one process with all of them: got "
+                f"{_named(call, paths)}, and stages in several processes, each of which would "
+                "fill only a part of its own object. Do not pass it: for a model of transformers "
+                "write model.config.use_cache = False; generation then computes all positions "
+                "again for each token. Or run all stages in one process."
+            )
+        if rows > 1 and not self._warned_one_by_one:
+            self._warned_one_by_one = True
+            warnings.warn(
+                f"{_named(call, paths)} is filled by blocks, so that mini-batches run in one "
+                "micro-batch, in which stages wait for one another. Generation needs that. "
+                "Evaluation does not: for a model of transformers write use_cache=False there.",
+                stacklevel=2,
+            )
+
+
+def _named(call: RecordedCall, paths: Collection[Path]) -> str:
+    return f"{call.titles(sorted(paths, key=str))} of {call}"
 
 
 def kind_of_call(call: RecordedCall, arguments: Arguments) -> Hashable:
@@ -188,7 +251,6 @@ def kind_of_call(call: RecordedCall, arguments: Arguments) -> Hashable:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """Return a hashable value, equal for two arguments of one kind."""
     if isinstance(leaf, Placeholder):
         return Tensor, leaf.leaf.dtype, leaf.leaf.dims
     if isinstance(leaf, Tensor):

@@ -9,7 +9,7 @@ can tell which is meant, and the user must.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, count
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
     deep_copy,
     fingerprint,
 )
-from lightning_gpipe.core.frontends.module_list.rehearsal.samples import few_of
+from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples, few_of
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     WHOLE,
     Arguments,
@@ -29,13 +29,14 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     Reading,
     first_reading,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
-from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.results import (
+from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Knowledge,
+    RecordedCall,
     Result,
     equal,
     with_returned_arguments,
 )
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.layout import is_user_object
 
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
@@ -58,7 +59,7 @@ class Trial(NamedTuple):
 class Rehearsal:
     """One call of a new kind, run on ``few`` of the mini-batch's ``rows``; on all if that is None.
 
-    ``sample`` returns the value of a placeholder for these few rows.
+    ``samples`` has the values of placeholders for these few rows.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Rehearsal:
         arguments: Arguments,
         rows: int,
         few: int | None,
-        sample: Callable[[Placeholder], Tensor],
+        samples: Samples,
     ) -> None:
         self._call = call
         self._arguments = arguments
         self._rows, self._few = rows, few
-        self._sample = sample
+        self._samples = samples
         self._leaves = dict(arguments.leaves)
 
     def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:
@@ -103,13 +104,11 @@ class Rehearsal:
         return Knowledge(result, learned_readings, trial.filled_objects), trial
 
     def _sizes_beside_rows(self) -> frozenset[int]:
-        """The sizes of the dims of all arguments but the first ones."""
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
-        tensors = (self._sample(x) if isinstance(x, Placeholder) else x for x in leaves)
+        tensors = (self._samples[x.number] if isinstance(x, Placeholder) else x for x in leaves)
         return frozenset(size for x in tensors for size in x.shape[1:])
 
     def _flipped(self, readings: Readings, paths: Iterable[Path]) -> dict[Path, Reading]:
-        """The readings with the other one for some arguments."""
         others = {
             path: WHOLE if readings[path] else self._leaves[path].size(0) // self._rows
             for path in paths
@@ -147,7 +146,6 @@ class Rehearsal:
         return first is None
 
     def _attempt(self, readings: Readings, few: int | None = None) -> Trial | None:
-        """Run the call; return None if it raises an error."""
         try:
             return self._run(readings, few)
         except Exception:
@@ -162,8 +160,8 @@ class Rehearsal:
         def copy_of(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
                 rows = self._few or self._rows
-                sample = few_of(self._sample(leaf), leaf.leaf.reading or WHOLE, rows, few)
-                return sample.to(device, copy=True)
+                sample = self._samples[leaf.number]
+                return few_of(sample, leaf.leaf.reading or WHOLE, rows, few).to(device, copy=True)
             if isinstance(leaf, Tensor):
                 copy = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
             elif is_user_object(leaf):
@@ -185,12 +183,19 @@ class Rehearsal:
 
     def _failure(self, error: Exception, readings: Readings) -> Exception:
         """The error to raise for a call's error: the same with a note, or one about its rows."""
+        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
         all_whole = dict.fromkeys(readings, WHOLE)
         placeholders = any(isinstance(leaf, Placeholder) for leaf in self._leaves.values())
         if self._few is None or placeholders or self._attempt(all_whole) is None:
-            return self._with_note(error, readings)
+            few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
+            uncut = f" What is given whole to every micro-batch: {whole}." if whole else ""
+            add_note(
+                error,
+                f"raised when {self._call} was tried{few}, before it runs in micro-batches. The "
+                f"rows of tensors must be in dim 0.{uncut}",
+            )
+            return error
         cut = self._shapes_of(path for path, reading in readings.items() if reading != WHOLE)
-        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
         return ValueError(
             "the rows of what a block is called with must be in dim 0, so that it can be cut: "
             f"{self._call} runs on all {self._rows} rows, and on {self._few} of them it raises "
@@ -199,17 +204,6 @@ class Rehearsal:
             "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
             "lightning_gpipe."
         )
-
-    def _with_note(self, error: Exception, readings: Readings) -> Exception:
-        whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
-        few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
-        uncut = f" What is given whole to every micro-batch: {whole}." if whole else ""
-        add_note(
-            error,
-            f"raised when {self._call} was tried{few}, before it runs in micro-batches. The rows "
-            f"of tensors must be in dim 0.{uncut}",
-        )
-        return error
 
     def _doubt(self, paths: Sequence[Path]) -> Doubt:
         shapes = ", ".join(str(tuple(self._leaves[path].shape)) for path in paths)

@@ -16,9 +16,8 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     leaves_in,
     map_leaves,
 )
-from lightning_gpipe.core.frontends.module_list.tape.call_pattern import is_plain
-from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
-from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.comparison import is_plain
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Step, Value
@@ -60,7 +59,7 @@ class Samples:
         tape: Tape,
         inputs: Mapping[int, tuple[Tensor, Reading]],
         rows: int,
-        rehearse: Rehearse = only_here,
+        rehearse: Rehearse,
     ) -> None:
         self.tape = tape
         self._inputs, self._rows, self.rehearse = inputs, rows, rehearse
@@ -81,7 +80,6 @@ class Samples:
             self._values_of_kinds[self._kind(number)] = value
 
     def shape_of(self, number: int) -> torch.Size:
-        """Return the shape of a value for the whole mini-batch."""
         if number in self._inputs:
             return self._inputs[number][0].shape
         if number not in self.tape.sources:  # made of an input
@@ -109,12 +107,10 @@ class Samples:
         return shape
 
     def take_all(self) -> None:
-        """Compute all rows from now on."""
         self.few = None
         self.clear()
 
     def clear(self) -> None:
-        """Forget all values."""
         self._values, self._values_of_kinds = {}, {}
 
     def _compute(self, number: int) -> Any:

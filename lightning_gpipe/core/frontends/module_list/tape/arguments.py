@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_gpipe.core.data import is_whole
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Value
 
@@ -60,18 +59,6 @@ class Arguments:
     def with_leaves(self, leaves: Iterable[Any]) -> Any:
         """Return the tree with other leaves, in order."""
         return _rebuild(self.tree, iter(leaves))
-
-
-def reading_of(tensor: Tensor, rows: int, learned_reading: Reading | None) -> Reading | None:
-    """Return how a tensor from outside is cut, or None if a rehearsal must show it.
-
-    ``learned_reading`` is the one that a rehearsal showed for an earlier tensor in its place.
-    """
-    if not reads_as_rows(tensor, rows):
-        return WHOLE
-    if is_whole(tensor) or isinstance(tensor, nn.Parameter):
-        return WHOLE
-    return learned_reading if learned_reading in (WHOLE, tensor.size(0) // rows) else None
 
 
 def reads_as_rows(tensor: Tensor, rows: int) -> bool:

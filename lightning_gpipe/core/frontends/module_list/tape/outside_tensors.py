@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.tape.arguments import Reading
-from lightning_gpipe.core.frontends.module_list.tape.call_pattern import OutsideTensor
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
+from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
 from lightning_gpipe.core.programs import Step, Value
 
@@ -21,7 +21,7 @@ class OutsideTensors:
 
     Args:
         inputs: The tensors by number, and how they are cut; grows.
-        rows: The number of rows of the mini-batch.
+        rows: The number of rows.
         read: Returns how a tensor is cut, given the reading learned of another one in its place.
 
     Attributes:
@@ -83,17 +83,15 @@ class OutsideTensors:
             self._numbers[key] = tape.new()
             self._make_input(self._numbers[key], tensor, reading)
         source = number = self._numbers[key]
-        if reading > 1:
+        if reading > 1:  # a stage gets it with several entries per row
             number = self._flatten((*key, call.stage), source, call, tape)
         return OutsideTensor(number, source, reading, learned_reading, tensor.dtype, tensor.dim())
 
     def clear(self) -> None:
-        """Forget all tensors."""
         for tensors in (self._inputs, self._tensors, self._numbers, self.accepted):
             tensors.clear()
 
     def _flatten(self, key: Hashable, source: int, call: RecordedCall, tape: Tape) -> int:
-        """Return the number of an input with several entries per row, as a stage gets it."""
         if key not in self._numbers:
             self._numbers[key] = number = tape.new()
             args = (Value(source), 0, 1)

@@ -8,47 +8,31 @@ that it stood for: the user may have it in a list, and need not know that it was
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import Pending
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
-from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
-
-
-class Recorder(Protocol):
-    """The recording that placeholders belong to."""
-
-    device: torch.device
-    grad: bool
-
-    def shape_of(self, number: int) -> torch.Size:
-        """Return the shape of a value for the whole mini-batch."""
-
-    def operator(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record an operator."""
-
-    def needs_value(self, func: Callable[..., Any]) -> RuntimeError:
-        """Return the error for an operator that needs the value of a placeholder."""
+from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 
 
 class Placeholder(Pending):
     """Stands for a value of a recording.
 
     Attributes:
-        recording: The recording.
+        recording: The LoopRecording that it belongs to.
         number: The number of the value; another one once it was edited in place.
         leaf: Its type, number of dims and reading.
     """
 
-    recording: Recorder
+    recording: Any
     number: int
     leaf: TensorLeaf
 
     @staticmethod
-    def __new__(cls, recording: Recorder, number: int, leaf: TensorLeaf) -> Placeholder:
+    def __new__(cls, recording: Any, number: int, leaf: TensorLeaf) -> Placeholder:
         # Nothing reads these sizes: every access from Python comes to __torch_function__.
         tensor = Tensor._make_wrapper_subclass(cls, (0,), dtype=leaf.dtype, device=recording.device)
         tensor.recording, tensor.number, tensor.leaf = recording, number, leaf
@@ -60,7 +44,8 @@ class Placeholder(Pending):
     @property
     def sizes(self) -> torch.Size:
         """The shape for the whole mini-batch."""
-        return self.recording.shape_of(self.number)
+        size: torch.Size = self.recording.shape_of(self.number)
+        return size
 
     @classmethod
     def __torch_function__(
@@ -110,16 +95,18 @@ def _requires_grad(x: Placeholder) -> bool:
     return x.recording.grad and (x.leaf.dtype.is_floating_point or x.leaf.dtype.is_complex)
 
 
+def _false(*_: Any) -> bool:
+    return False
+
+
+_FALSE = ("is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu")
 _ATTRIBUTES: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda x, *_: x.sizes,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.__len__: lambda x: x.sizes[0],
-    Tensor.numel: lambda x: x.sizes.numel(),
-    Tensor.nelement: lambda x: x.sizes.numel(),
-    torch.numel: lambda x: x.sizes.numel(),
+    **dict.fromkeys((Tensor.numel, Tensor.nelement, torch.numel), lambda x: x.sizes.numel()),
     Tensor.ndim.__get__: lambda x, *_: x.leaf.dims,  # type: ignore[attr-defined]
-    Tensor.dim: lambda x: x.leaf.dims,
-    Tensor.ndimension: lambda x: x.leaf.dims,
+    **dict.fromkeys((Tensor.dim, Tensor.ndimension), lambda x: x.leaf.dims),
     Tensor.dtype.__get__: lambda x, *_: x.leaf.dtype,  # type: ignore[attr-defined]
     Tensor.device.__get__: lambda x, *_: x.recording.device,
     Tensor.get_device: lambda x: _index(x.recording.device),
@@ -134,11 +121,6 @@ _ATTRIBUTES: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad.__get__: lambda x, *_: _requires_grad(x),  # type: ignore[attr-defined]
     Tensor.is_leaf.__get__: lambda x, *_: not _requires_grad(x),  # type: ignore[attr-defined]
     Tensor.layout.__get__: lambda x, *_: torch.strided,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
-    Tensor.is_nested.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
-    Tensor.is_quantized.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
-    Tensor.is_meta.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
-    Tensor.is_mps.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
-    Tensor.is_xpu.__get__: lambda x, *_: False,  # type: ignore[attr-defined]
+    **{getattr(Tensor, name).__get__: _false for name in _FALSE},
     Tensor.__hash__: lambda x: id(x),
 }  # fmt: skip

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from lightning_gpipe.core.frontends.module_list.tape.arguments import Arguments, leaves_in
-from lightning_gpipe.core.frontends.module_list.tape.call_pattern import (
-    OutsideTensor,
-    Pattern,
-    pattern_of,
-)
 from lightning_gpipe.core.frontends.module_list.tape.calls import (
     Knowledge,
     RecordedCall,
+    Result,
+    TensorLeaf,
     checked_result,
 )
-from lightning_gpipe.core.frontends.module_list.tape.results import Result, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor
 from lightning_gpipe.core.programs import Program, Step, Value
 
 _PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
@@ -35,8 +32,7 @@ _TAPES = 16  # that are kept of a history: one for each kind of arguments of the
 class TapeEntry:
     """One recorded call.
 
-    Its arguments have a Value for a placeholder, and an :class:`OutsideTensor` for a tensor from
-    outside.
+    Its arguments have a Value for a placeholder, and an OutsideTensor for a tensor from outside.
     """
 
     call: RecordedCall
@@ -44,12 +40,6 @@ class TapeEntry:
     knowledge: Knowledge
     numbers: Sequence[int]  # of the values of the leaves that it returns
     count: int  # of values on the tape after it
-
-    @cached_property
-    def patterns(self) -> tuple[Pattern, Pattern]:
-        """The functions that compare the args of another call with these, and its kwargs."""
-        args, kwargs = self.arguments
-        return pattern_of(args), pattern_of(kwargs)
 
     @property
     def outside(self) -> Iterator[OutsideTensor]:
@@ -81,7 +71,6 @@ class Tape:
         self.reusable = True
 
     def new(self) -> int:
-        """Return the number of a new value."""
         self.count += 1
         return self.count - 1
 
@@ -109,7 +98,6 @@ class Tape:
         return number
 
     def _pick(self, source: int, call: RecordedCall, result: Result) -> list[int]:
-        """The numbers of the leaves of a result."""
         numbers = []
         for k, leaf in enumerate(result.leaves):
             number = source
@@ -136,7 +124,6 @@ class Tape:
         return tape
 
     def keep(self, key: Hashable, program: Program) -> None:
-        """Keep a program, and close the tape."""
         self.closed = True
         if len(self.programs) >= _PROGRAMS:
             self.programs.clear()
@@ -146,8 +133,7 @@ class Tape:
 class History:
     """The knowledge and the tapes of earlier forwards, in one state of the thread.
 
-    Attributes:
-        knowledge: The knowledge about each kind of call.
+    The tapes are kept by the kind of the first call.
     """
 
     def __init__(self) -> None:
@@ -155,11 +141,9 @@ class History:
         self._tapes: dict[Hashable, Tape] = {}
 
     def tape(self, first: Hashable) -> Tape:
-        """Return the tape to follow for a forward with a first call of this kind, or a new one."""
         return self._tapes.get(first) or Tape()
 
     def keep(self, first: Hashable, tape: Tape) -> None:
-        """Keep the tape of a forward with a first call of this kind, in place of an earlier one."""
         if len(self._tapes) >= _TAPES and first not in self._tapes:
             self._tapes.clear()
         self._tapes[first] = tape

@@ -1,7 +1,8 @@
-"""A pattern fits what is given like the recorded arguments, and nothing else."""
+"""Arguments are the same as the recorded ones in every leaf and container, or they differ."""
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.module_list.tape.call_pattern import OutsideTensor, pattern_of
+from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor, same_arguments
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.results import TensorLeaf
 from lightning_gpipe.core.programs import Value
 
 Pair = namedtuple("Pair", "one other")
@@ -46,7 +47,7 @@ def placeholder(recording: Any, number: int) -> Placeholder:
 
 @pytest.mark.parametrize("tree", [(), {}, (1, "a", None), {"k": [1.5, (True,)]}, (Pair(1, 2),)])
 def test_constants_in_containers(tree: Any) -> None:
-    assert pattern_of(tree)(tree, Recording())
+    assert same_arguments(tree, copy.deepcopy(tree), Recording())
 
 
 @pytest.mark.parametrize(
@@ -72,33 +73,33 @@ def test_constants_in_containers(tree: Any) -> None:
     ],
 )
 def test_what_differs(tree: Any, given: Any) -> None:
-    assert not pattern_of(tree)(given, Recording())
+    assert not same_arguments(tree, given, Recording())
 
 
 def test_placeholder_of_the_number_and_of_the_same_recording() -> None:
     mine, other = Recording(), Recording()
-    pattern = pattern_of((Value(3),))
+    expected = (Value(3),)
 
-    assert pattern((placeholder(mine, 3),), mine)
-    assert not pattern((placeholder(mine, 2),), mine)
-    assert not pattern((placeholder(other, 3),), mine)
-    assert not pattern((torch.zeros(2, 2),), mine)
-    assert not pattern_of((EXPECTED,))((placeholder(mine, 4),), mine)
-    assert not pattern_of((7,))((placeholder(mine, 4),), mine)
+    assert same_arguments(expected, (placeholder(mine, 3),), mine)
+    assert not same_arguments(expected, (placeholder(mine, 2),), mine)
+    assert not same_arguments(expected, (placeholder(other, 3),), mine)
+    assert not same_arguments(expected, (torch.zeros(2, 2),), mine)
+    assert not same_arguments((EXPECTED,), (placeholder(mine, 4),), mine)
+    assert not same_arguments((7,), (placeholder(mine, 4),), mine)
 
 
 def test_tensor_from_outside_is_asked_about_until_it_is_accepted() -> None:
     recording = Recording()
-    pattern, given = pattern_of({"mask": EXPECTED}), {"mask": torch.zeros(2, 2)}
-    assert pattern(given, recording)
+    expected, given = {"mask": EXPECTED}, {"mask": torch.zeros(2, 2)}
+    assert same_arguments(expected, given, recording)
     assert recording.outsides.asked == 1
 
     recording.outsides.accepted[EXPECTED.key] = given["mask"]
-    assert pattern(given, recording)
+    assert same_arguments(expected, given, recording)
     assert recording.outsides.asked == 1
 
-    assert pattern({"mask": torch.zeros(2, 2)}, recording)
-    assert pattern({"mask": nn.Parameter(torch.zeros(2, 2))}, recording)
-    assert not pattern({"mask": torch.zeros(2)}, recording)
-    assert not pattern({"mask": torch.zeros(2, 2, dtype=torch.float64)}, recording)
+    assert same_arguments(expected, {"mask": torch.zeros(2, 2)}, recording)
+    assert same_arguments(expected, {"mask": nn.Parameter(torch.zeros(2, 2))}, recording)
+    assert not same_arguments(expected, {"mask": torch.zeros(2)}, recording)
+    assert not same_arguments(expected, {"mask": torch.zeros(2, 2, dtype=torch.float64)}, recording)
     assert recording.outsides.asked == 5
