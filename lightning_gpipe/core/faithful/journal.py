@@ -70,8 +70,6 @@ class ValueSlot:
 
 
 class _Absent:
-    """The type of the marker for an empty slot."""
-
     def __reduce__(self) -> str:
         return "ABSENT"  # there is one
 
@@ -101,20 +99,18 @@ class Journal:
         self._abandoned = False
         # Reentrant, because Ctrl-C just before a `with` block exits leaves it locked.
         self._lock = threading.RLock()
-        _JOURNALS.add(self)
+        for number, reference in list(_JOURNALS.items()):
+            if reference() is None:
+                _JOURNALS.pop(number, None)
+        _JOURNALS[next(_NUMBERS)] = ref(self)
 
     def __len__(self) -> int:
-        """Return the number of changes in force."""
         return len(self._entries)
 
     def write(self, writes: Iterable[Write]) -> int:
         """Put each new value into its slot; :data:`ABSENT` empties it.
 
-        Returns:
-            The number of changes in force before.
-
-        Raises:
-            JournalAbandoned: If the journal was abandoned.
+        Returns the number of changes in force before.
         """
         entries = []
         for slots, name, new in writes:
@@ -140,10 +136,7 @@ class Journal:
         return _TemporaryChanges(self, writes)
 
     def undo(self, length: int = 0) -> None:
-        """Undo all changes but the first ``length``, the latest first.
-
-        May be interrupted, and is then continued by the next call.
-        """
+        """Undo all changes but the first ``length``, the latest first."""
         entries = self._entries
         with self._lock:
             while len(entries) > length:
@@ -174,52 +167,30 @@ class Journal:
 
     def reset(self) -> None:
         """Undo changes that an interrupt has left, before a run, while no other thread runs."""
-        self._lock = threading.RLock()  # see unlock()
+        self.unlock()
         self._abandoned = False
         if self._entries:
             self.undo()
 
     def unlock(self) -> None:
-        """Release the lock, whose thread is not in this process."""
+        """Release the lock of a thread that was interrupted, or is not in this process."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copied module has no changes in force
 
 
-class _Journals:
-    """All journals of the process.
-
-    Not a WeakSet, which acts when a member is freed: that can be in the middle of a step, and
-    Python drops an interrupt that comes while it frees an object.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = count()
-        # By numbers, each used once, so that threads need no lock, which a fork would copy.
-        self._references: dict[int, ref[Journal]] = {}
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def add(self, journal: Journal) -> None:
-        for number, reference in list(self._references.items()):
-            if reference() is None:
-                self._references.pop(number, None)
-        self._references[next(self._numbers)] = ref(journal)
-
-    def living(self) -> list[Journal]:
-        references = list(self._references.values())
-        return [journal for reference in references if (journal := reference()) is not None]
-
-
-# State of the process, because a fork copies all of it: see below.
-_JOURNALS = _Journals()
+# All journals of the process, because a fork copies all of it: see below. Not a WeakSet, which acts
+# when a member is freed: that can be in the middle of a step, and Python drops an interrupt that
+# comes while it frees an object. By numbers, each used once, so that threads need no lock, which a
+# fork would copy.
+_JOURNALS: dict[int, ref[Journal]] = {}
+_NUMBERS = count()
 
 
 def _abandon_all() -> None:
     """In a forked process, undo the changes of runs that go on in the parent's threads only."""
-    journals = _JOURNALS.living()
+    journals = [living for each in list(_JOURNALS.values()) if (living := each()) is not None]
     for journal in journals:
         journal.unlock()
     for _ in journals:  # once per level of nested pipelines, the innermost first

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.state.edits import version_of
 from lightning_gpipe.core.layout import Slot
 
@@ -90,7 +91,6 @@ class Shadows:
         self.record_versions()
 
     def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        """Make the shadow of a parameter."""
         key = id(parameter)
         if not follows:
             shadow = leaf_like(parameter, requires_grad=True)
@@ -101,10 +101,10 @@ class Shadows:
         self._of[key] = parameter, shadow
         return shadow
 
-    def swapped_in(self, journal: Journal) -> _SwappedShadows:
+    def swapped_in(self, journal: Journal) -> Manager:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
         frozen = self._frozen and self._as_in_forward()
-        return _SwappedShadows(self, journal, [*self._swaps, *frozen])
+        return journal.changed([(vars(self), "in_place", True), *self._swaps, *frozen])
 
     def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the shadow of one of :attr:`parameters`."""
@@ -220,22 +220,3 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks on the parameter's gradient are registered."""
     after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks or after)
-
-
-class _SwappedShadows:
-    """Puts the shadows in the parameters' slots for the duration of a ``with`` block."""
-
-    # A class, not a generator: it is entered for every recomputation, and takes half the time.
-
-    def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
-        self._shadows = shadows
-        self._journal = journal
-        self._writes = writes
-
-    def __enter__(self) -> None:
-        self._shadows.in_place = True
-        self._length = self._journal.write(self._writes)
-
-    def __exit__(self, *error: object) -> None:
-        self._journal.undo(self._length)
-        self._shadows.in_place = False

@@ -205,7 +205,8 @@ class MiniBatch:
             context = Context.capture(self._layout.devices_here)._replace(grad=True)
             generators = self._generators = self._generators_now(self._drawn_from)
             self._choose_transport(context)
-            return self._draws.run_backward(
+            return self._draws.run_once(
+                "backward",
                 run.flags,
                 partial(self._run_backward, sent, context),
                 generators=generators,

@@ -10,7 +10,7 @@ copied in the first run, and in later runs only if the first run edited them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -108,10 +108,7 @@ class BufferState:
 
         Layers update the saved values, not the buffers themselves, which a graph may have saved.
         """
-        writes = list(self._swaps())
-        return [journal.changed(writes)] if writes else []
-
-    def _swaps(self) -> Iterator[Write]:
+        writes: list[Write] = []
         for module in self._modules:
             buffers = self._buffers.get(module, {})
             if not (buffers or module._buffers):
@@ -119,9 +116,10 @@ class BufferState:
             swap = {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
             if isinstance(module._buffers, dict):
                 # The whole dict: a layer that registers a buffer adds it to this one.
-                yield vars(module), "_buffers", swap
+                writes.append((vars(module), "_buffers", swap))
             else:  # a scripted module has a fixed set of buffers, kept in C++
-                yield from ((module._buffers, name, buffer) for name, buffer in swap.items())
+                writes += [(module._buffers, name, buffer) for name, buffer in swap.items()]
+        return [journal.changed(writes)] if writes else []
 
 
 def _defers(module: nn.Module) -> bool:

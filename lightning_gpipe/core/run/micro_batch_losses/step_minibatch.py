@@ -85,7 +85,8 @@ class StepMiniBatch:
                 run.begin()
                 library = run.begin_library_watch(inline=self._inline)
                 code.watch_by(library.callers)
-                run.equipment.draws.run_step(
+                run.equipment.draws.run_once(
+                    "step",
                     run.flags,
                     self._run_step,
                     generators=SharedGenerators(run.shared),
