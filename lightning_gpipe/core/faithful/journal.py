@@ -30,7 +30,6 @@ class Slots(Protocol):
 
     def __getitem__(self, name: str, /) -> Any: ...
     def __setitem__(self, name: str, value: Any, /) -> None: ...
-    def __delitem__(self, name: str, /) -> None: ...
 
 
 Write = tuple[Slots, str, Any]  # the slots, the name among them, and the new value
@@ -48,9 +47,6 @@ class Attributes:
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._owner, name, value)
 
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
 
 class ValueSlot:
     """One value inside an object as a slot: ``read`` returns a copy of it, ``write`` sets it."""
@@ -64,9 +60,6 @@ class ValueSlot:
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._write(value)
-
-    def __delitem__(self, name: str) -> None:
-        raise AssertionError(f"the object always has its {name}")
 
 
 class _Absent:
@@ -226,6 +219,6 @@ def value_in(slots: Slots, name: Any) -> Any:
         return ABSENT
 
 
-def _empty(slots: Slots, name: str) -> None:
+def _empty(slots: Any, name: str) -> None:
     if value_in(slots, name) is not ABSENT:
         del slots[name]

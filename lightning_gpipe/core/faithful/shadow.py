@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.state.edits import version_of
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
 NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})

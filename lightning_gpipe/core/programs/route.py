@@ -64,11 +64,7 @@ class Route(NamedTuple):
 
 
 def sender(to: Action, route: Route | None) -> int:
-    """Return the stage from which ``to`` gets a value, by a route or from a neighbour.
-
-    -1 and n stand for the caller.
-    """
-    forward = to.kind.direction > 0
+    """Return the stage, or -1 or n for the caller, from which ``to`` gets a value."""
     if route is None:
         return to.j - to.kind.direction
-    return route.source if forward else route.target
+    return route.source if to.kind.direction > 0 else route.target

@@ -118,11 +118,11 @@ class SharedGenerators:
 
     def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
         """Return generators for stage ``j`` in forward, with gradients or without."""
-        return self._new(PrivateGenerators(self._seed, j, self._devices, grad=grad))
+        return self._new(j, self._seed, grad)
 
     def private_in_backward(self, j: int) -> PrivateGenerators:
         """Return generators for stage ``j`` in backward."""
-        return self._new(PrivateGenerators(self._seed + b"backward", j, self._devices))
+        return self._new(j, self._seed + b"backward")
 
     @property
     def drew(self) -> bool:
@@ -181,7 +181,8 @@ class SharedGenerators:
             default = default_generator(device)
             torch.empty((), dtype=torch.int64, device=device).random_(generator=default)
 
-    def _new(self, private: PrivateGenerators) -> PrivateGenerators:
+    def _new(self, j: int, seed: bytes, grad: bool = False) -> PrivateGenerators:
+        private = PrivateGenerators(seed, j, self._devices, grad=grad)
         self._private.append(private)
         return private
 

@@ -19,8 +19,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.state.behavior import Behavior
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import Behavior, same_value, version_of
 from lightning_gpipe.core.layout import Slot
 
 _LARGE = 2**20  # bytes

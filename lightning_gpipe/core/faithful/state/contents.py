@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.faithful.journal import Slots, ValueSlot, Write, value_in
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
 from lightning_gpipe.core.layout import CONTAINERS, contents, within
 
 Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there

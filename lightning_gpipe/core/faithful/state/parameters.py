@@ -22,7 +22,7 @@ from lightning_gpipe.core.data import bytes_of, copy_values
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.shadow import leaf_like
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
 from lightning_gpipe.core.layout import Slot
 
 _MOST = 2**30  # bytes of frozen parameters to copy in the first run
