@@ -2,16 +2,13 @@
 
 While a stage runs, shadows are in the slots of its parameters, batch norms have another
 ``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of
-this must be undone, however the run ends: by an error in a layer, or by Ctrl-C, which can interrupt
-the calling thread between any two lines. A ``try`` around the changes is not enough, because an
-interrupt can come before it, after it, or while the changes are undone.
+this must be undone, however the run ends. A ``try`` around the changes is not enough, because
+Ctrl-C can come before it, after it, or while the changes are undone. So a change is recorded before
+it is made. Undoing is idempotent, and an interrupted undo is repeated before the next mini-batch.
 
-So a change is recorded before it is made: its slot, and the value that it replaces. Undoing is
-idempotent, so an interrupted undo is repeated, at the latest before the next mini-batch.
-
-When a run has failed, a worker may still be in the middle of a layer, for as long as that takes.
-The caller must not wait for it, nor find shadows in place of the parameters. So it abandons the
-journal: it undoes the changes itself, and the worker cannot make any more.
+When a run has failed, a worker may still be in the middle of a layer. The caller must not wait for
+it, nor find shadows in place of the parameters. So it abandons the journal: it undoes the changes
+itself, and the worker cannot make any more.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ graphs must not end in the parameters. To compute each micro-batch's gradients w
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
 micro-batches end in the shadows, autograd adds the gradients up in place, and ``shadow.grad`` is
 passed to the parameter at the end without a copy. A shadow has the class of its parameter and
-shares its attributes: layers read scales there, and attributes that a layer sets there stay.
+shares its attributes.
 
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
-mini-batch, so it follows every change of the parameter. The gradients of copies are added to that
-at home.
+mini-batch. The gradients of copies are added to that at home.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ def leaf_like(
 ) -> nn.Parameter:
     """Return a leaf of the parameter's class with its attributes: an alias, or a copy on a device.
 
-    The copy has the parameter's value, or another ``value``.
+    The copy may have another ``value``.
     """
     kind: Any = type(parameter)
     attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays

@@ -15,8 +15,8 @@ To any other stage, and between the caller and the middle of the pipeline, it go
 route, as a skip tensor does: here %1 to stage 1. All values from one place to another one go by one
 route. A stage drops a value after the last step that needs it.
 
-An nn.Sequential is the simplest program, see :func:`chain`: each step takes the result of the one
-before. Each mini-batch comes with its program, since that of the next one may differ.
+Each mini-batch comes with its program, since that of the next one may differ. An nn.Sequential is
+the simplest one, see :func:`chain`.
 """
 
 from __future__ import annotations

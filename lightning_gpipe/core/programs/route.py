@@ -1,8 +1,4 @@
-"""Routes: the ways of values between stages that are not neighbours.
-
-The output of a stage goes to the next one, and gradients back. A skip tensor, and values of a
-program, may go from one stage to any other by a route.
-"""
+"""Routes: the ways of skip tensors and values between stages that are not neighbours."""
 
 from __future__ import annotations
 

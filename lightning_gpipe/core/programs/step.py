@@ -1,8 +1,4 @@
-"""A step of a program: one call, on inputs of the program and results of earlier steps.
-
-In its arguments a :class:`~lightning_gpipe.core.programs.route.Value` is a placeholder for the
-value when the step runs, by itself or within tuples, lists, dicts and slices.
-"""
+"""A step of a program: one call, on inputs of the program and results of earlier steps."""
 
 from __future__ import annotations
 
@@ -22,7 +18,8 @@ class Step:
 
     Attributes:
         run: The function or module that is called.
-        args, kwargs: Its arguments: constants, values, and tuples, lists, dicts and slices of both.
+        args, kwargs: Its arguments: constants, placeholders for values, and tuples, lists, dicts
+            and slices of both.
         value: The number of its result.
         stage: The stage that runs it.
         name: The name in the user's model, such as ``blocks.3``.

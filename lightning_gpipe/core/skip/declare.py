@@ -1,10 +1,7 @@
 """Decorators for layers that stash a tensor for a later layer, or pop one.
 
-An nn.Sequential passes one value from layer to layer. If a tensor for a later layer were passed
-along, every layer between would have to handle it, and it would be sent from stage to stage. So one
-layer *stashes* it under a name and another *pops* it; the layers between are not involved.
-
-The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
+One layer *stashes* a tensor under a name and another *pops* it, past the layers between. The syntax
+is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
 and pops. :func:`with_skips` makes such a generator of a plain forward.
 """
 

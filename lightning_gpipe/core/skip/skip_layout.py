@@ -1,11 +1,8 @@
 """The skip layout: the layers that stash and pop each skip tensor, checked for faults.
 
-Every skippable layer declares its names, so all routes are known before anything runs. All faults
-are found at construction and reported together: a tensor that is stashed and never popped would
-never be freed, and one that is popped first would fail in the middle of a step.
-
-A stash must come before its pop in the order of the nn.Sequential's layers. Modules within one
-layer may run in any order, so a stash and a pop in the same layer are only matched by name.
+Every skippable layer declares its names, so all faults are found at construction and reported
+together. A stash must come before its pop in the order of the nn.Sequential's layers. Modules within
+one layer may run in any order, so a stash and a pop in the same layer are only matched by name.
 """
 
 from __future__ import annotations

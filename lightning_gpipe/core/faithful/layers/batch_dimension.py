@@ -68,10 +68,7 @@ class RowWatches:
     def begin(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:
-        """Begin a mini-batch; return its watch, or None if there is no need for one.
-
-        ``division`` returns how the mini-batch was cut, or None if that is not known.
-        """
+        """Begin a mini-batch, cut by ``division``; return its watch if there is need for one."""
         if not self._watched or signature in self._signatures:
             return None
         cut = division()
@@ -256,7 +253,6 @@ def _watched_in(layer: nn.Module, title: str) -> list[_WatchedModule]:
 
 
 def _layouts(args: Sequence[Any]) -> list[_Layout]:
-    """Return the layouts of the tensors of a layer's input; none of those in other objects."""
     try:
         leaves = tree_flatten(list(args)).leaves
     except TypeError:

@@ -1,8 +1,7 @@
 """Random numbers that are the same on recomputation and under any timing of threads.
 
-A recomputed forward must draw the numbers of the first one. If only one worker uses a generator, as
-on CUDA, where each device has its own, it is enough to save its state before the first forward and
-to restore it for the recomputation. On the CPU all threads of a process share one generator:
+If only one worker uses a generator, as on CUDA, it is enough to save its state before the first
+forward and to restore it for the recomputation. On the CPU all threads of a process share one:
 workers that draw from it get numbers that depend on timing, and would restore it while others draw.
 So each (micro-batch, stage) has a private generator, seeded from the state of the shared one.
 
@@ -103,8 +102,7 @@ class SharedGenerators:
 
     Args:
         devices: The devices whose default generators they are.
-        but_for: Older :attr:`states`. A generator in one of them was not drawn from: a layer with
-            checkpointing of its own has set it.
+        but_for: Older :attr:`states`, which a layer with checkpointing of its own may have set.
     """
 
     def __init__(

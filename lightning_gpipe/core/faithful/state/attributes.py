@@ -1,10 +1,9 @@
 """Python attributes that layers change in forward.
 
 ``self.steps += 1``, ``self.cache = y``: a layer that reads such an attribute computes something
-else when it runs again, and changes it a second time. So the recomputation of a micro-batch gets
-the attributes from before its first forward, and the modules get those back that the first forwards
-left. These are attributes of modules, of objects that modules hold, and of parameters: quantised
-weights have their scales there, and some give them to the module in the first forward.
+else when it runs again. So the recomputation of a micro-batch gets the attributes from before its
+first forward, and afterwards the modules get those back that the first forwards left. These are
+attributes of modules, of objects that modules hold, and of parameters, such as scales.
 
 Attributes are compared by identity before and after each first forward that is recomputed, at well
 under a microsecond per module. The contents of lists, dicts and tensors are compared as far as they

@@ -1,9 +1,8 @@
 """A record of the inputs and the state that a stage's layers edit in forward.
 
-To copy every input and every buffer before each run would always be correct, but double their
-memory. So the first run copies all and records which of them the layers edit, and later runs copy
-only those. Layers may behave differently in another training mode or for another structure of
-inputs, so their behavior is recorded by call signature: the training flags and the structure.
+To copy every input and every buffer before each run would double their memory. So the first run
+copies all and records which of them the layers edit, and later runs copy only those. This is
+recorded by call signature: the training flags, and the structure of the inputs.
 """
 
 from __future__ import annotations

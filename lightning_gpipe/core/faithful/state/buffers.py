@@ -1,8 +1,5 @@
 """Buffers that layers update in forward, such as moving averages and counters.
 
-A layer that updates a buffer in every forward computes something else when it runs again. A
-recomputation must start from the buffers of its first forward, and must not update them again.
-
 Buffers are saved by reference, which is enough for a layer that assigns a new tensor, and by value
 if a layer may edit them in place. Large buffers, such as masks, are seldom edited: their values are
 copied in the first run, and in later runs only if the first run edited them.
@@ -13,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.layers.batchnorm import Norm
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.state.behavior import Behavior, same_value, version_of
 from lightning_gpipe.core.layout import Slot
@@ -30,8 +27,7 @@ class BufferState:
 
     Args:
         modules: The modules.
-        edited: The slots of the buffers that the layers are known to edit; None before their first
-            run: then all values are copied.
+        edited: The slots of the buffers that the layers are known to edit; None: copy all values.
         deferred: Whether batch norms in training do not update their running statistics in forward.
     """
 
@@ -52,7 +48,9 @@ class BufferState:
             self._buffers[module] = buffers = dict(module._buffers)
             for name, buffer in buffers.items():
                 expected = edited is None or (module, name) in edited
-                if buffer is None or (deferred and not expected and _defers(module)):
+                # Code around a batch norm may edit its statistics, as the first run shows.
+                defers = deferred and isinstance(module, Norm) and module.training
+                if buffer is None or (defers and not expected):
                     continue
                 self._versions[module, name] = buffer, version_of(buffer)
                 # Running statistics are edited without an increment of the version counter.
@@ -97,7 +95,12 @@ class BufferState:
                 "tensor to the buffer instead of editing it, or draw in the first mini-batch too."
             )
         for module in self._modules:
-            _set_buffers(module, self._buffers.get(module, {}))
+            slots, buffers = module._buffers, self._buffers.get(module, {})
+            if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
+                for name in slots.keys() - buffers.keys():
+                    del slots[name]
+            for name, buffer in buffers.items():
+                slots[name] = buffer
         for buffer, value in self._values.items():
             if not equal(buffer, value):  # a graph may have saved an equal one
                 copy_values(buffer, value)
@@ -119,19 +122,3 @@ class BufferState:
             else:  # a scripted module has a fixed set of buffers, kept in C++
                 writes += [(module._buffers, name, buffer) for name, buffer in swap.items()]
         return [journal.changed(writes)] if writes else []
-
-
-def _defers(module: nn.Module) -> bool:
-    """Return whether the module's own forward leaves its running statistics to a later update."""
-    # Code around the batch norm may edit them, by a call of F.batch_norm, as the first run shows.
-    return isinstance(module, (_BatchNorm, _InstanceNorm)) and module.training
-
-
-def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    """Give the module these buffers, and no others."""
-    slots = module._buffers
-    if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
-        for name in [name for name in slots if name not in buffers]:
-            del slots[name]
-    for name, buffer in buffers.items():
-        slots[name] = buffer

@@ -4,9 +4,8 @@ In the plain module such an edit is valid. In a pipeline a stage must not edit i
 previous stage may have saved them for its backward, a recomputation needs their values, and a
 tensor that every micro-batch gets whole is shared by all of them.
 
-To copy every input would double the memory of inputs. Edits increment a tensor's version counter,
-so a stage copies all inputs in its first run, records which of them its layers edit, and later
-copies only those. Edits through ``tensor.data`` do not increment the counter and are not noticed.
+A stage copies all inputs in its first run, records by their version counters which of them its
+layers edit, and later copies only those. Edits through ``tensor.data`` are not noticed.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 Buffers, frozen parameters, attributes, and generators that modules hold: a recomputation must start
 from the state that its first forward started from, and must not change it a second time. It runs
 with the saved state, and the stage's journal puts back what the first forwards left.
-
-A forward that runs again as a whole, a verification, a rehearsal and a measurement capture the
-state too, and restore it afterwards.
 """
 
 from __future__ import annotations
@@ -39,18 +36,11 @@ class ModuleState(NamedTuple):
     attributes: AttributeState
     generators: RandomState | None  # None without any
 
-    @classmethod
-    def capture(cls, modules: Iterable[nn.Module], *, parameters: bool = False) -> ModuleState:
+    @staticmethod
+    def capture(modules: Iterable[nn.Module], *, parameters: bool = False) -> ModuleState:
         """Capture the whole state of some modules, with frozen parameters if asked."""
-        modules = tuple(modules)
-        owners = Owners(modules)
-        generators = _generators_of(owners)
-        return cls(
-            BufferState(modules),
-            ParameterState(modules, None) if parameters else None,
-            AttributeState(owners, owners.values() or (), None),
-            RandomState.of(generators) if generators else None,
-        )
+        behavior = Behavior(edited_parameters=None if parameters else frozenset())
+        return StageState(modules, deferred=False).capture(behavior)
 
     def compare(self, behavior: Behavior) -> None:
         """Keep what a run has changed, for its recomputation; the first run records it.

@@ -4,10 +4,9 @@ PyTorch keeps autocast, grad mode, inference mode, hooks on saved tensors and th
 each thread. A new thread has none of them, so a layer that runs there computes something else
 without an error: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
 
-So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
-it around each row of actions. A recomputation enters the state of the forward that it repeats, the
-process-wide default type included. Only what differs from the state of the thread is entered:
-running on the caller's own thread costs nothing.
+So the state is captured on the thread that calls the pipeline, and a worker enters it around each
+row of actions. A recomputation enters the state of the forward that it repeats, the process-wide
+default type included. Only what differs from the state of the thread is entered.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """PyTorch's function and dispatch modes, which see or change every operation of their thread.
 
-A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
-thread, so while one is active the pipeline runs on the caller's thread.
-
-During backward the modes of forward may no longer be active: the user's ``with`` block has ended,
-or PyTorch has exited function modes to call backward. A recomputation needs those that change
-results. PyTorch's own dispatch modes are not entered again: they only observe, and a counter that
-was read after forward must not continue.
+A mode is an object with state, made for one thread, so while one is active the pipeline runs on the
+caller's thread. During backward the modes of forward may no longer be active. A recomputation needs
+those that change results. PyTorch's own dispatch modes are not entered again: they only observe,
+and a counter that was read after forward must not continue.
 """
 
 from __future__ import annotations
