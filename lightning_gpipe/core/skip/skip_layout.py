@@ -1,7 +1,7 @@
 """The skip layout: the layers that stash and pop each skip tensor, checked for faults.
 
 Every skippable layer declares its names, so all faults are found at construction and reported
-together. A stash must come before its pop in the order of the nn.Sequential's layers. Modules within
+together. A stash must come before its pop in the order of the nn.Sequential's layers. Modules in
 one layer may run in any order, so a stash and a pop in the same layer are only matched by name.
 """
 

@@ -97,14 +97,11 @@ class StageState:
         if before is not None and not self._searched.moved(before):
             return  # most often, and seen at once
         present = self._searched.values()
-        if (
-            before is None
-            or present is None
-            or not all(
-                new is old or isinstance(new, _PLAIN)
-                for new, old in zip(chain(*present), chain(*before), strict=True)
-            )
-        ):
+        if before is None or present is None:
+            self._generators = None
+            return
+        pairs = zip(chain(*present), chain(*before), strict=True)
+        if any(new is not old and not isinstance(new, _PLAIN) for new, old in pairs):
             self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
@@ -117,7 +114,14 @@ class StageState:
         if self._generators is None:
             self._searched = Owners(self._modules)
             self._searched_values = self._searched.values()
-            self._generators = _generators_of(self._searched)
+            by_id = {
+                id(each): each
+                for holder in self._searched.holders
+                for value in holder.held.values()
+                for each in within(value)
+                if is_generator(each)
+            }
+            self._generators = [ForeignGenerator.of(each) for each in by_id.values()]
         return ModuleState(
             BufferState(self._modules, edited=behavior.edited_buffers, deferred=self._deferred),
             None if edited is not None and not edited else ParameterState(self._modules, edited),
@@ -144,15 +148,3 @@ def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> 
         random_state.restore()
         state.restore()
         torch.clear_autocast_cache()  # its copies of weights belong to a graph that was freed
-
-
-def _generators_of(owners: Owners) -> list[Generator | ForeignGenerator]:
-    """The generators in attributes, and in the containers and tuples there, each once."""
-    by_id = {
-        id(each): each
-        for holder in owners.holders
-        for value in holder.held.values()
-        for each in within(value)
-        if is_generator(each)
-    }
-    return [ForeignGenerator.of(each) for each in by_id.values()]

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.faithful.managers import LazyManagers, Manager
 
+_OWN = "lightning_gpipe.core.faithful."
 _OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
 
 
@@ -102,7 +103,7 @@ class ThreadState(NamedTuple):
         """Exit the modes that an interrupt just before the end of a ``with`` block has left."""
         while torch._C._len_torch_dispatch_stack() > self.dispatch:
             mode = dispatch._get_current_dispatch_mode_stack()[-1]
-            if type(mode).__module__.startswith(__package__):
+            if type(mode).__module__.startswith(_OWN):  # its exit does more than to pop it
                 mode.__exit__(None, None, None)
             else:
                 dispatch._pop_mode()
