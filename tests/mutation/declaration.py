@@ -64,7 +64,6 @@ PROMISES = {
     "faithful/state/buffers.py": "state_of_layers parameters_edited_in_forward sparse_buffers",
     "faithful/state/contents.py": "state_of_layers",
     "faithful/thread/context.py": "thread_local_state tools leaks",
-    "faithful/state/module_generators.py": "state_of_layers",
     "faithful/state/inplace.py": "transparency batch_edits",
     "faithful/journal.py": "interrupts forks faults_elsewhere",
     "faithful/random/random_state.py": "library_draws reproducibility state_of_layers",

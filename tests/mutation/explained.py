@@ -70,29 +70,10 @@ EXPLAINED = (
         _COST + "as above.",
     ),
     Explained(
-        "faithful/journal.py",
-        "Attributes.__delitem__",
-        "delattr(",
-        _NEVER + "attributes that the engine writes exist before. It completes the interface.",
-    ),
-    Explained(
-        "faithful/journal.py",
-        "ValueSlot.__delitem__",
-        "raise AssertionError",
-        _NEVER + "a generator always has a state, a container its elements. It completes the "
-        "interface.",
-    ),
-    Explained(
         "faithful/random/private_generators.py",
         "_RedirectedDraws.__init__",
         "super().__init__()",
         "A subclass must call it; the modes of PyTorch 2.13 do without.",
-    ),
-    Explained(
-        "faithful/shadow.py",
-        "_SwappedShadows.__enter__",
-        "self._shadows.in_place = True",
-        _COST + "each micro-batch would put them in place once more.",
     ),
     Explained(
         "run/backward/stage_backward.py",

@@ -23,14 +23,12 @@ from lightning_gpipe.core.faithful.shadow import NO_VALUES, Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior, Behaviors, TrainingFlags
 from lightning_gpipe.core.faithful.state.contents import Contents
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
-from lightning_gpipe.core.faithful.state.preserved import preserved
-from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState
-from lightning_gpipe.core.faithful.thread.compilation import not_compiled
+from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import Context, on_engine_thread
 from lightning_gpipe.core.faithful.thread.modes import ThreadState, refuse_unsupported_modes
 from lightning_gpipe.core.faithful.thread.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.thread.streams import Streams
-from lightning_gpipe.core.faithful.thread.tracing import is_traced
+from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
 
 __all__ = [
     "LIBRARIES",

@@ -2,16 +2,13 @@
 
 While a stage runs, shadows are in the slots of its parameters, batch norms have another
 ``forward``, and a recomputation uses saved buffers and the training mode of its forward. All of
-this must be undone, however the run ends: by an error in a layer, or by Ctrl-C, which can interrupt
-the calling thread between any two lines. A ``try`` around the changes is not enough, because an
-interrupt can come before it, after it, or while the changes are undone.
+this must be undone, however the run ends. A ``try`` around the changes is not enough, because
+Ctrl-C can come before it, after it, or while the changes are undone. So a change is recorded before
+it is made. Undoing is idempotent, and an interrupted undo is repeated before the next mini-batch.
 
-So a change is recorded before it is made: its slot, and the value that it replaces. Undoing is
-idempotent, so an interrupted undo is repeated, at the latest before the next mini-batch.
-
-When a run has failed, a worker may still be in the middle of a layer, for as long as that takes.
-The caller must not wait for it, nor find shadows in place of the parameters. So it abandons the
-journal: it undoes the changes itself, and the worker cannot make any more.
+When a run has failed, a worker may still be in the middle of a layer. The caller must not wait for
+it, nor find shadows in place of the parameters. So it abandons the journal: it undoes the changes
+itself, and the worker cannot make any more.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ class Slots(Protocol):
 
     def __getitem__(self, name: str, /) -> Any: ...
     def __setitem__(self, name: str, value: Any, /) -> None: ...
-    def __delitem__(self, name: str, /) -> None: ...
 
 
 Write = tuple[Slots, str, Any]  # the slots, the name among them, and the new value
@@ -48,9 +44,6 @@ class Attributes:
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self._owner, name, value)
 
-    def __delitem__(self, name: str) -> None:
-        delattr(self._owner, name)
-
 
 class ValueSlot:
     """One value inside an object as a slot: ``read`` returns a copy of it, ``write`` sets it."""
@@ -65,13 +58,8 @@ class ValueSlot:
     def __setitem__(self, name: str, value: Any) -> None:
         self._write(value)
 
-    def __delitem__(self, name: str) -> None:
-        raise AssertionError(f"the object always has its {name}")
-
 
 class _Absent:
-    """The type of the marker for an empty slot."""
-
     def __reduce__(self) -> str:
         return "ABSENT"  # there is one
 
@@ -101,20 +89,18 @@ class Journal:
         self._abandoned = False
         # Reentrant, because Ctrl-C just before a `with` block exits leaves it locked.
         self._lock = threading.RLock()
-        _JOURNALS.add(self)
+        for number, reference in list(_JOURNALS.items()):
+            if reference() is None:
+                _JOURNALS.pop(number, None)
+        _JOURNALS[next(_NUMBERS)] = ref(self)
 
     def __len__(self) -> int:
-        """Return the number of changes in force."""
         return len(self._entries)
 
     def write(self, writes: Iterable[Write]) -> int:
         """Put each new value into its slot; :data:`ABSENT` empties it.
 
-        Returns:
-            The number of changes in force before.
-
-        Raises:
-            JournalAbandoned: If the journal was abandoned.
+        Returns the number of changes in force before.
         """
         entries = []
         for slots, name, new in writes:
@@ -140,10 +126,7 @@ class Journal:
         return _TemporaryChanges(self, writes)
 
     def undo(self, length: int = 0) -> None:
-        """Undo all changes but the first ``length``, the latest first.
-
-        May be interrupted, and is then continued by the next call.
-        """
+        """Undo all changes but the first ``length``, the latest first."""
         entries = self._entries
         with self._lock:
             while len(entries) > length:
@@ -174,52 +157,30 @@ class Journal:
 
     def reset(self) -> None:
         """Undo changes that an interrupt has left, before a run, while no other thread runs."""
-        self._lock = threading.RLock()  # see unlock()
+        self.unlock()
         self._abandoned = False
         if self._entries:
             self.undo()
 
     def unlock(self) -> None:
-        """Release the lock, whose thread is not in this process."""
+        """Release the lock of a thread that was interrupted, or is not in this process."""
         self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
         return Journal, ()  # a copied module has no changes in force
 
 
-class _Journals:
-    """All journals of the process.
-
-    Not a WeakSet, which acts when a member is freed: that can be in the middle of a step, and
-    Python drops an interrupt that comes while it frees an object.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = count()
-        # By numbers, each used once, so that threads need no lock, which a fork would copy.
-        self._references: dict[int, ref[Journal]] = {}
-
-    def __len__(self) -> int:
-        return len(self._references)
-
-    def add(self, journal: Journal) -> None:
-        for number, reference in list(self._references.items()):
-            if reference() is None:
-                self._references.pop(number, None)
-        self._references[next(self._numbers)] = ref(journal)
-
-    def living(self) -> list[Journal]:
-        references = list(self._references.values())
-        return [journal for reference in references if (journal := reference()) is not None]
-
-
-# State of the process, because a fork copies all of it: see below.
-_JOURNALS = _Journals()
+# All journals of the process, because a fork copies all of it: see below. Not a WeakSet, which acts
+# when a member is freed: that can be in the middle of a step, and Python drops an interrupt that
+# comes while it frees an object. By numbers, each used once, so that threads need no lock, which a
+# fork would copy.
+_JOURNALS: dict[int, ref[Journal]] = {}
+_NUMBERS = count()
 
 
 def _abandon_all() -> None:
     """In a forked process, undo the changes of runs that go on in the parent's threads only."""
-    journals = _JOURNALS.living()
+    journals = [living for each in list(_JOURNALS.values()) if (living := each()) is not None]
     for journal in journals:
         journal.unlock()
     for _ in journals:  # once per level of nested pipelines, the innermost first
@@ -255,6 +216,6 @@ def value_in(slots: Slots, name: Any) -> Any:
         return ABSENT
 
 
-def _empty(slots: Slots, name: str) -> None:
+def _empty(slots: Any, name: str) -> None:
     if value_in(slots, name) is not ABSENT:
         del slots[name]

@@ -1,7 +1,6 @@
 """Combinations of context managers, at no cost if there are none.
 
-Some actions need several context managers, and most need none. To enter a manager that does nothing
-takes as long as a small layer, so such managers are not made in the first place.
+To enter a manager that does nothing takes as long as a small layer, so none is made then.
 
 # Note [Context managers are classes]
 Ctrl-C can come between the end of a ``with`` block and the call of ``__exit__``. A context manager

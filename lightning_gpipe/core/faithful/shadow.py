@@ -8,12 +8,11 @@ graphs must not end in the parameters. To compute each micro-batch's gradients w
 A shadow is a leaf that aliases a parameter's storage and its version counter. The graphs of all
 micro-batches end in the shadows, autograd adds the gradients up in place, and ``shadow.grad`` is
 passed to the parameter at the end without a copy. A shadow has the class of its parameter and
-shares its attributes: layers read scales there, and attributes that a layer sets there stay.
+shares its attributes.
 
 A parameter that stages on several devices share, such as an embedding that is also the weight of
 the head, is on one of them, its home. On the others its shadow is a copy, made anew for every
-mini-batch, so it follows every change of the parameter. The gradients of copies are added to that
-at home.
+mini-batch. The gradients of copies are added to that at home.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_gpipe.core.faithful.journal import Journal, Write
-from lightning_gpipe.core.faithful.state.edits import version_of
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.managers import Manager
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
 NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
@@ -90,7 +90,6 @@ class Shadows:
         self.record_versions()
 
     def _new(self, parameter: nn.Parameter, follows: bool, device: torch.device) -> nn.Parameter:
-        """Make the shadow of a parameter."""
         key = id(parameter)
         if not follows:
             shadow = leaf_like(parameter, requires_grad=True)
@@ -101,10 +100,10 @@ class Shadows:
         self._of[key] = parameter, shadow
         return shadow
 
-    def swapped_in(self, journal: Journal) -> _SwappedShadows:
+    def swapped_in(self, journal: Journal) -> Manager:
         """Put the shadows in the parameters' slots for the duration of a ``with`` block."""
         frozen = self._frozen and self._as_in_forward()
-        return _SwappedShadows(self, journal, [*self._swaps, *frozen])
+        return journal.changed([(vars(self), "in_place", True), *self._swaps, *frozen])
 
     def shadow_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the shadow of one of :attr:`parameters`."""
@@ -182,7 +181,7 @@ def leaf_like(
 ) -> nn.Parameter:
     """Return a leaf of the parameter's class with its attributes: an alias, or a copy on a device.
 
-    The copy has the parameter's value, or another ``value``.
+    The copy may have another ``value``.
     """
     kind: Any = type(parameter)
     attributes = parameter.__dict__  # the very dict, so that what a layer adds to it stays
@@ -220,22 +219,3 @@ def has_hooks(parameter: nn.Parameter) -> bool:
     """Return whether hooks on the parameter's gradient are registered."""
     after: dict[int, object] | None = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks or after)
-
-
-class _SwappedShadows:
-    """Puts the shadows in the parameters' slots for the duration of a ``with`` block."""
-
-    # A class, not a generator: it is entered for every recomputation, and takes half the time.
-
-    def __init__(self, shadows: Shadows, journal: Journal, writes: list[Write]) -> None:
-        self._shadows = shadows
-        self._journal = journal
-        self._writes = writes
-
-    def __enter__(self) -> None:
-        self._shadows.in_place = True
-        self._length = self._journal.write(self._writes)
-
-    def __exit__(self, *error: object) -> None:
-        self._journal.undo(self._length)
-        self._shadows.in_place = False

@@ -26,7 +26,7 @@ from torch import nn
 
 from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.programs.route import Value
-from lightning_gpipe.core.programs.step import Method, Step, values_in
+from lightning_gpipe.core.programs.step import Method, Step, has_values
 
 # Takes what comes with the micro-batch, what comes by each route (one value, or several in a list),
 # and a function to call with the title of each layer; returns what goes on and what leaves by each
@@ -42,8 +42,7 @@ class Function:
     Args:
         steps: The steps.
         drops: For each step, the values that nothing needs after it.
-        takes, gives: The numbers of the values that come and go with the micro-batch.
-        arriving, leaving: The numbers of the values of each route.
+        inputs, outputs: The values that come and go with the micro-batch, then those of each route.
 
     Attributes:
         call: The function.
@@ -54,19 +53,16 @@ class Function:
         self,
         steps: Sequence[Step],
         drops: Sequence[Sequence[int]],
-        *,
-        takes: Iterable[int],
-        arriving: Iterable[Iterable[int]],
-        gives: Iterable[int],
-        leaving: Iterable[Iterable[int]],
+        inputs: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
     ) -> None:
         self._steps = steps
         self.names_layers = all(isinstance(step.run, nn.Module) for step in steps)
         names: dict[str, Any] = {"flat": tree_flatten, "joined": joined}
         lines = [
             "def run(takes, arriving, after):",
-            f"    {_way(takes)} = takes",
-            f"    [{', '.join(map(_way, arriving))}] = arriving",
+            f"    {_way(inputs[0])} = takes",
+            f"    [{', '.join(map(_way, inputs[1:]))}] = arriving",
         ]
         for k, (step, dropped) in enumerate(zip(steps, drops, strict=True)):
             lines.append(f"    v{step.value} = {_call(k, step, names)}")
@@ -74,7 +70,7 @@ class Function:
                 lines[-1] += f"; del {', '.join(f'v{number}' for number in dropped)}"
             if self.names_layers:
                 lines[-1] += f"; after({step.title!r})"
-        lines.append(f"    return [{', '.join(map(_tree, (gives, *leaving)))}]")
+        lines.append(f"    return [{', '.join(map(_tree, outputs))}]")
         exec("\n".join(lines), names)
         self.call: Call = names["run"]
         self._code = names["run"].__code__
@@ -89,7 +85,7 @@ class Function:
 
 
 def _way(numbers: Iterable[int]) -> str:
-    """The values of one way: a variable, or a list of several."""
+    """The values of one way: a variable, or a list."""
     names = [f"v{number}" for number in numbers]
     return names[0] if len(names) == 1 else f"[{', '.join(names)}]"
 
@@ -124,11 +120,10 @@ def _is_name(text: str) -> bool:
 
 
 def _text(tree: Any, names: dict[str, Any]) -> str:
-    """The text of an argument."""
     kind = type(tree)
     if kind is Value:
         return f"v{tree.number}"
-    if not any(True for _ in values_in(tree)):
+    if not has_values(tree):
         name = f"c{len(names)}"
         names[name] = tree
         return name

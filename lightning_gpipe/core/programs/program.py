@@ -15,8 +15,8 @@ To any other stage, and between the caller and the middle of the pipeline, it go
 route, as a skip tensor does: here %1 to stage 1. All values from one place to another one go by one
 route. A stage drops a value after the last step that needs it.
 
-An nn.Sequential is the simplest program, see :func:`chain`: each step takes the result of the one
-before. Each mini-batch comes with its program, since that of the next one may differ.
+Each mini-batch comes with its program, since that of the next one may differ. An nn.Sequential is
+the simplest one, see :func:`chain`.
 """
 
 from __future__ import annotations
@@ -65,14 +65,9 @@ class Part:
     @cached_property
     def function(self) -> Function:
         """The steps as one function of the values that come with the micro-batch and by routes."""
-        return Function(
-            self.steps,
-            self.drops,
-            takes=self.takes,
-            arriving=[route.numbers for route in self.arriving],
-            gives=self.gives,
-            leaving=[route.numbers for route in self.leaving],
-        )
+        inputs = [self.takes, *(route.numbers for route in self.arriving)]
+        outputs = [self.gives, *(route.numbers for route in self.leaving)]
+        return Function(self.steps, self.drops, inputs, outputs)
 
 
 class Program:
@@ -86,10 +81,6 @@ class Program:
 
     Attributes:
         parts: The part of each stage.
-
-    Raises:
-        ValueError: If a step needs a value that no earlier step of its stage or an earlier one
-            makes.
     """
 
     def __init__(
@@ -148,7 +139,7 @@ class Program:
             raise ValueError(f"outputs must be made by steps: got %{unchanged[0]}, an input.")
 
     def _values_between(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """The values that go from one place to a later one, by both places."""
+        """Return the values that go from one place to a later one, by both places."""
         users: dict[int, set[int]] = {number: set() for number in self._makers}
         for step in self._steps:
             for number in step.needs:
@@ -171,18 +162,13 @@ class Program:
         return Part(steps, takes, gives, arriving, leaving, tuple(_drops(steps, inputs, outputs)))
 
     def _routes(self, ways: Iterable[tuple[int, int]]) -> Iterator[Route]:
-        """The routes, of these ways, by which values go."""
         for way in ways:
             if way in self._values:
                 yield Route(Values(self._values[way]), *way)
 
 
 def chain(layers: Iterable[Iterable[tuple[nn.Module, str]]]) -> Program:
-    """Return the program of layers that run one after another.
-
-    Args:
-        layers: For each stage its layers in order, each with its title in errors.
-    """
+    """Return the program of the layers of each stage, one after another, with titles for errors."""
     staged = [(j, *layer) for j, stage in enumerate(layers) for layer in stage]
     steps = [
         Step(layer, (Value(k),), k + 1, j, name=name) for k, (j, layer, name) in enumerate(staged)
@@ -193,7 +179,7 @@ def chain(layers: Iterable[Iterable[tuple[nn.Module, str]]]) -> Program:
 def _drops(
     steps: Sequence[Step], inputs: Iterable[int], outputs: Iterable[int]
 ) -> Iterator[tuple[int, ...]]:
-    """For each step the values that nothing needs after it."""
+    """Yield for each step the values that nothing needs after it."""
     last = dict.fromkeys(inputs, 0)
     for k, step in enumerate(steps):
         last |= dict.fromkeys([*step.needs, step.value], k)

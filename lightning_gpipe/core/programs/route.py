@@ -1,8 +1,4 @@
-"""Routes: the ways of values between stages that are not neighbours.
-
-The output of a stage goes to the next one, and gradients back. A skip tensor, and values of a
-program, may go from one stage to any other by a route.
-"""
+"""Routes: the ways of skip tensors and values between stages that are not neighbours."""
 
 from __future__ import annotations
 
@@ -64,11 +60,7 @@ class Route(NamedTuple):
 
 
 def sender(to: Action, route: Route | None) -> int:
-    """Return the stage from which ``to`` gets a value, by a route or from a neighbour.
-
-    -1 and n stand for the caller.
-    """
-    forward = to.kind.direction > 0
+    """Return the stage, or -1 or n for the caller, from which ``to`` gets a value."""
     if route is None:
         return to.j - to.kind.direction
-    return route.source if forward else route.target
+    return route.source if to.kind.direction > 0 else route.target

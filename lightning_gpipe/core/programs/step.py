@@ -1,8 +1,4 @@
-"""A step of a program: one call, on inputs of the program and results of earlier steps.
-
-In its arguments a :class:`~lightning_gpipe.core.programs.route.Value` is a placeholder for the
-value when the step runs, by itself or within tuples, lists, dicts and slices.
-"""
+"""A step of a program: one call, on inputs of the program and results of earlier steps."""
 
 from __future__ import annotations
 
@@ -22,7 +18,8 @@ class Step:
 
     Attributes:
         run: The function or module that is called.
-        args, kwargs: Its arguments: constants, values, and tuples, lists, dicts and slices of both.
+        args, kwargs: Its arguments: constants, placeholders for values, and tuples, lists, dicts
+            and slices of both.
         value: The number of its result.
         stage: The stage that runs it.
         name: The name in the user's model, such as ``blocks.3``.
@@ -54,27 +51,21 @@ class Step:
     def _flat(self) -> bool:
         """True if all values are arguments themselves, and none is in a tuple or a list."""
         arguments = [*self.args, *self.kwargs.values()]
-        return all(type(arg) is Value or not any(True for _ in values_in(arg)) for arg in arguments)
+        return all(type(arg) is Value or not has_values(arg) for arg in arguments)
 
     def __call__(self, values: Mapping[int, Any]) -> Any:
         """Make the call by itself, with the values of these numbers."""
-        result = self._result(values)
+        if self._flat:  # most steps, and a traced forward has very many
+            args = [values[arg.number] if type(arg) is Value else arg for arg in self.args]
+            kwargs = {
+                key: values[arg.number] if type(arg) is Value else arg
+                for key, arg in self.kwargs.items()
+            }
+        else:
+            args = [_filled(arg, values) for arg in self.args]
+            kwargs = {key: _filled(arg, values) for key, arg in self.kwargs.items()}
+        result = self.run(*args, **kwargs)
         return result if self.then is None else self.then(result)
-
-    def _result(self, values: Mapping[int, Any]) -> Any:
-        if not self._flat:
-            args = [filled(arg, values) for arg in self.args]
-            kwargs = {key: filled(arg, values) for key, arg in self.kwargs.items()}
-            return self.run(*args, **kwargs)
-        # Most steps, and a traced forward has very many.
-        args = [values[arg.number] if type(arg) is Value else arg for arg in self.args]
-        if not self.kwargs:
-            return self.run(*args)
-        kwargs = {
-            key: values[arg.number] if type(arg) is Value else arg
-            for key, arg in self.kwargs.items()
-        }
-        return self.run(*args, **kwargs)
 
     def __str__(self) -> str:
         arguments = [_shown(arg) for arg in self.args]
@@ -82,11 +73,11 @@ class Step:
         return f"%{self.value} <- stage {self.stage}: {self.name}({', '.join(arguments)})"
 
 
+@dataclass
 class Method:
     """Calls the method of this name of its first argument."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(value, self.name)(*args, **kwargs)
@@ -100,19 +91,23 @@ def values_in(tree: Any) -> Iterator[Value]:
         yield from values_in(child)
 
 
-def filled(tree: Any, values: Mapping[int, Any]) -> Any:
-    """Return the tree with the values of these numbers in the place of its placeholders."""
+def has_values(tree: Any) -> bool:
+    """Return whether a value is in arguments of a step."""
+    return next(values_in(tree), None) is not None
+
+
+def _filled(tree: Any, values: Mapping[int, Any]) -> Any:
     kind = type(tree)
     if kind is Value:
         return values[tree.number]
     if kind is tuple or kind is list:
-        return kind([filled(child, values) for child in tree])
+        return kind([_filled(child, values) for child in tree])
     if kind is dict:
-        return {key: filled(child, values) for key, child in tree.items()}
+        return {key: _filled(child, values) for key, child in tree.items()}
     if kind is slice:
-        return slice(*(filled(child, values) for child in _children(tree)))
-    if isinstance(tree, tuple) and any(True for _ in values_in(tree)):
-        return kind(*(filled(child, values) for child in tree))  # a named one
+        return slice(*(_filled(child, values) for child in _children(tree)))
+    if isinstance(tree, tuple) and has_values(tree):
+        return kind(*(_filled(child, values) for child in tree))  # a named one
     return tree
 
 

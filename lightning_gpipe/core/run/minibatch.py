@@ -182,7 +182,8 @@ class MiniBatch(MiniBatchRun):
             context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)
             generators = self._generators = self._generators_now(self._drawn_from)
             self.choose_transport(self.context.modes or context.modes)
-            return self.equipment.draws.run_backward(
+            return self.equipment.draws.run_once(
+                "backward",
                 self.flags,
                 partial(self._run_backward, output_gradients, context),
                 generators=generators,

@@ -1,10 +1,7 @@
 """Decorators for layers that stash a tensor for a later layer, or pop one.
 
-An nn.Sequential passes one value from layer to layer. If a tensor for a later layer were passed
-along, every layer between would have to handle it, and it would be sent from stage to stage. So one
-layer *stashes* it under a name and another *pops* it; the layers between are not involved.
-
-The syntax is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
+One layer *stashes* a tensor under a name and another *pops* it, past the layers between. The syntax
+is torchgpipe's, so its models run here: ``forward`` is a generator that yields stashes
 and pops. :func:`with_skips` makes such a generator of a plain forward.
 """
 
@@ -18,7 +15,7 @@ from uuid import UUID, uuid4
 from torch import Tensor, nn
 
 from lightning_gpipe.core.programs import SkipName
-from lightning_gpipe.core.skip.flight import Table, in_flight
+from lightning_gpipe.core.skip.flight import in_flight
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 M = TypeVar("M", bound=nn.Module)
@@ -67,6 +64,11 @@ class Declaration(NamedTuple):
     stash: tuple[str, ...]
     pop: tuple[str, ...]
 
+    @property
+    def requests(self) -> set[tuple[str, str]]:
+        """The requests that each forward makes, by their verbs and names."""
+        return {("stash", n) for n in self.stash} | {("pop", n) for n in self.pop}
+
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
     """Decorate a layer whose ``forward`` yields its stashes and pops.
@@ -105,7 +107,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
             result = original(self, *args, **kwargs)
             if isinstance(result, Generator):
                 return _run_generator(self, result)
-            _check_all_done(self, _requests(declaration))
+            _check_all_done(self, declaration.requests)
             return result
 
         layer.forward = forward
@@ -144,12 +146,18 @@ def with_skips(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[
             skips = []
             for name in popped:
                 skips.append((yield _Pop(name)))
-            output = original(self, x, *skips)
-            if stashed:
-                output, tensors = _pair(self, output)
-                for name, tensor in tensors.items():
-                    yield _Stash(name, tensor)
-            return output
+            result = original(self, x, *skips)
+            if not stashed:
+                return result
+            match result:
+                case (output, dict() as tensors):
+                    for name, tensor in tensors.items():
+                        yield _Stash(name, tensor)
+                    return output
+            raise TypeError(
+                f"the forward of {type(self).__name__} must return (output, stashes), where "
+                f"stashes is a dict of tensors by name: got {type(result).__name__}."
+            )
 
         layer.forward = forward
         return skippable(stashed, popped)(layer)
@@ -175,7 +183,7 @@ def full_name(module: nn.Module, name: str) -> SkipName:
 def isolate(layer: M, namespace: Namespace, *, only: Iterable[str] | None = None) -> M:
     """Move the names of a skippable layer, or those in ``only``, into a namespace.
 
-    It is the layer's own method of that name, with types. Returns the layer.
+    Returns the layer. It is the layer's own method of that name, with types.
 
     Raises:
         TypeError: If the layer is not skippable, or ``namespace`` is not a Namespace.
@@ -203,7 +211,7 @@ def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]
     """Run the generator of a forward to its end, and answer its requests."""
     declaration = declaration_of(layer)
     assert declaration is not None
-    skips, missing = in_flight(), _requests(declaration)
+    skips, missing, kind = in_flight(), declaration.requests, type(layer).__name__
     answer: Tensor | None = None
     while True:
         try:
@@ -215,17 +223,27 @@ def _run_generator(layer: nn.Module, forward: Generator[Any, Tensor | None, Any]
         match request:
             case stash(name, tensor):
                 _check_declared(layer, "stash", name, declaration.stash)
-                _check_tensor(layer, name, tensor)
+                if tensor is not None and not isinstance(tensor, Tensor):
+                    raise TypeError(
+                        f"a skip connection carries a tensor or None: got {type(tensor).__name__} "
+                        f"for {name!r} in {kind}. Stash several tensors under a name each."
+                    )
                 skips[full_name(layer, name)] = tensor
                 missing.discard(("stash", name))
             case pop(name):
                 _check_declared(layer, "pop", name, declaration.pop)
-                answer = _popped(layer, skips, full_name(layer, name))
+                full = full_name(layer, name)
+                if full not in skips:
+                    raise RuntimeError(
+                        f"{full} must be stashed before {kind} pops it: no layer did. "
+                        "verify_skippables(module) checks all declarations of a model."
+                    )
+                answer = skips.pop(full)
                 missing.discard(("pop", name))
             case _:
                 raise TypeError(
-                    f"the forward of {type(layer).__name__} must yield stash(name, tensor) or "
-                    f"pop(name): got {type(request).__name__}. Return the output."
+                    f"the forward of {kind} must yield stash(name, tensor) or pop(name): got "
+                    f"{type(request).__name__}. Return the output."
                 )
 
 
@@ -238,27 +256,6 @@ def _check_declared(layer: nn.Module, verb: str, name: str, declared: tuple[str,
         )
 
 
-def _check_tensor(layer: nn.Module, name: str, tensor: Any) -> None:
-    if tensor is not None and not isinstance(tensor, Tensor):
-        raise TypeError(
-            f"a skip connection carries a tensor or None: got {type(tensor).__name__} for {name!r} "
-            f"in {type(layer).__name__}. Stash several tensors under a name each."
-        )
-
-
-def _requests(declaration: Declaration) -> set[tuple[str, str]]:
-    return {("stash", n) for n in declaration.stash} | {("pop", n) for n in declaration.pop}
-
-
-def _popped(layer: nn.Module, skips: Table, name: SkipName) -> Tensor | None:
-    if name not in skips:
-        raise RuntimeError(
-            f"{name} must be stashed before {type(layer).__name__} pops it: no layer did. "
-            "verify_skippables(module) checks all declarations of a model."
-        )
-    return skips.pop(name)
-
-
 def _check_all_done(layer: nn.Module, missing: set[tuple[str, str]]) -> None:
     if missing:
         requests = ", ".join(f"{verb}({name!r})" for verb, name in sorted(missing))
@@ -266,17 +263,6 @@ def _check_all_done(layer: nn.Module, missing: set[tuple[str, str]]) -> None:
             f"{type(layer).__name__} must stash and pop all that it declares: its forward ended "
             f"without {requests}. To pass nothing on, stash None."
         )
-
-
-def _pair(layer: nn.Module, result: Any) -> tuple[Any, dict[str, Tensor | None]]:
-    match result:
-        case (output, dict() as tensors):
-            return output, tensors
-        case _:
-            raise TypeError(
-                f"the forward of {type(layer).__name__} must return (output, stashes), where "
-                f"stashes is a dict of tensors by name: got {type(result).__name__}."
-            )
 
 
 def _names(names: Iterable[str], argument: str) -> tuple[str, ...]:

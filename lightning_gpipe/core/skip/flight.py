@@ -1,8 +1,8 @@
 """Holds skip tensors between the layer that stashes them and the one that pops them.
 
-Layers run one after another on one thread, so the table of skip tensors is thread-local. In a plain
-nn.Sequential a tensor stays in it from stash to pop. A pipeline uses a table for each micro-batch
-and stage, and sends the tensors that remain in it to the stages that pop them.
+The table of skip tensors is thread-local. In a plain nn.Sequential a tensor stays in it from stash
+to pop. A pipeline uses a table for each micro-batch and stage, and sends the tensors that remain in
+it to the stages that pop them.
 """
 
 from __future__ import annotations

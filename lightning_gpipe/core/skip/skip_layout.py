@@ -1,11 +1,8 @@
 """The skip layout: the layers that stash and pop each skip tensor, checked for faults.
 
-Every skippable layer declares its names, so all routes are known before anything runs. All faults
-are found at construction and reported together: a tensor that is stashed and never popped would
-never be freed, and one that is popped first would fail in the middle of a step.
-
-A stash must come before its pop in the order of the nn.Sequential's layers. Modules within one
-layer may run in any order, so a stash and a pop in the same layer are only matched by name.
+Every skippable layer declares its names, so all faults are found at construction and reported
+together. A stash must come before its pop in the order of the nn.Sequential's layers. Modules in
+one layer may run in any order, so a stash and a pop in the same layer are only matched by name.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 def skips_of(layers: Iterable[nn.Module], partitions: Sequence[Partition] = ()) -> list[Skip]:
     """Return the skip connections between layers, in the order of their stashes.
 
-    Raises:
-        TypeError: Names every fault, with the stages if the partitions are known.
+    Raises a TypeError that names every fault, with the stages if the partitions are known.
     """
     stashes, pops = _uses(layers, stages_of(partitions))
     faults = [*_repeated(stashes, "stashed"), *_repeated(pops, "popped")]
@@ -84,10 +80,7 @@ def table_of(arriving: Sequence[Route], tensors: Sequence[Any]) -> Table:
 
 
 def leaving_tensors(table: Table, leaving: Sequence[Route]) -> list[Any]:
-    """Return the tensors in the table for other stages, after the layers of this stage have run.
-
-    Raises a RuntimeError if a skippable module within a layer did not run.
-    """
+    """Return the tensors in the table for other stages; raise if a skippable module did not run."""
     missing = [route.name for route in leaving if route.name not in table]
     remaining = table.keys() - {route.name for route in leaving}
     if missing or remaining:

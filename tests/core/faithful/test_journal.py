@@ -294,4 +294,4 @@ def test_journals_that_ended_are_not_remembered() -> None:
         journal = Journal()
 
     assert len(_JOURNALS) <= before + 1
-    assert journal in _JOURNALS.living()
+    assert journal in [reference() for reference in _JOURNALS.values()]

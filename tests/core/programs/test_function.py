@@ -39,7 +39,7 @@ def returned(*args: Any, **kwargs: Any) -> Any:
 )
 def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     step = Step(returned, args, 2, 0, kwargs)
-    function = Function([step], [()], takes=[0], arriving=[[1]], gives=[2], leaving=[[0, 2]])
+    function = Function([step], [()], [[0], [1]], [[2], [0, 2]])
 
     result, leaving = map(tree_unflatten, function.call("zero", [1], nobody))
 
@@ -49,7 +49,7 @@ def test_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def test_value_is_made_of_what_was_returned() -> None:
     steps = [Step(max, (Value(0), 2), 1, 0, then=str), Step(returned, (Value(1),), 2, 0)]
-    function = Function(steps, [(), ()], takes=[0], arriving=[], gives=[1, 2], leaving=[])
+    function = Function(steps, [(), ()], [[0]], [[1, 2]])
 
     [made] = function.call(7, [], nobody)
     assert tree_unflatten(made) == ["7", (("7",), {})]
@@ -70,7 +70,7 @@ def test_value_is_dropped_after_the_step_that_needs_it_last() -> None:
         Step(id, (Value(0),), 1, 0),
         Step(lambda: Held.alive, (), 2, 0),
     ]
-    function = Function(steps, [(), (0, 1), ()], takes=[], arriving=[], gives=[2], leaving=[])
+    function = Function(steps, [(), (0, 1), ()], [[]], [[2]])
     [made] = function.call([], [], nobody)
     assert tree_unflatten(made) == 0
 
@@ -78,7 +78,7 @@ def test_value_is_dropped_after_the_step_that_needs_it_last() -> None:
 def test_step_that_raised_an_error() -> None:
     steps = [Step(returned, (), k, 0, name=f"step {k}") for k in range(3)]
     steps[1] = Step(lambda: 1 / 0, (), 1, 0)
-    function = Function(steps, [()] * 3, takes=[], arriving=[], gives=[2], leaving=[])
+    function = Function(steps, [()] * 3, [[]], [[2]])
 
     with pytest.raises(ZeroDivisionError) as caught:
         function.call([], [], nobody)
@@ -95,11 +95,11 @@ def test_methods_are_called_on_what_they_are_of() -> None:
         Step(Method("join"), ("-", [Value(1), "b"]), 2, 0),
         Step(Method("a b"), (Value(0),), 3, 0),
     ]
-    function = Function(steps[:2], [()] * 2, takes=[0], arriving=[], gives=[1, 2], leaving=[])
+    function = Function(steps[:2], [()] * 2, [[0]], [[1, 2]])
     [made] = function.call("a", [], nobody)
     assert tree_unflatten(made) == ["A", "A-b"]
 
-    function = Function(steps[2:], [()], takes=[0], arriving=[], gives=[3], leaving=[])
+    function = Function(steps[2:], [()], [[0]], [[3]])
     with pytest.raises(AttributeError, match="a b"):
         function.call("a", [], nobody)
 
@@ -108,7 +108,7 @@ def test_layers_are_told_of_one_by_one() -> None:
     titles: list[str] = []
     layers = nn.ReLU(), nn.Tanh()
     steps = [Step(layers[k], (Value(k),), k + 1, 0, name=f"layer {k}") for k in range(2)]
-    function = Function(steps, [(0,), (1,)], takes=[0], arriving=[], gives=[2], leaving=[])
+    function = Function(steps, [(0,), (1,)], [[0]], [[2]])
 
     assert function.names_layers
     function.call(torch.zeros(1), [], titles.append)

@@ -58,13 +58,6 @@ class _WatchedModule(NamedTuple):
         return f"{self.title}{inner}"
 
 
-class _CallInput(NamedTuple):
-    """The input of a module in one call."""
-
-    mixed: MixedDim
-    as_layer: bool  # whether an input of its layer has this shape and these strides
-
-
 class RowWatches:
     """Selects the mini-batches of a stage to watch: the first of each call signature."""
 
@@ -75,10 +68,7 @@ class RowWatches:
     def begin(
         self, signature: Hashable, division: Callable[[], Division | None]
     ) -> RowWatch | None:
-        """Begin a mini-batch; return its watch, or None if there is no need for one.
-
-        ``division`` returns how the mini-batch was cut, or None if that is not known.
-        """
+        """Begin a mini-batch, cut by ``division``; return its watch if there is need for one."""
         if not self._watched or signature in self._signatures:
             return None
         cut = division()
@@ -99,7 +89,7 @@ class RowWatch:
         self._watched = watched
         self._division = division
         self._done = done
-        self._calls: dict[Hashable, tuple[_WatchedModule, dict[int, _CallInput]]] = {}
+        self._calls: dict[Hashable, tuple[_WatchedModule, dict[int, MixedDim]]] = {}
         self._arrived: list[_Layout] = []
 
     def watching(self, i: int, journal: Journal) -> Manager:
@@ -110,7 +100,7 @@ class RowWatch:
         """Record that this call signature was watched; raise if a module mixed the rows."""
         for watched, inputs in self._calls.values():
             if len(inputs) == len(self._division.sizes) and _was_cut(inputs, self._division):
-                raise ValueError(self._describe(watched, inputs[0].mixed, 0))
+                raise ValueError(self._describe(watched, inputs[0], 0))
         self._done()
 
     def writes(self, i: int) -> list[Write]:
@@ -130,8 +120,11 @@ class RowWatch:
         """Explain why a layer may have failed in micro-batch ``i``; None without a suspicion."""
         size = self._division.sizes[i]
         for watched, inputs in self._calls.values():
-            if i in inputs and _may_be_cut(inputs[i].mixed, size):
-                return self._describe(watched, inputs[i].mixed, i)
+            mixed = inputs.get(i)
+            if mixed is None or mixed.shape[mixed.dim] != size:
+                continue
+            if size not in [mixed.shape[k] for k in mixed.rows]:  # only the dim that is mixed
+                return self._describe(watched, mixed, i)
         return None
 
     def _arrive(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -155,7 +148,7 @@ class RowWatch:
             key = module, count[module]
             count[module] += 1
             as_layer = (mixed.shape, mixed.strides) in self._arrived
-            self._calls.setdefault(key, (watched, {}))[1][i] = _CallInput(mixed, as_layer)
+            self._calls.setdefault(key, (watched, {}))[1][i] = mixed._replace(as_layer=as_layer)
         self._refuse(watched, i, args, kwargs)
         return forward(*args, **kwargs)
 
@@ -217,7 +210,7 @@ class _Watching:
             add_note(error, f"this may be the reason: {likely}")
 
 
-def _was_cut(inputs: dict[int, _CallInput], division: Division) -> bool:
+def _was_cut(inputs: dict[int, MixedDim], division: Division) -> bool:
     """Return whether the dim that a module mixes is the one in which the mini-batch was cut.
 
     If all micro-batches have one size, that may be the length of the time by chance: of windows or
@@ -226,7 +219,7 @@ def _was_cut(inputs: dict[int, _CallInput], division: Division) -> bool:
     must also have the layout of the layer's own input: windows that were moved to the front do not.
     """
     sizes, widths = division
-    got = [inputs[i].mixed for i in range(len(sizes))]
+    got = [inputs[i] for i in range(len(sizes))]
     dim, rows = got[0].dim, got[0].rows
 
     def has_rows(k: int) -> bool:
@@ -238,13 +231,8 @@ def _was_cut(inputs: dict[int, _CallInput], division: Division) -> bool:
         return True
     batch = [got[0].shape[k] for k in rows]
     if len(batch) != 1:
-        return inputs[0].as_layer
-    return batch[0] in widths and (batch[0] % sizes[0] != 0 or inputs[0].as_layer)
-
-
-def _may_be_cut(mixed: MixedDim, size: int) -> bool:
-    """Return whether only the dim that is mixed has the size of the micro-batch."""
-    return mixed.shape[mixed.dim] == size and size not in [mixed.shape[k] for k in mixed.rows]
+        return got[0].as_layer
+    return batch[0] in widths and (batch[0] % sizes[0] != 0 or got[0].as_layer)
 
 
 def _watched_in(layer: nn.Module, title: str) -> list[_WatchedModule]:
@@ -265,7 +253,6 @@ def _watched_in(layer: nn.Module, title: str) -> list[_WatchedModule]:
 
 
 def _layouts(args: Sequence[Any]) -> list[_Layout]:
-    """Return the layouts of the tensors of a layer's input; none of those in other objects."""
     try:
         leaves = tree_flatten(list(args)).leaves
     except TypeError:

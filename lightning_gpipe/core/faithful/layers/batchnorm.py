@@ -3,8 +3,7 @@
 A batch norm that runs on micro-batches updates its running statistics once for each of them, from
 fewer samples, and again in a recomputation: the trained model differs from the plain one, without
 an error. torchgpipe sums x and x² over a fixed number of micro-batches, which loses digits to
-cancellation, gives the biased variance, keeps the sums in the state dict, and is wrong from the
-first mini-batch with fewer micro-batches.
+cancellation, gives the biased variance, and is wrong for fewer micro-batches.
 
 Here a batch norm still normalises by micro-batch, but records the mean and the unbiased variance of
 its input. After all micro-batches these are merged, and the running statistics are updated once,
@@ -124,8 +123,8 @@ class DeferredStatistics:
             torch._foreach_copy_(old, new)
 
 
-def merge_moments(moments: Iterable[Moments]) -> Moments:
-    """Combine the moments of several samples.
+def merge_moments(moments: Iterable[Moments], *, by_row: bool = False) -> Moments:
+    """Combine the moments of several samples; ``by_row``: average them, as for an instance norm.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances" (1979), for any number of samples at once.
@@ -137,19 +136,11 @@ def merge_moments(moments: Iterable[Moments]) -> Moments:
         mean += own * (number / total)
     spread = torch.zeros_like(mean)
     for number, own, variance in parts:
-        spread += variance * (number - 1) + (own - mean) ** 2 * number
-    return Moments(total, mean, spread / (total - 1))
-
-
-def average_moments(moments: Iterable[Moments]) -> Moments:
-    """Average the moments of several samples over their rows, as for an instance norm."""
-    parts = list(moments)
-    total = sum(part.number for part in parts)
-    mean, variance = torch.zeros_like(parts[0].mean), torch.zeros_like(parts[0].variance)
-    for number, own, spread in parts:
-        mean += own * (number / total)
-        variance += spread * (number / total)
-    return Moments(total, mean, variance)
+        if by_row:
+            spread += variance * (number / total)
+        else:
+            spread += variance * (number - 1) + (own - mean) ** 2 * number
+    return Moments(total, mean, spread if by_row else spread / (total - 1))
 
 
 class _RecordingForward:
@@ -160,7 +151,6 @@ class _RecordingForward:
         self.moments: list[Moments] = []  # of its inputs so far, for each call
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the norm in training, and record its input's moments, not in its buffers."""
         norm = self._norm
         norm._check_input_dim(x)
         assert norm.running_mean is not None and norm.running_var is not None
@@ -175,9 +165,10 @@ class _RecordingForward:
 
 def _merged_calls(norm: Norm, microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
     """Yield the moments of the whole mini-batch, for each call that the layers made."""
-    merge = merge_moments if isinstance(norm, _BatchNorm) else average_moments
+    by_row = isinstance(norm, _InstanceNorm)
     for call in range(max(map(len, microbatches), default=0)):
-        yield merge([calls[call] for calls in microbatches if call < len(calls)])
+        parts = [calls[call] for calls in microbatches if call < len(calls)]
+        yield merge_moments(parts, by_row=by_row)
 
 
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -35,6 +35,7 @@ class MixedDim(NamedTuple):
     rows: tuple[int, ...]  # the dims in which rows may be
     how: str  # why it is this dim
     cure: str = ""  # how to make the module mix another dim
+    as_layer: bool = False  # whether an input of its layer has this shape and these strides
 
 
 def mixed_by(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> MixedDim | None:

@@ -1,8 +1,7 @@
 """Random numbers that are the same on recomputation and under any timing of threads.
 
-A recomputed forward must draw the numbers of the first one. If only one worker uses a generator, as
-on CUDA, where each device has its own, it is enough to save its state before the first forward and
-to restore it for the recomputation. On the CPU all threads of a process share one generator:
+If only one worker uses a generator, as on CUDA, it is enough to save its state before the first
+forward and to restore it for the recomputation. On the CPU all threads of a process share one:
 workers that draw from it get numbers that depend on timing, and would restore it while others draw.
 So each (micro-batch, stage) has a private generator, seeded from the state of the shared one.
 
@@ -103,8 +102,7 @@ class SharedGenerators:
 
     Args:
         devices: The devices whose default generators they are.
-        but_for: Older :attr:`states`. A generator in one of them was not drawn from: a layer with
-            checkpointing of its own has set it.
+        but_for: Older :attr:`states`, which a layer with checkpointing of its own may have set.
     """
 
     def __init__(
@@ -118,11 +116,11 @@ class SharedGenerators:
 
     def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
         """Return generators for stage ``j`` in forward, with gradients or without."""
-        return self._new(PrivateGenerators(self._seed, j, self._devices, grad=grad))
+        return self._new(j, self._seed, grad)
 
     def private_in_backward(self, j: int) -> PrivateGenerators:
         """Return generators for stage ``j`` in backward."""
-        return self._new(PrivateGenerators(self._seed + b"backward", j, self._devices))
+        return self._new(j, self._seed + b"backward")
 
     @property
     def drew(self) -> bool:
@@ -181,7 +179,8 @@ class SharedGenerators:
             default = default_generator(device)
             torch.empty((), dtype=torch.int64, device=device).random_(generator=default)
 
-    def _new(self, private: PrivateGenerators) -> PrivateGenerators:
+    def _new(self, j: int, seed: bytes, grad: bool = False) -> PrivateGenerators:
+        private = PrivateGenerators(seed, j, self._devices, grad=grad)
         self._private.append(private)
         return private
 

@@ -85,29 +85,31 @@ class LibraryDraws:
         """
         count = self._count.get(flags, 0) + 1
         record(self._count, flags, count)
-        compared = count & (count - 1) == 0  # a power of two
-        before = RandomState.of(LIBRARIES) if compared else None
+        power_of_two = count & (count - 1) == 0
+        before = RandomState.of(LIBRARIES) if power_of_two else None
         settle = partial(self._settle, flags, alone=alone, recomputed=recomputed)
-        return LibraryWatch(
-            saved=alone and recomputed and self.saved(flags),
-            before=before,
-            settle=partial(_refuse, before) if spread and before is not None else settle,
-        )
+        if spread and before is not None:
+            settle = partial(_refuse, before)
+        return LibraryWatch(alone and recomputed and self.saved(flags), before, settle)
 
     def _settle(
         self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
     ) -> None:
         """Raise or warn if a recomputation cannot draw the same from these generators."""
-        reproducible = alone and (self.saved(flags) or not recomputed)
+        saved = self.saved(flags)
         self._drawing.add(flags)
-        if reproducible:
+        if alone and (saved or not recomputed):
             return
         draws = f"{' and '.join(moved)} drew random numbers"
         if not recomputed:
-            self._warn(
-                f"layers must draw from PyTorch's generators to be reproducible: {draws} while the "
-                f"stages ran on several threads, in any order. {_INSTEAD}, or threads=False."
-            )
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"layers must draw from PyTorch's generators to be reproducible: {draws} while "
+                    f"the stages ran on several threads, in any order. {_INSTEAD}, or "
+                    "threads=False.",
+                    stacklevel=1,
+                )
         elif alone:
             raise RuntimeError(
                 "layers that are recomputed must draw random numbers in their first mini-batch or "
@@ -120,11 +122,6 @@ class LibraryDraws:
                 f"{draws} while the stages ran on several threads, and a recomputation would draw "
                 f"others. {_INSTEAD}, or threads=False, or activation_checkpointing='never'."
             )
-
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(message, stacklevel=2)
 
 
 def _refuse(before: RandomState, moved: list[str]) -> None:

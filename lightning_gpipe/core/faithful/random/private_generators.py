@@ -31,13 +31,9 @@ def default_generator(device: torch.device) -> Generator:
 
 
 class PrivateGenerators:
-    """A generator for each micro-batch of one stage, which no other thread draws from.
+    """A generator for each micro-batch of stage ``j``, which no other thread draws from.
 
-    Args:
-        seed: A seed for the mini-batch.
-        j: The index of the stage.
-        devices: The devices whose default generators they replace.
-        grad: Whether the stage runs forward with gradients.
+    They replace the default generators of ``devices``. ``grad``: forward runs with gradients.
 
     Attributes:
         drew: Whether anything was drawn so far.

@@ -34,7 +34,6 @@ class ForeignGenerator(NamedTuple):
 
     @classmethod
     def of(cls, generator: Any) -> ForeignGenerator | Generator:
-        """Give a generator that a module holds these methods, unless it has them."""
         if isinstance(generator, random.Random):
             return cls("random.Random", generator.getstate, generator.setstate)
         if not hasattr(generator, "bit_generator"):

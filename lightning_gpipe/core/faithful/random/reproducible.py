@@ -122,45 +122,27 @@ class Draws:
             raise
         return outputs
 
-    def run_backward(
-        self,
-        flags: TrainingFlags,
-        backward: Callable[[SharedGenerators | None], T],
-        *,
-        generators: SharedGenerators,
-        modes: bool,
-    ) -> T:
-        """Run ``backward``, which cannot run again; the arguments are those of :meth:`run`.
-
-        The states of ``generators`` may change without a draw: layers with activation checkpointing
-        of their own set the state of before forward, and at last that of another stage.
-        """
-        return self._run_once("backward", flags, backward, generators, modes)
-
-    def run_step(
-        self,
-        flags: TrainingFlags,
-        step: Callable[[SharedGenerators | None], T],
-        *,
-        generators: SharedGenerators,
-        modes: bool,
-    ) -> T:
-        """Run a whole step with the caller's code, which cannot run again; as :meth:`run_backward`.
-
-        ``modes`` asks for private generators in any case: there are active modes, or forwards will
-        be recomputed.
-        """
-        return self._run_once("step", flags, step, generators, modes)
-
-    def _run_once(
+    def run_once(
         self,
         kind: str,
         flags: TrainingFlags,
         run: Callable[[SharedGenerators | None], T],
+        *,
         generators: SharedGenerators,
         modes: bool,
     ) -> T:
-        """Run once, and warn if that draws but did not before."""
+        """Run what cannot run again, and warn if that draws but did not before.
+
+        Args:
+            kind: ``backward``, or ``step`` for a whole step with the caller's code.
+            flags: The training flags of all modules.
+            run: Runs with private generators if it gets the shared ones.
+            generators: The shared generators, as they are now. In a backward their states may
+                change without a draw: layers with activation checkpointing of their own set the
+                state of before forward, and at last that of another stage.
+            modes: Whether to use private generators in any case: there are active modes, or
+                forwards of the step will be recomputed.
+        """
         if not self.shared:
             return run(None)
         frequency = self._history.get((kind, flags))

@@ -1,10 +1,9 @@
 """Python attributes that layers change in forward.
 
 ``self.steps += 1``, ``self.cache = y``: a layer that reads such an attribute computes something
-else when it runs again, and changes it a second time. So the recomputation of a micro-batch gets
-the attributes from before its first forward, and the modules get those back that the first forwards
-left. These are attributes of modules, of objects that modules hold, and of parameters: quantised
-weights have their scales there, and some give them to the module in the first forward.
+else when it runs again. So the recomputation of a micro-batch gets the attributes from before its
+first forward, and afterwards the modules get those back that the first forwards left. These are
+attributes of modules, of objects that modules hold, and of parameters, such as scales.
 
 Attributes are compared by identity before and after each first forward that is recomputed, at well
 under a microsecond per module. The contents of lists, dicts and tensors are compared as far as they
@@ -109,10 +108,8 @@ class AttributeState:
     def compare(self, *, linked: bool) -> frozenset[Slot]:
         """Return the attributes whose contents the run changed; may be called once.
 
-        ``linked``: layers use tensors that earlier runs left there, and their gradients.
-
-        Raises:
-            RuntimeError: If contents changed that were not saved.
+        ``linked``: layers use tensors that earlier runs left there, and their gradients. Raises a
+        RuntimeError if contents changed that were not saved.
         """
         owners, values, all_contents = self._owners, self._values, self._contents
         self._owners, self._values, self._contents = _NO_OWNERS, (), []  # they may hold much memory
@@ -127,15 +124,17 @@ class AttributeState:
         for slot, contents in changed:
             if contents.lost:
                 raise RuntimeError(_lost(slot))
-            copies.update(contents.values(_titled(slot), linked=linked))
+            module, name = slot
+            title = f"the attribute {name!r} of {type(module).__name__}"
+            copies.update(contents.values(title, linked=linked))
         for _, contents in changed:
             self._writes += contents.writes(copies)
             self._left += contents.left()
         if copies or owners.moved(values):
             for holder, old in owners.attributes(values):
-                for write in _restoring(holder, old, copies):
-                    self._writes.append(write)
-                    self._left += left_in(holder.slots, write[1])
+                for name, value in _restored(holder, old, copies):
+                    self._writes.append((holder.slots, name, value))
+                    self._left += left_in(holder.slots, name)
         return frozenset(slot for slot, _ in changed)
 
     def restore(self) -> None:
@@ -168,19 +167,14 @@ class _AttributesOfBefore:
                 slots[name] = tensor
 
 
-def _restoring(
+def _restored(
     holder: Holder, old: Mapping[str, Any], values: Mapping[int, Tensor]
-) -> Iterator[Write]:
-    """Yield writes of the old attributes, with ``values`` instead of tensors that were edited."""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the old attributes, with ``values`` instead of tensors that were edited."""
     for name, value in old.items():
         if holder.slots.get(name, ABSENT) is not value or id(value) in values:
-            yield holder.slots, name, values.get(id(value), value)
-    yield from ((holder.slots, name, ABSENT) for name in holder.held if name not in old)
-
-
-def _titled(slot: Slot) -> str:
-    module, name = slot
-    return f"the attribute {name!r} of {type(module).__name__}"
+            yield name, values.get(id(value), value)
+    yield from ((name, ABSENT) for name in holder.held if name not in old)
 
 
 def _lost(slot: Slot) -> str:

@@ -1,9 +1,8 @@
 """A record of the inputs and the state that a stage's layers edit in forward.
 
-To copy every input and every buffer before each run would always be correct, but double their
-memory. So the first run copies all and records which of them the layers edit, and later runs copy
-only those. Layers may behave differently in another training mode or for another structure of
-inputs, so their behavior is recorded by call signature: the training flags and the structure.
+To copy every input and every buffer before each run would double their memory. So the first run
+copies all and records which of them the layers edit, and later runs copy only those. This is
+recorded by call signature: the training flags, and the structure of the inputs.
 """
 
 from __future__ import annotations
@@ -12,6 +11,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torch import Tensor
+
+from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.layout import Slot
 
 Key = TypeVar("Key", bound=Hashable)
@@ -23,7 +25,7 @@ _CAPACITY = 64
 
 
 def record(records: dict[Key, Value], key: Key, value: Value) -> None:
-    """Record a value for a call signature, and forget the signatures used least recently."""
+    """Record a value for a call signature, and forget the one recorded least recently."""
     # Not an OrderedDict, which hashes its keys to list its values.
     records.pop(key, None)
     records[key] = value
@@ -81,3 +83,14 @@ class Behaviors:
 
     def __reduce__(self) -> tuple[type[Behaviors], tuple[()]]:
         return Behaviors, ()  # a copy records it anew; a file must not have PyTorch's TreeSpecs
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter, which edits increment, except those of ``tensor.data``."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def same_value(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal; a NaN differs from itself."""
+    same_kind = one.shape == other.shape and one.layout == other.layout
+    return same_kind and (one.is_meta or equal(one, other))

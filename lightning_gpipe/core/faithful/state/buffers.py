@@ -1,8 +1,5 @@
 """Buffers that layers update in forward, such as moving averages and counters.
 
-A layer that updates a buffer in every forward computes something else when it runs again. A
-recomputation must start from the buffers of its first forward, and must not update them again.
-
 Buffers are saved by reference, which is enough for a layer that assigns a new tensor, and by value
 if a layer may edit them in place. Large buffers, such as masks, are seldom edited: their values are
 copied in the first run, and in later runs only if the first run edited them.
@@ -10,17 +7,16 @@ copied in the first run, and in later runs only if the first run edited them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
+from lightning_gpipe.core.faithful.layers.batchnorm import Norm
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.state.behavior import Behavior
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import Behavior, same_value, version_of
 from lightning_gpipe.core.layout import Slot
 
 _LARGE = 2**20  # bytes
@@ -31,8 +27,7 @@ class BufferState:
 
     Args:
         modules: The modules.
-        edited: The slots of the buffers that the layers are known to edit; None before their first
-            run: then all values are copied.
+        edited: The slots of the buffers that the layers are known to edit; None: copy all values.
         deferred: Whether batch norms in training do not update their running statistics in forward.
     """
 
@@ -53,7 +48,9 @@ class BufferState:
             self._buffers[module] = buffers = dict(module._buffers)
             for name, buffer in buffers.items():
                 expected = edited is None or (module, name) in edited
-                if buffer is None or (deferred and not expected and _defers(module)):
+                # Code around a batch norm may edit its statistics, as the first run shows.
+                defers = deferred and isinstance(module, Norm) and module.training
+                if buffer is None or (defers and not expected):
                     continue
                 self._versions[module, name] = buffer, version_of(buffer)
                 # Running statistics are edited without an increment of the version counter.
@@ -98,7 +95,12 @@ class BufferState:
                 "tensor to the buffer instead of editing it, or draw in the first mini-batch too."
             )
         for module in self._modules:
-            _set_buffers(module, self._buffers.get(module, {}))
+            slots, buffers = module._buffers, self._buffers.get(module, {})
+            if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
+                for name in slots.keys() - buffers.keys():
+                    del slots[name]
+            for name, buffer in buffers.items():
+                slots[name] = buffer
         for buffer, value in self._values.items():
             if not equal(buffer, value):  # a graph may have saved an equal one
                 copy_values(buffer, value)
@@ -108,10 +110,7 @@ class BufferState:
 
         Layers update the saved values, not the buffers themselves, which a graph may have saved.
         """
-        writes = list(self._swaps())
-        return [journal.changed(writes)] if writes else []
-
-    def _swaps(self) -> Iterator[Write]:
+        writes: list[Write] = []
         for module in self._modules:
             buffers = self._buffers.get(module, {})
             if not (buffers or module._buffers):
@@ -119,22 +118,7 @@ class BufferState:
             swap = {n: b if b is None else self._values.get(b, b) for n, b in buffers.items()}
             if isinstance(module._buffers, dict):
                 # The whole dict: a layer that registers a buffer adds it to this one.
-                yield vars(module), "_buffers", swap
+                writes.append((vars(module), "_buffers", swap))
             else:  # a scripted module has a fixed set of buffers, kept in C++
-                yield from ((module._buffers, name, buffer) for name, buffer in swap.items())
-
-
-def _defers(module: nn.Module) -> bool:
-    """Return whether the module's own forward leaves its running statistics to a later update."""
-    # Code around the batch norm may edit them, by a call of F.batch_norm, as the first run shows.
-    return isinstance(module, (_BatchNorm, _InstanceNorm)) and module.training
-
-
-def _set_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
-    """Give the module these buffers, and no others."""
-    slots = module._buffers
-    if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
-        for name in [name for name in slots if name not in buffers]:
-            del slots[name]
-    for name, buffer in buffers.items():
-        slots[name] = buffer
+                writes += [(module._buffers, name, buffer) for name, buffer in swap.items()]
+        return [journal.changed(writes)] if writes else []

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from lightning_gpipe.core.faithful.journal import Slots, ValueSlot, Write, value_in
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
 from lightning_gpipe.core.layout import CONTAINERS, contents, within
 
 Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there
@@ -38,10 +38,6 @@ class _SavedTensor(NamedTuple):
     version: int
     copy: Tensor | None
 
-    @classmethod
-    def of(cls, tensor: Tensor, *, copied: bool) -> _SavedTensor:
-        return cls(tensor, version_of(tensor), tensor.detach().clone() if copied else None)
-
     def moved(self, *, compared: bool) -> bool:
         """Return whether it was edited; ``compared``: by its value, too, which waits for a GPU."""
         if version_of(self.tensor) != self.version:
@@ -55,11 +51,6 @@ class _SavedContainer(NamedTuple):
     container: Any
     size: int
     copy: Any
-
-    @classmethod
-    def of(cls, container: Any, *, copied: bool) -> _SavedContainer:
-        size = len(container)
-        return cls(container, size, _elements(container) if copied or size <= _LARGE else None)
 
     @property
     def moved(self) -> bool:
@@ -87,25 +78,26 @@ class _SavedArray(NamedTuple):
 class Contents:
     """The contents of one object before a run; large ones and tensors are saved if ``copied``."""
 
-    def __init__(self, value: Any, *, copied: bool) -> None:
+    def __init__(self, root: Any, *, copied: bool) -> None:
         self._containers: list[_SavedContainer] = []
         self._tensors: list[_SavedTensor] = []
         self._arrays: list[_SavedArray] = []
-        for piece in within(value, largest=math.inf if copied else _VERY_LARGE):
+        for piece in within(root, largest=math.inf if copied else _VERY_LARGE):
             if isinstance(piece, CONTAINERS):
-                self._containers.append(_SavedContainer.of(piece, copied=copied))
+                copy = _elements(piece) if copied or len(piece) <= _LARGE else None
+                self._containers.append(_SavedContainer(piece, len(piece), copy))
             elif isinstance(piece, Tensor):
-                self._tensors.append(_SavedTensor.of(piece, copied=copied))
+                value = piece.detach().clone() if copied else None
+                self._tensors.append(_SavedTensor(piece, version_of(piece), value))
             elif _is_array(piece) and (copied or piece.size <= _LARGE):
                 self._arrays.append(_SavedArray(piece, piece.copy()))
 
     def moved(self, *, compared: bool) -> bool:
         """Return whether they were changed; ``compared``: compare the values of tensors, too."""
-        return (
-            any(each.moved for each in self._containers)
-            or any(each.moved for each in self._arrays)
-            or any(each.moved(compared=compared) for each in self._tensors)
-        )
+        objects: list[_SavedContainer | _SavedArray] = [*self._containers, *self._arrays]
+        if any(each.moved for each in objects):
+            return True
+        return any(each.moved(compared=compared) for each in self._tensors)
 
     @property
     def lost(self) -> bool:

@@ -4,9 +4,8 @@ In the plain module such an edit is valid. In a pipeline a stage must not edit i
 previous stage may have saved them for its backward, a recomputation needs their values, and a
 tensor that every micro-batch gets whole is shared by all of them.
 
-To copy every input would double the memory of inputs. Edits increment a tensor's version counter,
-so a stage copies all inputs in its first run, records which of them its layers edit, and later
-copies only those. Edits through ``tensor.data`` do not increment the counter and are not noticed.
+A stage copies all inputs in its first run, records by their version counters which of them its
+layers edit, and later copies only those. Edits through ``tensor.data`` are not noticed.
 """
 
 from __future__ import annotations
@@ -36,34 +35,20 @@ class MutationGuard:
         first: Whether this is the first run on record.
     """
 
-    # One is made for every action.
-    __slots__ = (
-        "_behavior",
-        "_editors",
-        "_expected",
-        "_guarded",
-        "_inputs",
-        "_versions",
-        "first",
-        "leaves",
-    )
-
     def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:
         self._behavior = behavior
         self._inputs = self.leaves = leaves
-        guarded: list[int] = []
-        versions: list[tuple[int, Tensor, int]] = []  # inference tensors have none
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf)):
-                guarded.append(k)
-                if not leaf.is_inference():
-                    versions.append((k, leaf, leaf._version))
-        self._guarded, self._versions = tuple(guarded), versions
+        guarded = [
+            k
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf))
+        ]
+        self._guarded, self._versions = tuple(guarded), _versions(leaves, guarded)
         self._expected = behavior.edited_inputs.get(self._guarded)
         self.first = self._expected is None
         self._editors: dict[int, str] = {}
         copied = guarded if self._expected is None else self._expected
-        if copied or len(versions) < len(guarded):
+        if copied or len(self._versions) < len(guarded):
             self.leaves = _with_copies(leaves, guarded, copied)
             self._versions = _versions(self.leaves, guarded)
 
@@ -81,12 +66,15 @@ class MutationGuard:
     def close(self) -> None:
         """Record the edited inputs of the first run; compare those of later runs.
 
-        Raises:
-            RuntimeError: If an input was edited that was not copied, because earlier runs did not
-                edit it, or one that overlaps another input or is aliased on another stage.
+        Raises a RuntimeError if an input was edited that must not be, or was not copied.
         """
-        if self._editors:
-            self._check_aliased()  # in each run: who else gets a tensor may change
+        for k, editor in self._editors.items():
+            if is_aliased(self._inputs[k]):  # in each run: who else gets a tensor may change
+                raise RuntimeError(
+                    f"{editor} must not edit a tensor that another stage gets too, as by a skip "
+                    f"connection: it edited input {k} of its stage. Use the out-of-place form, "
+                    "such as nn.ReLU(inplace=False), or pass on a clone."
+                )
         if self._expected is None:
             self._check_overlaps()
             if len(self._versions) == len(self._guarded):  # no inference tensors, without counters
@@ -98,15 +86,6 @@ class MutationGuard:
                     f"{editor} must edit its input in place always or never: it edited input {k} "
                     "of its stage for the first time after an earlier run that did not. Use the "
                     "out-of-place form, such as nn.ReLU(inplace=False)."
-                )
-
-    def _check_aliased(self) -> None:
-        for k, editor in self._editors.items():
-            if is_aliased(self._inputs[k]):
-                raise RuntimeError(
-                    f"{editor} must not edit a tensor that another stage gets too, as by a skip "
-                    f"connection: it edited input {k} of its stage. Use the out-of-place form, "
-                    "such as nn.ReLU(inplace=False), or pass on a clone."
                 )
 
     def _check_overlaps(self) -> None:

@@ -1,9 +1,8 @@
 """Parameters that layers edit in forward, which a recomputation would edit again.
 
-The key encoder of MoCo and BYOL is frozen, and forward moves it towards the one that is trained:
-it is a buffer in all but name. A recomputation gets a copy of its value from before the first
-forward, and edits that. The first run copies all frozen parameters, up to a limit; later runs copy
-those that it edited.
+The key encoder of MoCo and BYOL is frozen, and forward moves it towards the one that is trained. A
+recomputation edits a copy of its value from before the first forward. The first run copies all
+frozen parameters, up to a limit; later runs copy those that it edited.
 
 A trained parameter cannot be replaced by a copy, which would get the gradient. It may be edited if
 a second edit changes nothing, as in clamping and ``nn.Embedding(max_norm=...)``. The first
@@ -22,7 +21,7 @@ from lightning_gpipe.core.data import bytes_of, copy_values
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.shadow import leaf_like
-from lightning_gpipe.core.faithful.state.edits import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
 from lightning_gpipe.core.layout import Slot
 
 _MOST = 2**30  # bytes of frozen parameters to copy in the first run

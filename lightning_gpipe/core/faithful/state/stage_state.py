@@ -3,27 +3,29 @@
 Buffers, frozen parameters, attributes, and generators that modules hold: a recomputation must start
 from the state that its first forward started from, and must not change it a second time. It runs
 with the saved state, and the stage's journal puts back what the first forwards left.
-
-A forward that runs again as a whole, a verification, a rehearsal and a measurement capture the
-state too, and restore it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Generator, Tensor, nn
 
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.random.random_state import RandomState
-from lightning_gpipe.core.faithful.state.attributes import AttributeState, Owners
+from lightning_gpipe.core.faithful.random.random_state import ForeignGenerator, RandomState
+from lightning_gpipe.core.faithful.state.attributes import AttributeState, Owners, Values
 from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.buffers import BufferState
-from lightning_gpipe.core.faithful.state.module_generators import ModuleGenerators
 from lightning_gpipe.core.faithful.state.parameters import ParameterState
+from lightning_gpipe.core.layout import is_generator, within
+
+_PLAIN = (int, float, str, bytes, type(None), Tensor)  # without a generator
 
 
 class ModuleState(NamedTuple):
@@ -34,32 +36,16 @@ class ModuleState(NamedTuple):
     attributes: AttributeState
     generators: RandomState | None  # None without any
 
-    @classmethod
-    def capture(
-        cls,
-        modules: Iterable[nn.Module],
-        *,
-        parameters: bool = False,
-        buffers_of: Iterable[nn.Module] | None = None,
-    ) -> ModuleState:
-        """Capture the whole state of some modules, with frozen parameters if asked.
-
-        The buffers are those of ``buffers_of``, if these are other modules.
-        """
-        modules = tuple(modules)
-        owners = Owners(modules)
-        return cls(
-            BufferState(modules if buffers_of is None else tuple(buffers_of)),
-            ParameterState(modules, None) if parameters else None,
-            AttributeState(owners, owners.values() or (), None),
-            ModuleGenerators(modules).capture(),
-        )
+    @staticmethod
+    def capture(modules: Iterable[nn.Module], *, parameters: bool = False) -> ModuleState:
+        """Capture the whole state of some modules, with frozen parameters if asked."""
+        behavior = Behavior(edited_parameters=None if parameters else frozenset())
+        return StageState(modules, deferred=False).capture(behavior)
 
     def compare(self, behavior: Behavior) -> None:
         """Keep what a run has changed, for its recomputation; the first run records it.
 
-        Raises:
-            RuntimeError: If something changed that earlier runs did not change, and is not saved.
+        Raises a RuntimeError if something changed that earlier runs did not change.
         """
         self.buffers.compare(behavior)
         changed = self.attributes.compare(linked=behavior.captures)
@@ -91,18 +77,32 @@ class ModuleState(NamedTuple):
 class StageState:
     """Captures the state of one stage's modules, as far as their layers are known to change it.
 
+    The generators that modules hold are searched for once, and again when a module has another
+    object in an attribute. Only the worker of the layer's stage draws from them, so it is enough to
+    save their states before the first forward of each micro-batch.
+
     ``deferred``: batch norms in training do not update their running statistics in forward.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, deferred: bool) -> None:
         self._modules = tuple(modules)
         self._deferred = deferred
-        self._owners = Owners(())
-        self._generators = ModuleGenerators(self._modules)
+        self._owners = self._searched = Owners(())
+        self._searched_values: Values | None = None
+        self._generators: list[Generator | ForeignGenerator] | None = None  # not searched for yet
 
     def refresh(self) -> None:
         """Prepare for a mini-batch, since which the user may have changed the modules."""
-        self._generators.refresh()
+        before = self._searched_values
+        if before is not None and not self._searched.moved(before):
+            return  # most often, and seen at once
+        present = self._searched.values()
+        if before is None or present is None:
+            self._generators = None
+            return
+        pairs = zip(chain(*present), chain(*before), strict=True)
+        if any(new is not old and not isinstance(new, _PLAIN) for new, old in pairs):
+            self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
         """Capture the state before a run of layers with this behavior."""
@@ -111,13 +111,40 @@ class StageState:
         if values is None or not self._owners.holders:
             self._owners = Owners(self._modules)
             values = self._owners.values() or ()
+        if self._generators is None:
+            self._searched = Owners(self._modules)
+            self._searched_values = self._searched.values()
+            by_id = {
+                id(each): each
+                for holder in self._searched.holders
+                for value in holder.held.values()
+                for each in within(value)
+                if is_generator(each)
+            }
+            self._generators = [ForeignGenerator.of(each) for each in by_id.values()]
         return ModuleState(
             BufferState(self._modules, edited=behavior.edited_buffers, deferred=self._deferred),
             None if edited is not None and not edited else ParameterState(self._modules, edited),
             AttributeState(self._owners, values, changed),
-            self._generators.capture(),
+            RandomState.of(self._generators) if self._generators else None,
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         # A copied module has other attributes and generators.
         return partial(StageState, deferred=self._deferred), (self._modules,)
+
+
+@contextmanager
+def preserved(modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore at the end of a ``with`` block what running modules on ``devices`` has changed.
+
+    These are buffers, the generators of PyTorch, NumPy and Python, and what modules keep in
+    attributes and generators. Other changes, as to their parameters, are not undone.
+    """
+    random_state, state = RandomState.capture(devices), ModuleState.capture(modules)
+    try:
+        yield
+    finally:
+        random_state.restore()
+        state.restore()
+        torch.clear_autocast_cache()  # its copies of weights belong to a graph that was freed

@@ -4,10 +4,9 @@ PyTorch keeps autocast, grad mode, inference mode, hooks on saved tensors and th
 each thread. A new thread has none of them, so a layer that runs there computes something else
 without an error: under ``Trainer(precision="bf16-mixed")`` torchgpipe's stages run in float32.
 
-So the state is a value. It is captured on the thread that calls the pipeline, and a worker enters
-it around each row of actions. A recomputation enters the state of the forward that it repeats, the
-process-wide default type included. Only what differs from the state of the thread is entered:
-running on the caller's own thread costs nothing.
+So the state is captured on the thread that calls the pipeline, and a worker enters it around each
+row of actions. A recomputation enters the state of the forward that it repeats, the process-wide
+default type included. Only what differs from the state of the thread is entered.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting
 from lightning_gpipe.core.faithful.thread.modes import TorchModes
-from lightning_gpipe.core.faithful.thread.switches import Switches
-from lightning_gpipe.core.faithful.thread.variables import for_recomputation
+from lightning_gpipe.core.faithful.thread.recomputing import for_recomputation
+from lightning_gpipe.core.faithful.thread.switches import positions, switched
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -48,28 +47,20 @@ class Autocast(NamedTuple):
     """The state of autocast for one device type."""
 
     device_type: str
-    enabled: bool
     dtype: torch.dtype
+    enabled: bool
     cache_enabled: bool
 
     @classmethod
     def of(cls, device_type: str) -> Autocast:
         """Capture the state of the calling thread."""
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
+        dtype = torch.get_autocast_dtype(device_type)
+        enabled, cached = torch.is_autocast_enabled(device_type), torch.is_autocast_cache_enabled()
+        return cls(device_type, dtype, enabled, cached)
 
     def entered(self) -> torch.autocast:
         """Return a context manager that gives the calling thread this state."""
-        return torch.autocast(
-            self.device_type,
-            dtype=self.dtype,
-            enabled=self.enabled,
-            cache_enabled=self.cache_enabled,
-        )
+        return torch.autocast(*self)
 
 
 class Context(NamedTuple):
@@ -82,7 +73,7 @@ class Context(NamedTuple):
     default_device: torch.device  # of tensors from factory functions such as torch.zeros
     default_dtype: torch.dtype  # of all threads
     saved_tensors_hooks: Hooks | None  # the innermost
-    switches: Switches
+    switches: list[Any]  # the positions of switches that are not modes
     variables: contextvars.Context
 
     @classmethod
@@ -97,7 +88,7 @@ class Context(NamedTuple):
             _default_device(),
             torch.get_default_dtype(),
             _saved_tensors_hooks(),
-            Switches.read(),
+            positions(),
             contextvars.copy_context(),
         )
 
@@ -112,7 +103,7 @@ class Context(NamedTuple):
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)
-        missing += self.switches.missing()
+        missing += switched(self.switches)
         if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
             missing.append(partial(_set_grad_enabled, self.grad))
         return missing
@@ -136,7 +127,7 @@ class Context(NamedTuple):
     def for_backward(self, *, recomputes: bool) -> Context:
         """Return this state without context variables that would live until backward.
 
-        A recomputation gets them without the caller's own containers, see :mod:`.variables`.
+        A recomputation gets them without the caller's own containers, see :mod:`.recomputing`.
         """
         variables = for_recomputation(self.variables) if recomputes else _NO_VARIABLES
         return self._replace(variables=variables)
@@ -175,7 +166,7 @@ def _default_device() -> torch.device:
     try:
         return torch.get_default_device()
     except AttributeError:  # torch 2.8, after torch.set_default_device(None)
-        return torch.device("cpu")
+        return _CPU
 
 
 def _saved_tensors_hooks() -> Hooks | None:
@@ -193,7 +184,7 @@ def _top_hooks() -> Hooks | None:
 
 def _hooked(hooks: Hooks | None) -> Manager:
     """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks:
+    if _top_hooks() == hooks:
         return NOTHING
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))

@@ -1,12 +1,9 @@
 """PyTorch's function and dispatch modes, which see or change every operation of their thread.
 
-A dispatch mode (``FlopCounterMode``) or a function mode is an object with state, made for one
-thread, so while one is active the pipeline runs on the caller's thread.
-
-During backward the modes of forward may no longer be active: the user's ``with`` block has ended,
-or PyTorch has exited function modes to call backward. A recomputation needs those that change
-results. PyTorch's own dispatch modes are not entered again: they only observe, and a counter that
-was read after forward must not continue.
+A mode is an object with state, made for one thread, so while one is active the pipeline runs on the
+caller's thread. During backward the modes of forward may no longer be active. A recomputation needs
+those that change results. PyTorch's own dispatch modes are not entered again: they only observe,
+and a counter that was read after forward must not continue.
 """
 
 from __future__ import annotations
@@ -25,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.faithful.managers import LazyManagers, Manager
 
+_OWN = "lightning_gpipe.core.faithful."
 _OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
 
 
@@ -105,7 +103,7 @@ class ThreadState(NamedTuple):
         """Exit the modes that an interrupt just before the end of a ``with`` block has left."""
         while torch._C._len_torch_dispatch_stack() > self.dispatch:
             mode = dispatch._get_current_dispatch_mode_stack()[-1]
-            if type(mode).__module__.startswith(__package__):
+            if type(mode).__module__.startswith(_OWN):  # its exit does more than to pop it
                 mode.__exit__(None, None, None)
             else:
                 dispatch._pop_mode()

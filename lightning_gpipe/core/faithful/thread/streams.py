@@ -1,12 +1,10 @@
 """The caller's CUDA streams, on which its pipeline computes in all threads.
 
-Each thread has a current stream for each device, and a current device. Layers use them implicitly:
-the stream of their stage's device, and that of another device if they send a tensor there. On a
-worker's thread these are the default streams. If the caller had others, the work of both would not
-be ordered, and one would read tensors before the other writes them, once in a thousand runs.
-
-So the caller's streams on all devices are captured at forward, and are current wherever its layers
-run, in backward too: autograd runs the backward of an operator on the stream of its forward.
+Each thread has a current stream for each device, and a current device, which layers use implicitly.
+On a worker's thread these are the default streams. If the caller had others, the work of both would
+not be ordered. So the caller's streams on all devices are captured at forward, and are current
+wherever its layers run, in backward too: autograd runs the backward of an operator on the stream of
+its forward.
 """
 
 from __future__ import annotations

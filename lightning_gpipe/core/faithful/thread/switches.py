@@ -7,44 +7,15 @@ denormals that the caller flushes to zero, or calls tensor subclasses and hooks 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lightning_gpipe.core.faithful.managers import Manager, Setting
 
 _autograd = torch._C._autograd
-
-
-class Switches(NamedTuple):
-    """The positions of all switches on one thread."""
-
-    flushes_denormals: bool
-    hooks_refused: str | None
-    multithreading: bool
-    view_replay: bool
-    torch_functions: tuple[bool, bool]
-
-    @classmethod
-    def read(cls) -> Switches:
-        """Read the switches of the calling thread."""
-        return cls(
-            _flushes_denormals(),
-            _hooks_refused(),
-            torch._C._is_multithreading_enabled(),
-            torch._C._is_view_replay_enabled(),
-            _torch_functions(),
-        )
-
-    def missing(self) -> list[Callable[[], Manager]]:
-        """Return functions that make the context managers to set the thread's switches."""
-        here = Switches.read()
-        if here == self:
-            return []
-        positions = zip(_ENTERED, self, here, strict=True)
-        return [partial(entered, mine) for entered, mine, other in positions if mine != other]
 
 
 _SMALLEST = sys.float_info.min  # of those that are not denormal
@@ -90,11 +61,31 @@ def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
     return guard
 
 
-# Context managers that set the calling thread's switches, in the order of the fields of Switches.
-_ENTERED: tuple[Callable[[Any], Manager], ...] = (
-    partial(Setting, _flushes_denormals, torch.set_flush_denormal),
-    partial(Setting, _hooks_refused, _refuse_hooks),
-    partial(Setting, torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
-    partial(Setting, torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
-    _with_torch_functions,
+def _setting(
+    read: Callable[[], Any], write: Callable[[Any], object]
+) -> tuple[Callable[[], Any], Callable[[Any], Manager]]:
+    return read, partial(Setting, read, write)
+
+
+# How the calling thread's switches are read, and the context managers that set them.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Manager]], ...] = (
+    _setting(_flushes_denormals, torch.set_flush_denormal),
+    _setting(_hooks_refused, _refuse_hooks),
+    _setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    _setting(torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    (_torch_functions, _with_torch_functions),
 )
+
+
+def positions() -> list[Any]:
+    """Return the positions of all switches on the calling thread."""
+    return [read() for read, _ in _SWITCHES]
+
+
+def switched(wanted: Sequence[Any]) -> list[Callable[[], Manager]]:
+    """Return functions that make the context managers to give the switches these positions."""
+    here = positions()
+    if here == wanted:
+        return []
+    switches = zip(_SWITCHES, wanted, here, strict=True)
+    return [partial(entered, mine) for (_, entered), mine, other in switches if mine != other]

@@ -1,20 +1,25 @@
-"""Detects calls by torch.jit.trace, torch.export or torch.fx, which record the model.
+"""Calls that are recorded, by torch.jit.trace, torch.export or torch.fx, or compiled.
 
-A tracer follows one call on one thread and records its operators. It must see the model, as
-``Trainer(logger=TensorBoardLogger(log_graph=True))`` draws it and ``torch.export`` saves it: the
-layers in order, on any number of rows, without micro-batches and without the autograd functions
-that connect the stages.
+A tracer must see the model, as ``Trainer(logger=TensorBoardLogger(log_graph=True))`` draws it and
+``torch.export`` saves it: the layers in order, on any number of rows, without micro-batches and
+without the autograd functions that connect the stages.
+
+Threads, queues and autograd functions that run autograd cannot be part of a graph of torch.compile,
+so Dynamo breaks its graph at the pipeline and continues behind it. Layers that are compiled
+themselves stay compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Proxy
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
@@ -31,6 +36,16 @@ def is_traced(input: Any, parameters: Iterable[Tensor]) -> bool:
         or (torch._C._get_dispatch_mode(_FAKE) is not None and not all(map(_fake, parameters)))
         or _has_proxy(input)
     )
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Wrap a function so that it breaks the graph of a compiled caller."""
+    reason = (
+        "a pipeline is not part of a graph: compile its layers one by one instead, "
+        "and export with strict=False"
+    )
+    disabled: _Function = torch.compiler.disable(function, reason=reason)
+    return disabled
 
 
 def _fake(parameter: Tensor) -> bool:

@@ -67,7 +67,8 @@ class StepMiniBatch(MiniBatchRun):
                 self.begin()
                 library = self.begin_library_watch()
                 code.watched = library.callers
-                self.equipment.draws.run_step(
+                self.equipment.draws.run_once(
+                    "step",
                     self.flags,
                     self._run_step,
                     generators=SharedGenerators(self.shared),

@@ -252,7 +252,7 @@ def strays(amount: int = 5) -> Callable[[SharedGenerators | None], None]:
 
 def back(draws: Draws, backward: Callable[[SharedGenerators | None], None]) -> None:
     generators = SharedGenerators(draws.shared)
-    draws.run_backward(TRAIN, backward, generators=generators, modes=False)
+    draws.run_once("backward", TRAIN, backward, generators=generators, modes=False)
 
 
 def expected_after_one_draw() -> Tensor:

@@ -64,18 +64,6 @@ def test_parameters_are_left_alone_unless_asked() -> None:
     assert module.follower.tolist() == [1, 1]
 
 
-def test_buffers_of_other_modules() -> None:
-    module, other = Busy(), Busy()
-    state = ModuleState.capture([module], buffers_of=[other])
-
-    module(X)
-    other(X)
-    state.restore()
-
-    assert (module.calls.item(), module.steps) == (1, 0)
-    assert (other.calls.item(), other.steps) == (0, 1)
-
-
 def test_run_after_a_comparison_starts_from_the_same_and_leaves_nothing() -> None:
     module, behavior, journal = Busy(), Behavior(), Journal()
     stage = StageState([module], deferred=True)

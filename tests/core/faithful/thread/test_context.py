@@ -70,7 +70,7 @@ def test_autocast_follows(enabled: bool, dtype: torch.dtype, cache: bool) -> Non
     def look() -> tuple[Autocast, torch.dtype]:
         return Autocast.of("cpu"), nn.Linear(2, 2)(torch.ones(1, 2)).dtype
 
-    expected = Autocast("cpu", enabled, dtype, cache), dtype if enabled else torch.float32
+    expected = Autocast("cpu", dtype, enabled, cache), dtype if enabled else torch.float32
     assert entered(context, look) == expected
 
 
