@@ -33,7 +33,6 @@ from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline,
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import BatchCopies
 
 
 class GPipe(StandIn):
@@ -464,14 +463,6 @@ class GPipe(StandIn):
                 f"{len(self._pipelines)}. Name one, or leave out schedule: fill-drain runs all."
             )
         return self._pipeline
-
-    def copy_batches(self, root: torch.device) -> BatchCopies | None:
-        """Let the first stage get its own copies of batches that are moved to ``root``.
-
-        Returns:
-            The object that makes the copies when batches are moved; None if none are needed.
-        """
-        return self._pipelines.copy_batches(root)
 
     def tell(self, error: BaseException) -> None:
         """Send an error of your own code to the other processes, which ends their step too.

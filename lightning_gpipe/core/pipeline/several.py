@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.layout import Layout, Partition, check_balance
@@ -15,7 +14,7 @@ from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.pipeline.pipeline import Handles, Pipeline
 from lightning_gpipe.core.pipeline.selection import layout_of
 from lightning_gpipe.core.run import Timeline
-from lightning_gpipe.core.transport import BatchCopies, Workers
+from lightning_gpipe.core.transport import Workers
 
 
 class Pipelines:
@@ -49,16 +48,6 @@ class Pipelines:
         """Call ``observer`` with the timeline of each mini-batch of any of them."""
         handles = [pipeline.engine.observe(observer) for pipeline in self._pipelines]
         return handles[0] if len(handles) == 1 else Handles(handles)
-
-    def copy_batches(self, root: torch.device) -> BatchCopies | None:
-        """See :meth:`GPipe.copy_batches`."""
-        first = self[0].layout.device_of(0)
-        if self[0].layout.spread or first == root or first.type != "cuda":
-            return None
-        twins = BatchCopies(first, root)
-        for pipeline in self:
-            pipeline.engine.twins = twins
-        return twins
 
     def reset_patches(self) -> None:
         """Undo what an interrupted verification left in the layers of any of them."""

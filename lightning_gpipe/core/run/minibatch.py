@@ -77,7 +77,7 @@ class MiniBatch:
         self._generators = _NO_GENERATORS
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._input_devices: list[FlatTree] = []
-        self.caller = Caller(program, terms=terms, twins=equipment.twins)
+        self.caller = Caller(program, terms=terms)
         self._terms = terms
         self.leaves: list[Tensor] = []
 

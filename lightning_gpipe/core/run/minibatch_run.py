@@ -40,7 +40,7 @@ from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
 from lightning_gpipe.core.run.worker import Worker
 from lightning_gpipe.core.schedules import Schedule
-from lightning_gpipe.core.transport import BatchCopies, Transport
+from lightning_gpipe.core.transport import Transport
 
 _NO_LEAVES = UsedLeaves(())
 
@@ -56,7 +56,6 @@ class Equipment(NamedTuple):
         library_draws: Records whether they do so from Python's or NumPy's generator.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
-        twins: Knows tensors of the batch that are on the first stage's device already, or None.
     """
 
     stages: Sequence[Stage]
@@ -66,7 +65,6 @@ class Equipment(NamedTuple):
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], TrainingFlags]
-    twins: BatchCopies | None
 
 
 class MiniBatchRun:

@@ -4,7 +4,6 @@ A worker names the action that needs its result; the transport knows whether tha
 same thread, on another one or in another process.
 """
 
-from lightning_gpipe.core.transport.batch_copies import BatchCopies
 from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
     BETWEEN,
@@ -42,7 +41,6 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 __all__ = [
     "BETWEEN",
     "NO_RUN",
-    "BatchCopies",
     "Cancelled",
     "Connection",
     "Exchange",

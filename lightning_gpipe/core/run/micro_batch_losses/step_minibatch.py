@@ -185,7 +185,7 @@ class StepMiniBatch:
             WorkerTask(worker, exchange.phase, exchange, context, self.timeline)
             for worker in run.workers
         ]
-        caller = Caller(first.program, twins=run.equipment.twins)
+        caller = Caller(first.program)
         caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
         self._transport.run(exchange, tasks, caller_task)
         exchange.settle()
