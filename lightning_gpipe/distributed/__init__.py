@@ -7,6 +7,7 @@ of their own, and average their gradients.
 """
 
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
+from lightning_gpipe.distributed.comparison import SameSteps, check_same, shapes, versions
 from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
@@ -17,11 +18,8 @@ from lightning_gpipe.distributed.gathering import (
 from lightning_gpipe.distributed.gradients import Together
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import ProcessGroups, connect
-from lightning_gpipe.distributed.network import choose_interface
 from lightning_gpipe.distributed.ranks import Arrangement, Mode
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.same_script import check_same, shapes, versions
-from lightning_gpipe.distributed.same_steps import SameSteps
 from lightning_gpipe.distributed.shared_batches import original_loader, shared
 
 __all__ = [
@@ -36,7 +34,6 @@ __all__ = [
     "check_options",
     "check_same",
     "check_static_graph",
-    "choose_interface",
     "connect",
     "end",
     "equalise",

@@ -17,20 +17,19 @@ from lightning_gpipe.core.transport.interface import (
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
-from lightning_gpipe.core.transport.process_group.connecting.address import (
-    addresses_of_interfaces,
-    own_addresses,
-)
+from lightning_gpipe.core.transport.process_group.abort import abort_group
+from lightning_gpipe.core.transport.process_group.connecting.address import choose_interface
 from lightning_gpipe.core.transport.process_group.connecting.groups import (
+    Lifeline,
     join_processes,
     start_timeout,
 )
-from lightning_gpipe.core.transport.process_group.connecting.lifeline import Lifeline
-from lightning_gpipe.core.transport.process_group.connecting.rendezvous import store_barrier
+from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
+    call_with_timeout,
+    store_barrier,
+)
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
-from lightning_gpipe.core.transport.process_group.connecting.timeout import call_with_timeout
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
-from lightning_gpipe.core.transport.process_group.wire.abort import abort_group
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     bytes_in,
     form_and_bytes,
@@ -55,13 +54,12 @@ __all__ = [
     "Transport",
     "Workers",
     "abort_group",
-    "addresses_of_interfaces",
     "bytes_in",
     "call_with_timeout",
+    "choose_interface",
     "form_and_bytes",
     "is_dense",
     "join_processes",
-    "own_addresses",
     "start_timeout",
     "store_barrier",
     "tensor_of",

@@ -39,14 +39,12 @@ class SharedOffice:
     """An office with a name that is the same in all processes, and the connections that share it.
 
     Attributes:
-        ranks: The ranks of its processes among all.
         pipelines: The names of all pipelines so far, by their numbers.
         keepers: The connections for which other processes hear this one.
     """
 
     def __init__(self, office: Office, peers: Peers, name: str) -> None:
         self.office = office
-        self.ranks = peers.ranks
         self.pipelines: list[str] = []
         self.keepers: WeakSet[Connection] = WeakSet()
         self._peers = peers
@@ -73,19 +71,19 @@ class SharedOffice:
         """
         while (shared := cls.latest(peers)) is not None:
             shared.enter(())
-            if shared.office.lost is None:
+            if shared.office.ledger.lost is None:
                 return shared
             shared.leave()  # it was freed just before
         return None
 
     def _connects(self, peers: Peers) -> bool:
-        sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
+        sound = self._process == os.getpid() and self.office.ledger.lost is None and self._users > 0
         return sound and self._peers == peers
 
     @property
     def state(self) -> str:
         """A text that is the same in all processes that have done the same."""
-        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.state)))
+        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.ledger.state)))
 
     def enter(self, pipelines: Sequence[str]) -> int:
         """Share the office, for pipelines of these names; return the number of the first."""
@@ -111,11 +109,9 @@ class Connection:
     Attributes:
         office: Sends and receives for all pipelines over these processes.
         pipelines: The names of all of them, by their numbers.
-        ranks: The ranks of these processes among all.
     """
 
     def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:
-        self.ranks = shared.ranks
         self.office = shared.office
         self.pipelines = shared.pipelines
         self._keepers = shared.keepers

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.schedules import Action
-from lightning_gpipe.core.transport.process_group.wire.abort import abort_gloo
+from lightning_gpipe.core.transport.process_group.abort import abort_gloo
 from lightning_gpipe.core.transport.process_group.wire.bodies import ReceivedBodies, SentBodies
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
