@@ -7,7 +7,7 @@ of their own, and average their gradients.
 """
 
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
-from lightning_gpipe.distributed.comparison import SameSteps, check_same, shapes, versions
+from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
 from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
@@ -20,7 +20,7 @@ from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import ProcessGroups, connect
 from lightning_gpipe.distributed.ranks import Arrangement, Mode
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.shared_batches import original_loader, shared
+from lightning_gpipe.distributed.shared_batches import SharedLoader, original_loader
 
 __all__ = [
     "AFTER_FAILURE",
@@ -28,8 +28,8 @@ __all__ = [
     "Group",
     "Mode",
     "ProcessGroups",
-    "SameSteps",
     "Scripts",
+    "SharedLoader",
     "Together",
     "check_options",
     "check_same",
@@ -41,8 +41,8 @@ __all__ = [
     "own_optimizer_keys",
     "own_state",
     "replicated",
+    "run_step",
     "shapes",
-    "shared",
     "start_together",
     "versions",
     "whole_optimizer_state",

@@ -65,35 +65,19 @@ def _differences(everyone: list[dict[str, str]]) -> Iterator[str]:
                 yield f"the {name} is {here} on rank {rank} and {there} on rank 0"
 
 
-class SameSteps:
-    """Runs steps, and compares those without a mini-batch with the other processes.
-
-    Args:
-        module: The LightningModule.
-        pipeline: The pipeline in it.
+def run_step(
+    module: L.LightningModule, pipeline: GPipe, step: Callable[[], Any], *, training: bool
+) -> Any:
+    """Run a step of the user's code, and compare it if it runs no mini-batch.
 
     Raises:
-        OutOfStep: If a step ran no mini-batch, and another process did.
+        OutOfStep: If it ran no mini-batch, and that of another process did.
     """
-
-    def __init__(self, module: L.LightningModule, pipeline: GPipe) -> None:
-        self._module = module
-        self._pipeline = pipeline
-
-    def training(self, step: Callable[[], Any]) -> Any:
-        """Run a training step."""
-        module, engine = self._module, self._pipeline.engine
-        self._pipeline.step = module.global_step
-        before = engine.serial
-        result = step()
-        if result is not None or not module.automatic_optimization:  # else Lightning refuses it
-            engine.check_run(since=before)
-        return result
-
-    def evaluation(self, step: Callable[[], Any]) -> Any:
-        """Run an evaluation step."""
-        engine = self._pipeline.engine
-        before = engine.serial
-        result = step()
-        engine.check_run(since=before)
-        return result
+    if training:
+        pipeline.step = module.global_step
+    before = pipeline.engine.serial
+    result = step()
+    # Lightning itself refuses a training step without a result.
+    if not training or result is not None or not module.automatic_optimization:
+        pipeline.engine.check_run(since=before)
+    return result

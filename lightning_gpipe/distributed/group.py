@@ -17,8 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.core.transport import RankFailed, abort_group, bytes_in
-from lightning_gpipe.distributed.pickling import pack, unpack
+from lightning_gpipe.core.transport import (
+    RankFailed,
+    abort_group,
+    bytes_in,
+    receive_value,
+    send_value,
+)
 
 _FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
@@ -102,8 +107,8 @@ class Group:
         with self.waiting_for(what):
             exchange = partial(dist.broadcast, group_src=source, group=self._group)
             if self.rank != source:
-                return _receive_with(exchange)
-            _send_with(exchange, value)
+                return receive_value(exchange)
+            send_value(value, exchange)
             return value
 
     def all(self, own: Any) -> list[Any]:
@@ -124,12 +129,12 @@ class Group:
     def send(self, value: Any, to: int) -> None:
         """Send a value to process ``to``, which calls :meth:`receive`."""
         with self.waiting_for("the receiver of a part of a checkpoint"):
-            _send_with(partial(dist.send, group_dst=to, group=self._group), value)
+            send_value(value, partial(dist.send, group_dst=to, group=self._group))
 
     def receive(self, source: int) -> Any:
         """Return the value that process ``source`` sends, with its tensors on the CPU."""
         with self.waiting_for("a part of a checkpoint"):
-            return _receive_with(partial(dist.recv, group_src=source, group=self._group))
+            return receive_value(partial(dist.recv, group_src=source, group=self._group))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes of a tensor on the CPU, which is changed."""
@@ -163,19 +168,3 @@ class Group:
         """Close the connections; a process that waits for this one gets an error."""
         group, self._group = self._group, None  # they close when nothing refers to the group
         dist.destroy_process_group(group)
-
-
-def _send_with(send: Callable[[Tensor], object], value: Any) -> None:
-    text, contents = pack(value)
-    send(torch.tensor(len(text)))
-    send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    for content in contents:
-        send(content)
-
-
-def _receive_with(receive: Callable[[Tensor], object]) -> Any:
-    size = torch.tensor(0)
-    receive(size)
-    text = torch.empty(int(size), dtype=torch.uint8)
-    receive(text)
-    return unpack(text.numpy().tobytes(), receive)

@@ -42,7 +42,7 @@ from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.core.show import show
-from lightning_gpipe.distributed import Group, Mode, shared
+from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import (
     FileSaver,
@@ -468,7 +468,7 @@ class GPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self._random_states.process_dataloader(dataloader, self.lightning_module.trainer)
         group = self.pipeline_group
-        return dataloader if group is None else shared(dataloader, group)
+        return dataloader if group is None else SharedLoader(dataloader, group)
 
     # Backward.
 

@@ -32,9 +32,8 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     bytes_in,
-    form_and_bytes,
-    is_dense,
-    tensor_of,
+    receive_value,
+    send_value,
 )
 
 __all__ = [
@@ -57,10 +56,9 @@ __all__ = [
     "bytes_in",
     "call_with_timeout",
     "choose_interface",
-    "form_and_bytes",
-    "is_dense",
     "join_processes",
+    "receive_value",
+    "send_value",
     "start_timeout",
     "store_barrier",
-    "tensor_of",
 ]

@@ -51,10 +51,6 @@ class InlineExchange(Exchange):
         value, ready = parcel
         return value if ready is None else self._copies.unpack(at, value, ready)
 
-    @override
-    def check(self) -> None:
-        """Do nothing: no worker runs at the same time."""
-
 
 class InlineTransport(Transport):
     """Runs all workers in turns on the calling thread.
@@ -107,10 +103,7 @@ class InlineTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> Exchange:
         return InlineExchange(phase, self.copies())
 

@@ -92,11 +92,6 @@ class LocalExchange(Exchange):
             self._arrived[inbox][address] = parcel
         return True
 
-    @override
-    def check(self) -> None:
-        if self.cancelled:
-            raise Cancelled
-
     def expect(self, more: Callable[[], bool]) -> None:
         """Let the caller receive for as long as ``more`` returns True; it may raise."""
         self._expects = more
@@ -140,10 +135,7 @@ class LocalTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> LocalExchange:
         return LocalExchange(self._layout, phase, self._inline.copies())
 

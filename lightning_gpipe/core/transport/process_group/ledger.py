@@ -23,15 +23,10 @@ _BITS = 32  # of the number of an exchange, for those begun since the last failu
 
 
 class Failure(NamedTuple):
-    """Other processes that have failed, closed or been lost.
-
-    Attributes:
-        ranks: Their ranks.
-        how: The rest of a sentence about them.
-    """
+    """Other processes that have failed, closed or been lost."""
 
     ranks: tuple[int, ...]
-    how: str
+    how: str  # the rest of a sentence about them
 
     def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed:
         """Return an error that names the processes, see :func:`names_of`."""
@@ -90,14 +85,10 @@ class Ledger:
     def fail(self, *, running: bool) -> tuple[int, bool]:
         """Record that this process has failed; the next exchange is the first of another count.
 
-        Args:
-            running: True if an exchange runs. Between two it is the next one that fails, since
-                others can end this one.
-
         Returns:
             The number of the exchange that fails, and whether it did already in another process.
         """
-        self.begun += not running
+        self.begun += not running  # between two the next one fails, since others can end this one
         serial, known = self.serial, self.failure is not None
         self._failures.pop(self.failed, None)
         self.failed += 1
@@ -126,10 +117,7 @@ class Ledger:
         self._ends += 1
 
     def record_end(self, rank: int) -> bool:
-        """Record that another process ends; return True if this one ended as often before.
-
-        Then both may start again.
-        """
+        """Record the end of another; return True if this one ended as often, so both may start."""
         self._ends_of[rank] = self._ends_of.get(rank, 0) + 1
         return self._ends_of[rank] <= self._ends
 

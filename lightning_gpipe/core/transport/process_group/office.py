@@ -22,9 +22,9 @@ from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.already_sent import mark_sent, text_of, was_sent
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
-from lightning_gpipe.core.transport.process_group.wire.link import Mail, PendingSend
+from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
 from lightning_gpipe.core.transport.process_group.wire.links import Links
-from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 TELL_TIMEOUT = 5.0  # seconds
 _LINGER = 1.0  # the same after a loss, so that others may read who is lost before this one ends
@@ -32,13 +32,11 @@ START = 10  # times as long until the first heartbeat: a process may still load 
 
 
 class Recipient(Protocol):
-    """An exchange, which gets the values that come for it."""
+    """An exchange, which takes values from processes, and ends when one has failed."""
 
-    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
-        """Take a value from a process."""
+    def arrive(self, rank: int, header: Header, mail: Mail) -> None: ...
 
-    def fail(self, failure: Failure) -> None:
-        """End, because another process has failed."""
+    def fail(self, failure: Failure) -> None: ...
 
 
 class Office:
@@ -89,11 +87,7 @@ class Office:
             self._heartbeat.start()
 
     def begin(self, recipient: Recipient) -> tuple[int, Failure | None]:
-        """Begin the next exchange.
-
-        Returns:
-            Its number; and why it cannot run, if another process has failed, closed, or is lost.
-        """
+        """Begin the next exchange; return its number, and the reason if it cannot run."""
         self.open()
         with self._lock:
             self.ledger.begun += 1
@@ -115,7 +109,7 @@ class Office:
     def tell(self, error: BaseException) -> None:
         """Tell all others that this process has failed, unless they know.
 
-        Their run ends with it, or their next one if none runs; the one after that works.
+        Their run ends with it, or their next one; the one after that works.
         """
         with self._lock:
             if was_sent(error, self._name, self.ledger.serial):
@@ -135,6 +129,11 @@ class Office:
         with self._lock:
             self._changed.wait_for(lambda: self.ledger.failure_next, within)
             return self.ledger.failure_next
+
+    def absence(self) -> Failure | None:
+        """Return which processes have ended and cannot come any more, or None."""
+        with self._lock:
+            return self.ledger.ended
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when waiting for another process is in vain."""

@@ -26,8 +26,7 @@ from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
 from lightning_gpipe.core.transport.process_group.mismatch import difference
-from lightning_gpipe.core.transport.process_group.wire.link import Mail
-from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode, RouteId
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 
 class ProcessGroupExchange(LocalExchange):
@@ -75,11 +74,11 @@ class ProcessGroupExchange(LocalExchange):
             if owner == layout.rank:
                 super().send(to, value, skip)
             elif 0 <= sender(to, skip) < layout.n:
-                self._links.post(owner, self._header_now(), to, self._id_of(skip), value)
+                self._links.post(owner, self._header_now(), self._mail(to, value, skip))
         elif self._awaited is None or to in self._awaited:
             super().send(to, value, skip)
-            header, route = self._header_now(), self._id_of(skip)
-            self._links.broadcast(header, to, route, value, hold=self._holds)
+            mail = self._mail(to, value, skip)
+            self._links.broadcast(self._header_now(), mail, hold=self._holds)
 
     @contextmanager
     def holding(self) -> Iterator[None]:
@@ -140,8 +139,8 @@ class ProcessGroupExchange(LocalExchange):
         self._error = error
         self.cancel()
 
-    def _id_of(self, route: Route | None) -> RouteId:
-        return route if route is None else self._numbers.get(route, route)
+    def _mail(self, to: Action, value: FlatTree, route: Route | None) -> Mail:
+        return Mail(to, route if route is None else self._numbers.get(route, route), value)
 
     def _moved(self, mail: Mail) -> Parcel:
         """Copy the tensors of a value that go to the device of its stage."""
@@ -181,7 +180,7 @@ class ProcessGroupTransport(Transport):
         self._connection = connection
         self._office = connection.office
         self._pipeline = pipeline
-        self._number = connection.number(pipeline)
+        self._number = connection.first + pipeline
 
     def start(self) -> None:
         """Receive, and expect heartbeats of the other processes, from now on."""
@@ -193,10 +192,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> ProcessGroupExchange:
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"

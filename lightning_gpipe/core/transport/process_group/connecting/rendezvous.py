@@ -64,12 +64,7 @@ def store_barrier(
 
 
 def _gather(
-    store: Store,
-    name: str,
-    size: int,
-    timeout: timedelta,
-    offer: str,
-    check: Callable[[], None],
+    store: Store, name: str, size: int, timeout: timedelta, offer: str, check: Callable[[], None]
 ) -> str:
     """Wait for the others at this name; return the answer that they get."""
     missing, deadline = list(range(1, size)), time.monotonic() + timeout.total_seconds()
@@ -88,12 +83,7 @@ def _gather(
 
 
 def _come(
-    store: Store,
-    place: str,
-    rank: int,
-    timeout: timedelta,
-    entry: str,
-    check: Callable[[], None],
+    store: Store, place: str, rank: int, timeout: timedelta, entry: str, check: Callable[[], None]
 ) -> str:
     """Come to the first process, which may come last and wait itself; return its answer."""
     ticket = entry.partition(" ")[0]

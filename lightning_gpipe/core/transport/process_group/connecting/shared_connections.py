@@ -12,9 +12,8 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
@@ -50,9 +49,8 @@ class SharedOffice:
         self._peers = peers
         self._name = name
         self._process = os.getpid()
-        self._number = next(_NUMBERS)
         self._users = 0
-        _OFFICES.add(self)
+        _OFFICES[self] = None
 
     @classmethod
     def latest(cls, peers: Peers) -> SharedOffice | None:
@@ -61,7 +59,7 @@ class SharedOffice:
         Earlier ones may be there in some processes only, where they are not freed yet.
         """
         offices = [shared for shared in _OFFICES if shared._connects(peers)]
-        return max(offices, key=lambda shared: shared._number, default=None)
+        return offices[-1] if offices else None
 
     @classmethod
     def enter_latest(cls, peers: Peers) -> SharedOffice | None:
@@ -99,8 +97,7 @@ class SharedOffice:
 
 
 # State of the process, as the process groups of torch.distributed are.
-_OFFICES: WeakSet[SharedOffice] = WeakSet()
-_NUMBERS = count()
+_OFFICES: WeakKeyDictionary[SharedOffice, None] = WeakKeyDictionary()  # the latest is the last
 
 
 class Connection:
@@ -109,18 +106,15 @@ class Connection:
     Attributes:
         office: Sends and receives for all pipelines over these processes.
         pipelines: The names of all of them, by their numbers.
+        first: The number of the first of its own.
     """
 
     def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:
         self.office = shared.office
         self.pipelines = shared.pipelines
         self._keepers = shared.keepers
-        self._first = shared.enter(pipelines)
+        self.first = shared.enter(pipelines)
         weakref.finalize(self, shared.leave)
-
-    def number(self, k: int) -> int:
-        """Return the number of pipeline ``k`` among all over these processes."""
-        return self._first + k
 
     def keep(self) -> None:
         """Let other processes hear this one for as long as this connection lives, or is open."""
