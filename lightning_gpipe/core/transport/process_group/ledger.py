@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from uuid import uuid4
 
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.transport.interface import RankFailed
 
+_SENT = "_lightning_gpipe_told"  # in an error: for each ledger, the number of the next exchange
 _BITS = 32  # of the number of an exchange, for those begun since the last failure
 
 
@@ -69,6 +71,7 @@ class Ledger:
         # By the number of earlier failed runs: the exchange that failed, and how.
         self._failures: dict[int, tuple[int, Failure]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
+        self._name = uuid4().hex  # in errors that were sent
         self._ends = 0  # how often this process has ended
         self._ends_of: dict[int, int] = {}  # how often others have
 
@@ -94,6 +97,21 @@ class Ledger:
         self.failed += 1
         self.begun = 0
         return serial, known
+
+    def mark_sent(self, error: BaseException) -> None:
+        """Mark an error that the others are told of, after :meth:`fail`.
+
+        It passes several places that send it: the mini-batch, the model around it, the Trainer.
+        """
+        vars(error).setdefault(_SENT, {})[self._name] = self.serial
+
+    def was_sent(self, error: BaseException | None) -> bool:
+        """Return True if an error, or one that it was raised from, was sent, and none ran since."""
+        while error is not None:
+            if vars(error).get(_SENT, {}).get(self._name) == self.serial:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
 
     def record_failure(self, serial: int, failure: Failure) -> None:
         """Record that another process has failed in an exchange."""

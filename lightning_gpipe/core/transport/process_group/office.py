@@ -14,12 +14,10 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
-from uuid import uuid4
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
-from lightning_gpipe.core.transport.process_group.already_sent import mark_sent, text_of, was_sent
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
 from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
@@ -57,7 +55,6 @@ class Office:
         self, group: ProcessGroupGloo, ranks: Sequence[int], lost_after: timedelta
     ) -> None:
         self.ranks = ranks
-        self._name = uuid4().hex  # in errors that were sent
         self._lost_after = lost_after
         self._rank = group.rank()
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
@@ -66,9 +63,7 @@ class Office:
         self._recipient: Recipient | None = None  # the exchange that runs
         self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
         self.links = Links(group, self._deliver, self._on_message, self._disconnect)
-        self._heartbeat = Heartbeat(
-            self.links, lost_after, START * lost_after, self._miss, self._beat
-        )
+        self._heartbeat = Heartbeat(self.links, lost_after, START, self._miss, self._beat)
         self._user_collectives = UserCollectives()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
@@ -112,16 +107,17 @@ class Office:
         Their run ends with it, or their next one; the one after that works.
         """
         with self._lock:
-            if was_sent(error, self._name, self.ledger.serial):
-                return  # and nothing was begun since
+            if self.ledger.was_sent(error):
+                return
             failing, known = self.ledger.fail(running=self._recipient is not None)
+            self.ledger.mark_sent(error)
             serial = self.ledger.serial
-            mark_sent(error, self._name, serial)
             self._recipient = None
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            header = Header(MessageCode.FAILURE, failing)
-            sends = self._tell_all(header, f"failed: {text_of(error)}")
+            notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+            text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
+            sends = self._tell_all(Header(MessageCode.FAILURE, failing), text)
             self.links.completed(sends).wait(TELL_TIMEOUT)
 
     def failure(self, within: float) -> Failure | None:

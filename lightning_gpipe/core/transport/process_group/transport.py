@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 
 from typing_extensions import override
 
@@ -179,8 +178,10 @@ class ProcessGroupTransport(Transport):
         self._runner = runner
         self._connection = connection
         self._office = connection.office
-        self._pipeline = pipeline
         self._number = connection.first + pipeline
+        self._inline: ProcessGroupTransport | None = None
+        if isinstance(runner, LocalTransport):
+            self._inline = ProcessGroupTransport(layout, runner.inline(), connection, pipeline)
 
     def start(self) -> None:
         """Receive, and expect heartbeats of the other processes, from now on."""
@@ -231,14 +232,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def inline(self) -> ProcessGroupTransport:
-        return self._inline
-
-    @cached_property
-    def _inline(self) -> ProcessGroupTransport:
-        if isinstance(self._runner, InlineTransport):
-            return self
-        runner = self._runner.inline()
-        return ProcessGroupTransport(self._layout, runner, self._connection, self._pipeline)
+        return self._inline or self
 
     @override
     def close(self) -> None:
