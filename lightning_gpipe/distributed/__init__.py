@@ -7,6 +7,7 @@ of their own, and average their gradients.
 """
 
 from lightning_gpipe.distributed.children import AFTER_FAILURE, Scripts, end
+from lightning_gpipe.distributed.comparison import check_same, run_step, shapes, versions
 from lightning_gpipe.distributed.ddp import check_options, check_static_graph, equalise, replicated
 from lightning_gpipe.distributed.gathering import (
     own_optimizer_keys,
@@ -17,12 +18,9 @@ from lightning_gpipe.distributed.gathering import (
 from lightning_gpipe.distributed.gradients import Together
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import ProcessGroups, connect
-from lightning_gpipe.distributed.network import choose_interface
 from lightning_gpipe.distributed.ranks import Arrangement, Mode
 from lightning_gpipe.distributed.rendezvous import start_together
-from lightning_gpipe.distributed.same_script import check_same, shapes, versions
-from lightning_gpipe.distributed.same_steps import SameSteps
-from lightning_gpipe.distributed.shared_batches import original_loader, shared
+from lightning_gpipe.distributed.shared_batches import SharedLoader, original_loader
 
 __all__ = [
     "AFTER_FAILURE",
@@ -30,13 +28,12 @@ __all__ = [
     "Group",
     "Mode",
     "ProcessGroups",
-    "SameSteps",
     "Scripts",
+    "SharedLoader",
     "Together",
     "check_options",
     "check_same",
     "check_static_graph",
-    "choose_interface",
     "connect",
     "end",
     "equalise",
@@ -44,8 +41,8 @@ __all__ = [
     "own_optimizer_keys",
     "own_state",
     "replicated",
+    "run_step",
     "shapes",
-    "shared",
     "start_together",
     "versions",
     "whole_optimizer_state",

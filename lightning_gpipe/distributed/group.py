@@ -17,8 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gpipe.core.transport import RankFailed, abort_group, bytes_in
-from lightning_gpipe.distributed.pickling import pack, unpack
+from lightning_gpipe.core.transport import (
+    RankFailed,
+    abort_group,
+    bytes_in,
+    receive_value,
+    send_value,
+)
 
 _FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
@@ -43,6 +48,7 @@ class Group:
         ranks: The global ranks of each group of them; None for one of all.
 
     Attributes:
+        process_group: The group of torch.distributed; None once it is left.
         rank: The number of this process in the group.
         ranks: The global rank of each process.
         size: The number of processes.
@@ -51,25 +57,19 @@ class Group:
 
     def __init__(self, timeout: timedelta, ranks: list[list[int]] | None = None) -> None:
         self._timeout = timeout
-        self._group: Any
-        self._group, _ = dist.new_subgroups_by_enumeration(
+        self.process_group: Any
+        self.process_group, _ = dist.new_subgroups_by_enumeration(
             ranks or [list(range(dist.get_world_size()))], timeout=timeout, backend="gloo"
         )
         self.watchers: Sequence[Watcher] = ()
-        self.rank = dist.get_rank(self._group)
-        self.ranks: list[int] = dist.get_process_group_ranks(self._group)
+        self.rank = dist.get_rank(self.process_group)
+        self.ranks: list[int] = dist.get_process_group_ranks(self.process_group)
         self.size = len(self.ranks)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The group of torch.distributed."""
-        group: dist.ProcessGroup = self._group
-        return group
 
     def abort(self) -> None:
         """End all waits in the group with errors; it is of no use any more."""
-        if self._group is not None:
-            abort_group(self._group)
+        if self.process_group is not None:
+            abort_group(self.process_group)
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
@@ -100,10 +100,10 @@ class Group:
     def broadcast(self, value: Any, source: int = 0, what: str = "a broadcast") -> Any:
         """Return the value of process ``source``; in all others its tensors are on the CPU."""
         with self.waiting_for(what):
-            exchange = partial(dist.broadcast, group_src=source, group=self._group)
+            exchange = partial(dist.broadcast, group_src=source, group=self.process_group)
             if self.rank != source:
-                return _receive_with(exchange)
-            _send_with(exchange, value)
+                return receive_value(exchange)
+            send_value(value, exchange)
             return value
 
     def all(self, own: Any) -> list[Any]:
@@ -116,7 +116,7 @@ class Group:
             return
         with self.waiting_for("a broadcast"):
             host = tensor.detach().cpu().contiguous()
-            dist.broadcast(bytes_in(host), group_src=source, group=self._group)
+            dist.broadcast(bytes_in(host), group_src=source, group=self.process_group)
             if self.rank != source:
                 with torch.no_grad():
                     tensor.copy_(host)
@@ -124,17 +124,17 @@ class Group:
     def send(self, value: Any, to: int) -> None:
         """Send a value to process ``to``, which calls :meth:`receive`."""
         with self.waiting_for("the receiver of a part of a checkpoint"):
-            _send_with(partial(dist.send, group_dst=to, group=self._group), value)
+            send_value(value, partial(dist.send, group_dst=to, group=self.process_group))
 
     def receive(self, source: int) -> Any:
         """Return the value that process ``source`` sends, with its tensors on the CPU."""
         with self.waiting_for("a part of a checkpoint"):
-            return _receive_with(partial(dist.recv, group_src=source, group=self._group))
+            return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes of a tensor on the CPU, which is changed."""
         with self.waiting_for("a sum over all"):
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(tensor, group=self.process_group)
         return tensor
 
     def decide(self, decision: bool, *, all: bool) -> bool:
@@ -151,7 +151,7 @@ class Group:
         began = time.monotonic()
         with self.waiting_for(f"the last process to {purpose}"):
             try:
-                dist.monitored_barrier(self._group, self._timeout, wait_all_ranks=True)
+                dist.monitored_barrier(self.process_group, self._timeout, wait_all_ranks=True)
             except RuntimeError as error:
                 waited = min(time.monotonic() - began, self._timeout.total_seconds())
                 raise RuntimeError(
@@ -161,21 +161,6 @@ class Group:
 
     def leave(self) -> None:
         """Close the connections; a process that waits for this one gets an error."""
-        group, self._group = self._group, None  # they close when nothing refers to the group
+        group = self.process_group
+        self.process_group = None  # the connections close when nothing refers to the group
         dist.destroy_process_group(group)
-
-
-def _send_with(send: Callable[[Tensor], object], value: Any) -> None:
-    text, contents = pack(value)
-    send(torch.tensor(len(text)))
-    send(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    for content in contents:
-        send(content)
-
-
-def _receive_with(receive: Callable[[Tensor], object]) -> Any:
-    size = torch.tensor(0)
-    receive(size)
-    text = torch.empty(int(size), dtype=torch.uint8)
-    receive(text)
-    return unpack(text.numpy().tobytes(), receive)

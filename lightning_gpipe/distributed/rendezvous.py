@@ -29,9 +29,6 @@ def start_together(
         backend: The backend of the group.
         patience: How long a process may take to start.
         timeout: The timeout of the group, once all have started.
-
-    Raises:
-        RuntimeError: If some do not start in time; it names them.
     """
     rank = environment.global_rank()
     message = f"all processes must start: rank {rank} got no answer from rank 0"
@@ -61,7 +58,13 @@ def store_of_all(environment: ClusterEnvironment, patience: timedelta) -> Store:
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     try:
-        store = _store(environment, patience)
+        if dist.is_torchelastic_launched():  # then the launcher has one
+            store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
+        else:
+            # Its constructor can wait for all, too, but does not say for whom.
+            store = TCPStore(
+                address, port, None, rank == 0, patience, wait_for_workers=False, multi_tenant=True
+            )
         barrier = PrefixStore("lightning_gpipe/start", store)
         # Under a name of its own: torchrun keeps the store of a run that it starts again.
         return PrefixStore(store_barrier(barrier, range(size), rank, patience, "start"), store)
@@ -70,15 +73,3 @@ def store_of_all(environment: ClusterEnvironment, patience: timedelta) -> Store:
             f"all processes must start: rank {rank} did not reach rank 0 at {address}:{port}, or "
             f"has lost it again, within {patience.total_seconds():g} s: {error}"
         ) from error
-
-
-def _store(environment: ClusterEnvironment, patience: timedelta) -> Store:
-    rank, size = environment.global_rank(), environment.world_size()
-    if dist.is_torchelastic_launched():  # then the launcher has one
-        store, _, _ = next(rendezvous("env://", rank, size, timeout=patience))
-        return store
-    address, port = environment.main_address, environment.main_port
-    # Its constructor can wait for all, too, but does not say for whom.
-    return TCPStore(
-        address, port, None, rank == 0, patience, wait_for_workers=False, multi_tenant=True
-    )

@@ -22,10 +22,16 @@ _INDICES = "seen_batch_indices"  # of a prediction's batch sampler, for callback
 
 
 class SharedLoader:
-    """A dataloader whose batches the first process loads, and all processes get."""
+    """A dataloader whose batches the first process loads, and all processes get.
+
+    If the dataloader has a state, which checkpoints keep, this one has the same.
+    """
 
     def __init__(self, loader: Any, group: Group) -> None:
         self.loader = loader
+        if isinstance(loader, _Stateful):
+            self.state_dict = loader.state_dict
+            self.load_state_dict = loader.load_state_dict
         self._group = group
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
         self._length: int | None = group.broadcast(sized_len(loader))
@@ -103,23 +109,6 @@ class SharedLoader:
 
     def _share(self, value: Any) -> Any:
         return self._group.broadcast(value, what="the next batch")
-
-
-class StatefulLoader(SharedLoader):
-    """A shared dataloader with a state, which checkpoints keep."""
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.loader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
-def shared(loader: Any, group: Group) -> SharedLoader:
-    """Wrap a dataloader so that all processes get the batches of the first."""
-    kind = StatefulLoader if isinstance(loader, _Stateful) else SharedLoader
-    return kind(loader, group)
 
 
 def original_loader(loader: Any) -> Any:

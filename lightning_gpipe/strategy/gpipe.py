@@ -42,8 +42,7 @@ from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.core.show import show
-from lightning_gpipe.core.transport import BatchCopies
-from lightning_gpipe.distributed import Group, Mode, shared
+from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import (
     FileSaver,
@@ -229,7 +228,6 @@ class GPipeStrategy(ParallelStrategy):
         self._forward_redirection = _DDPForwardRedirection()
         self._measures_layers = False
         self._piped: PipelinedModule | None = None
-        self._batch_copies: BatchCopies | None = None
         self._steps: UserSteps | None = None
 
     def __repr__(self) -> str:
@@ -413,7 +411,6 @@ class GPipeStrategy(ParallelStrategy):
         processes.check_same(module, self._settings.facts())
         self._compilation.begin(partial(self.taken, module))
         self._piped = piped = self._pipe(module, trainer)
-        self._batch_copies = piped.pipeline.copy_batches(self.root_device)
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
@@ -467,20 +464,11 @@ class GPipeStrategy(ParallelStrategy):
         pass  # the pipelines have moved all of it
 
     @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
-        if self._batch_copies is None:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        with self._batch_copies.moving():
-            return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         self._random_states.process_dataloader(dataloader, self.lightning_module.trainer)
         group = self.pipeline_group
-        return dataloader if group is None else shared(dataloader, group)
+        return dataloader if group is None else SharedLoader(dataloader, group)
 
     # Backward.
 
@@ -662,7 +650,7 @@ class GPipeStrategy(ParallelStrategy):
         self._adapted.teardown()
         self._loader.release()
         self._random_states.release()
-        self._piped = self._batch_copies = self._steps = None
+        self._piped = self._steps = None
         module = self._lightning_module
         if module is not None and must_stay(module):
             self._lightning_module = None

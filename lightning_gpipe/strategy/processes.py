@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_gpipe.checkpoints import load_state
 from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.run import Engine
-from lightning_gpipe.core.transport import RankFailed, start_timeout
+from lightning_gpipe.core.transport import RankFailed, choose_interface, start_timeout
 from lightning_gpipe.distributed import (
     AFTER_FAILURE,
     Arrangement,
@@ -38,7 +38,6 @@ from lightning_gpipe.distributed import (
     ProcessGroups,
     Scripts,
     check_same,
-    choose_interface,
     connect,
     end,
     shapes,

@@ -15,7 +15,7 @@ import lightning as L
 from lightning.pytorch.plugins import Precision
 
 from lightning_gpipe.core.schedules import is_by_micro_batch
-from lightning_gpipe.distributed import SameSteps
+from lightning_gpipe.distributed import run_step
 from lightning_gpipe.strategy.bypass import BypassCheck, Count
 from lightning_gpipe.strategy.micro_batch_steps import MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
@@ -39,9 +39,7 @@ class UserSteps:
             BypassCheck(module, path, count, count if len(counts) == 1 else total)
             for path, count in counts.items()
         ]
-        self._in_step: SameSteps | None = None  # with the other processes of the pipeline
-        if piped.pipeline.layout.spread:
-            self._in_step = SameSteps(module, piped.pipeline)
+        self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
             on_verdict = report if verify else None
@@ -74,7 +72,9 @@ class UserSteps:
         automatic = self._module.automatic_optimization
         for check in self._checks:
             run = partial(check.training, run, automatic=automatic)
-        result = run() if self._in_step is None else self._in_step.training(run)
+        if self._spread:
+            run = partial(run_step, self._module, self._piped.pipeline, run, training=True)
+        result = run()
         self._piped.say_ways()
         return result
 
@@ -82,7 +82,9 @@ class UserSteps:
         """Return the result of an evaluation's step, such as ``"validation_step"``."""
         for check in self._checks:
             run = partial(check.evaluation, name, run)
-        return run() if self._in_step is None else self._in_step.evaluation(run)
+        if self._spread:
+            run = partial(run_step, self._module, self._piped.pipeline, run, training=False)
+        return run()
 
 
 def _sum(counts: Sequence[Count]) -> int:

@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_gpipe import __version__
+from lightning_gpipe.distributed.comparison import check_same, versions
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.rendezvous import start_together, store_of_all
-from lightning_gpipe.distributed.same_script import check_same, versions
 from tests.support.lightning_modules import Classifier, Data, six_layers
 from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over

@@ -41,7 +41,7 @@ from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline,
 from lightning_gpipe.core.schedules import ActivationCheckpointing, ByMicroBatch
 from lightning_gpipe.core.show import Table, skip_table, stage_table
 from lightning_gpipe.core.skip import skips_of
-from lightning_gpipe.core.transport import BatchCopies, Workers
+from lightning_gpipe.core.transport import Workers
 
 
 class GPipe(StandIn):
@@ -487,20 +487,6 @@ class GPipe(StandIn):
                 f"{len(self.taken)}. Name one, or leave out schedule: fill-drain runs all."
             )
         return self.taken[0].pipeline
-
-    def copy_batches(self, root: torch.device) -> BatchCopies | None:
-        """Let the first stage get its own copies of batches that are moved to ``root``.
-
-        Returns:
-            The object that makes the copies when batches are moved; None if none are needed.
-        """
-        first = self.layout.device_of(0)
-        if self.layout.spread or first == root or first.type != "cuda":
-            return None
-        twins = BatchCopies(first, root)
-        for pipeline in self._pipelines:
-            pipeline.engine.twins = twins
-        return twins
 
     def tell(self, error: BaseException) -> None:
         """Send an error of your own code to the other processes, which ends their step too.

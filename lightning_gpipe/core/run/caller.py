@@ -25,7 +25,7 @@ from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.backward.sums import Gradients
 from lightning_gpipe.core.run.stage_borders import handed
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
-from lightning_gpipe.core.transport import BatchCopies, Exchange
+from lightning_gpipe.core.transport import Exchange
 
 Sent = tuple[Action, FlatTree, Route | None]  # the action that gets it, a value, its route
 
@@ -40,15 +40,8 @@ def term_route(j: int, n: int) -> Route:
 class Caller:
     """The caller's end of a pipeline, for one mini-batch."""
 
-    def __init__(
-        self,
-        program: Program,
-        *,
-        terms: bool = False,
-        twins: BatchCopies | None = None,
-    ) -> None:
+    def __init__(self, program: Program, *, terms: bool = False) -> None:
         self._n = n = program.n
-        self._twins = twins
         # Programs whose inputs are not what the first stage takes, or outputs not what the last
         # one gives.
         direct = program.first == program.inputs and not program.given
@@ -62,24 +55,16 @@ class Caller:
         """Yield the messages of the forward of micro-batch ``i``."""
         to = Action(Kind.FORWARD, i, 0)
         if self._spread is None:
-            yield to, self._near(x).aliased(), None
+            yield to, x.aliased(), None
             return
         value_of = self._by_input(self._spread, x)
         routes = self._spread.given
         ways = [self._spread.first, *[route.numbers for route in routes]]
         trees = [join([value_of[number] for number in numbers]) for numbers in ways]
         main, *others = handed(trees, [0, *[route.target for route in routes]])
-        yield to, self._near(main), None
+        yield to, main, None
         for route, tree in zip(routes, others, strict=True):
             yield Action(Kind.FORWARD, i, route.target), tree, route
-
-    def _near(self, x: FlatTree) -> FlatTree:
-        """Replace tensors of which the first stage has twins."""
-        if self._twins is None:
-            return x
-        of = self._twins.of
-        near = {id(leaf): of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in x.leaves}
-        return FlatTree([near[id(leaf)] for leaf in x.leaves], x.spec)
 
     def output(self, exchange: Exchange, i: int) -> FlatTree:
         """Receive the output of micro-batch ``i``."""

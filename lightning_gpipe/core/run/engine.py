@@ -38,7 +38,6 @@ from lightning_gpipe.core.schedules import Schedule
 from lightning_gpipe.core.transport import (
     BETWEEN,
     NO_RUN,
-    BatchCopies,
     Label,
     RankFailed,
     Transport,
@@ -58,11 +57,9 @@ class Engine:
         stages: The stages of this process, in order.
         step: The number of the training's step, if it is known: equal in all processes.
         timeline: The record of the latest mini-batch, or None before the first.
-        twins: Knows tensors of the batch that are on the first stage's device already, or None.
         code: The caller's code, while it runs for each micro-batch.
     """
 
-    twins: BatchCopies | None = None
     code: UserStep | None = None
 
     def __init__(
@@ -199,7 +196,6 @@ class Engine:
             self._library_draws,
             self._unfinished,
             partial(training_flags_of, self._modules),
-            self.twins,
         )
 
     @property
@@ -251,8 +247,8 @@ class Engine:
         return not self._unfinished.awaited
 
     def succeed(self, other: Engine) -> None:
-        """Take the place of another engine: its step, twins, and observers, whose handles hold."""
-        self.step, self.twins = other.step, other.twins
+        """Take the place of another engine: its step and observers, whose handles hold."""
+        self.step = other.step
         self._observers = other._observers
 
     @contextmanager
@@ -294,7 +290,6 @@ class Engine:
         return {
             **self.__dict__,
             "timeline": None,
-            "twins": None,
             "code": None,
             "_observers": OrderedDict(),
         }

@@ -70,7 +70,7 @@ class MiniBatch(MiniBatchRun):
         self._generators = _NO_GENERATORS
         self._drawn_from: tuple[bytes, ...] = ()  # the states of shared generators before forward
         self._input_devices: list[FlatTree] = []
-        self.caller = Caller(program, terms=terms, twins=equipment.twins)
+        self.caller = Caller(program, terms=terms)
         self._terms = terms
         self._entering = False  # whether an input requires a gradient
         self.leaves: list[Tensor] = []

@@ -41,7 +41,7 @@ from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.work import Work
 from lightning_gpipe.core.run.worker import WorkerTask
 from lightning_gpipe.core.schedules import Schedule
-from lightning_gpipe.core.transport import BatchCopies, Exchange, Transport
+from lightning_gpipe.core.transport import Exchange, Transport
 
 _NO_LEAVES = UsedLeaves(())
 
@@ -53,7 +53,6 @@ class Equipment(NamedTuple):
         stages: The stages of this process, in order.
         unfinished: Mini-batches whose backward has not run.
         training_flags: Returns the training flags of the stages of all processes.
-        twins: Knows tensors of the batch that are on the first stage's device already, or None.
     """
 
     stages: Sequence[Stage]
@@ -63,7 +62,6 @@ class Equipment(NamedTuple):
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], TrainingFlags]
-    twins: BatchCopies | None
 
 
 class MiniBatchRun:

@@ -4,7 +4,6 @@ A worker names the action that needs its result; the transport knows whether tha
 same thread, on another one or in another process.
 """
 
-from lightning_gpipe.core.transport.batch_copies import BatchCopies
 from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
     BETWEEN,
@@ -18,31 +17,28 @@ from lightning_gpipe.core.transport.interface import (
     Transport,
 )
 from lightning_gpipe.core.transport.local import LocalTransport, Workers
-from lightning_gpipe.core.transport.process_group.connecting.address import (
-    addresses_of_interfaces,
-    own_addresses,
-)
+from lightning_gpipe.core.transport.process_group.abort import abort_group
+from lightning_gpipe.core.transport.process_group.connecting.address import choose_interface
 from lightning_gpipe.core.transport.process_group.connecting.groups import (
+    Lifeline,
     join_processes,
     start_timeout,
 )
-from lightning_gpipe.core.transport.process_group.connecting.lifeline import Lifeline
-from lightning_gpipe.core.transport.process_group.connecting.rendezvous import store_barrier
+from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
+    call_with_timeout,
+    store_barrier,
+)
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
-from lightning_gpipe.core.transport.process_group.connecting.timeout import call_with_timeout
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
-from lightning_gpipe.core.transport.process_group.wire.abort import abort_group
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     bytes_in,
-    form_and_bytes,
-    is_dense,
-    tensor_of,
+    receive_value,
+    send_value,
 )
 
 __all__ = [
     "BETWEEN",
     "NO_RUN",
-    "BatchCopies",
     "Cancelled",
     "Connection",
     "Exchange",
@@ -57,14 +53,12 @@ __all__ = [
     "Transport",
     "Workers",
     "abort_group",
-    "addresses_of_interfaces",
     "bytes_in",
     "call_with_timeout",
-    "form_and_bytes",
-    "is_dense",
+    "choose_interface",
     "join_processes",
-    "own_addresses",
+    "receive_value",
+    "send_value",
     "start_timeout",
     "store_barrier",
-    "tensor_of",
 ]

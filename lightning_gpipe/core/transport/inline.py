@@ -23,7 +23,7 @@ from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.interface import Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import lineage
+from lightning_gpipe.core.transport.threads import lineage, share_of
 
 NESTED = (
     "a layer must not run the pipeline that it is part of: it would wait for itself. Call the "
@@ -50,10 +50,6 @@ class InlineExchange(Exchange):
             raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")
         value, ready = parcel
         return value if ready is None else self._copies.unpack(at, value, ready)
-
-    @override
-    def check(self) -> None:
-        """Do nothing: no worker runs at the same time."""
 
 
 class InlineTransport(Transport):
@@ -107,10 +103,7 @@ class InlineTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> Exchange:
         return InlineExchange(phase, self.copies())
 
@@ -147,11 +140,6 @@ class InlineTransport(Transport):
 
     def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
         return InlineTransport, (self._layout,)
-
-
-def share_of(threads: int, workers: int) -> int:
-    """Return how many of the caller's intra-op threads each of the workers on the CPU has."""
-    return max(1, threads // max(1, workers))
 
 
 class _Sharing(AbstractContextManager[None]):

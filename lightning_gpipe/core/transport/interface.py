@@ -30,17 +30,16 @@ class Cancelled(BaseException):
 class RankFailed(RuntimeError):
     """Raised when another process of the pipeline has failed, or is lost.
 
-    The message names it by its rank and its stages, and says how that is known: the error that it
-    raised, or that nothing was heard of it for the time ``lost_after``. After an error the next
-    step works if all processes go on; after a loss no step does.
+    The message names it by its rank and its stages, and tells its error, or that nothing was heard
+    of it for the time ``lost_after``. After an error the next step works if all processes go on;
+    after a loss no step does.
     """
 
 
 class OutOfStep(RuntimeError):
     """Raised when the processes of a pipeline do not do the same.
 
-    They run different mini-batches, or one trains and another evaluates, or they have different
-    random numbers: the message says what each of two processes did.
+    The message says what each of two processes did, such as a training step and an evaluation.
     """
 
 
@@ -52,35 +51,26 @@ class Label(NamedTuple):
     """A phase of a mini-batch and its mode, the same in all processes.
 
     Attributes:
-        pipeline: The number of the pipeline among those over these processes.
-        minibatch: The number of the mini-batch; a later one has a larger number.
-        phase: The phase of its schedule.
-        step: The training step.
-        grad: 1 with gradients, else 0.
-        microbatches: The number of micro-batches.
         training: The number of modules in training mode, shifted left by 32 bits, and a checksum of
             which ones.
-        program: A checksum of the calls that the stages run.
-        state: A checksum of the states of the random generators.
     """
 
-    pipeline: int = 0
-    minibatch: int = 0
+    pipeline: int = 0  # among those over these processes
+    minibatch: int = 0  # a later one has a larger number
     phase: int = 0
-    step: int = 0
-    grad: int = 0
-    microbatches: int = 0
+    step: int = 0  # of the training
+    grad: int = 0  # 1 with gradients
+    microbatches: int = 0  # their number
     training: int = 0
-    program: int = 0
-    state: int = 0
+    program: int = 0  # a checksum of the calls that the stages run
+    state: int = 0  # a checksum of the states of the random generators
 
 
 class Exchange(ABC):
     """Sends and receives the values of one phase of one mini-batch.
 
     Attributes:
-        phase: The phase.
-        heard: The bits that other processes have signalled in it.
+        heard: The bits that other processes have signalled.
         cancelled: True if :meth:`check` raises. Reading it before each action costs nothing.
     """
 
@@ -94,19 +84,17 @@ class Exchange(ABC):
 
     @abstractmethod
     def receive(self, at: Action, skip: Route | None = None) -> FlatTree:
-        """Wait for the value that ``at`` needs from the neighbouring stage or a skip connection.
-
-        Returns:
-            The value, on the device of ``at``.
+        """Wait for the value that ``at`` needs, and return it on the device of ``at``.
 
         Raises:
             Cancelled: If the run was cancelled.
             RuntimeError: If the run ended without sending it.
         """
 
-    @abstractmethod
     def check(self) -> None:
         """Raise :class:`Cancelled` if the run was cancelled."""
+        if self.cancelled:
+            raise Cancelled
 
     def signal(self, bits: Callable[[], int]) -> None:  # noqa: B027 - most have nobody to tell
         """Send ``bits()`` to other processes with each value; bits that are set stay set."""
@@ -132,9 +120,8 @@ class Task(ABC):
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:
         """Return a context manager around all actions, entered on the thread that performs them.
 
-        Args:
-            joined: True within the session of another worker of the run, which has given the
-                thread its state.
+        ``joined`` is True within the session of another worker, which has given the thread its
+        state.
         """
 
     @abstractmethod
@@ -155,27 +142,19 @@ class Transport(ABC):
 
     @abstractmethod
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> Exchange:
         """Return a new, empty exchange for a phase of a schedule.
 
         Args:
             phase: The phase.
-            label: Its label, which several processes compare.
+            label: Its label; only processes, which compare it, need one.
             awaited: The results that the caller waits for; None for all.
         """
 
     @abstractmethod
     def run(self, exchange: Exchange, tasks: Sequence[Task], caller: Task | None = None) -> None:
-        """Run the workers to the end of their tasks.
-
-        Args:
-            exchange: The exchange of the phase.
-            tasks: A task for each worker, in order.
-            caller: The task of the calling thread, if the phase has a row for it.
+        """Run a task for each worker, in order, and one of the calling thread if there is one.
 
         Raises:
             BaseException: The error of the first worker to fail; the others are stopped.
@@ -192,24 +171,16 @@ class Transport(ABC):
         return 0
 
     def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
-        """Tell other processes that this one has failed, in a phase or between two.
-
-        Their current phase fails too, or the next one that they begin.
-        """
+        """Tell other processes of a failure: their phase fails too, or the next that they begin."""
 
     def failure(self, within: float) -> RankFailed | None:
-        """Return an error that says how another process has failed since the last phase, or None.
-
-        Args:
-            within: How many seconds to wait for such a failure.
-        """
+        """Wait some seconds for a failure of another process since the last phase."""
         return None
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:  # noqa: B027 - most wait for nobody
         """Call ``act``, on another thread, when waiting for another process is in vain.
 
-        That process is lost, or it has failed and this one does not notice, since it waits
-        elsewhere.
+        It is lost, or it has failed and this one does not notice, since it waits elsewhere.
         """
 
     @abstractmethod

@@ -23,16 +23,22 @@ from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
-from lightning_gpipe.core.transport.inline import NESTED, InlineTransport, share_of
+from lightning_gpipe.core.transport.inline import NESTED, InlineTransport
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
-from lightning_gpipe.core.transport.threads import Job, Outcomes, WorkerThread, working_for
+from lightning_gpipe.core.transport.threads import (
+    JOIN,
+    Job,
+    Outcomes,
+    WorkerThread,
+    share_cores,
+    working_for,
+)
 
 # Seconds between checks while a thread waits: a thread that died sends nothing, and Ctrl-C just
 # before a wait does not end it.
 POLL = 0.2
 # How long a failed run waits for workers in the middle of an action before it raises.
 GRACE = 0.5
-JOIN = 5.0
 
 _Address = tuple[Action, Route | None]
 
@@ -92,11 +98,6 @@ class LocalExchange(Exchange):
             self._arrived[inbox][address] = parcel
         return True
 
-    @override
-    def check(self) -> None:
-        if self.cancelled:
-            raise Cancelled
-
     def expect(self, more: Callable[[], bool]) -> None:
         """Let the caller receive for as long as ``more`` returns True; it may raise."""
         self._expects = more
@@ -140,10 +141,7 @@ class LocalTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> LocalExchange:
         return LocalExchange(self._layout, phase, self._inline.copies())
 
@@ -217,7 +215,7 @@ class LocalTransport(Transport):
             if k == len(threads) or not threads[k].is_alive():
                 threads[k : k + 1] = [WorkerThread(f"gpipe-worker-{name}")]
         workers = zip(threads, self._devices, strict=True)
-        _share_cores([thread for thread, device in workers if device.type == "cpu"])
+        share_cores([thread for thread, device in workers if device.type == "cpu"])
         return threads
 
 
@@ -291,28 +289,3 @@ def _abandon(tasks: Sequence[Task]) -> None:
     )
     thread.start()
     thread.join()
-
-
-def _share_cores(threads: Sequence[WorkerThread]) -> None:
-    """Give each thread an equal share of the caller's intra-op threads."""
-    # A thread's number holds for the operators that it calls, but setting it also sets the default
-    # for new threads. So each worker sets its share, and then the caller sets its own number again.
-    own = torch.get_num_threads()
-    share = share_of(own, len(threads))
-    others = [thread for thread in threads if thread.intra_op != share]
-    if not others:
-        return
-    outcomes = Outcomes(len(others))
-    try:
-        for thread in others:
-            thread.put(outcomes.of(partial(_use_threads, share)))
-            thread.intra_op = share
-        outcomes.wait_for_all(JOIN)
-    finally:
-        torch.set_num_threads(own)
-
-
-def _use_threads(number: int) -> None:
-    # The first call on a new thread sets its number to the default, so it must come first.
-    torch.get_num_threads()
-    torch.set_num_threads(number)

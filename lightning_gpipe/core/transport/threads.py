@@ -1,4 +1,4 @@
-"""Threads that run one job after another, and the outcomes of those jobs.
+"""Threads that run one job after another, the outcomes of those jobs, and shares of the cores.
 
 A user may press Ctrl-C at any moment, which interrupts the calling thread at any line. So the
 caller keeps no record that an interrupt could leave half-written: the worker threads, which are not
@@ -16,7 +16,7 @@ the interpreter ends, for some seconds at most.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -25,6 +25,7 @@ from time import monotonic
 import torch
 from typing_extensions import override
 
+JOIN = 5.0  # seconds
 Job = Callable[[], None]
 
 
@@ -141,3 +142,33 @@ class Outcomes:
             self._ended.append(None)
             if self.errors or not self.pending:  # wake the waiter only on an error or at the end
                 self._wake.put(None)
+
+
+def share_of(threads: int, workers: int) -> int:
+    """Return how many of the caller's intra-op threads each of the workers on the CPU has."""
+    return max(1, threads // max(1, workers))
+
+
+def share_cores(threads: Sequence[WorkerThread]) -> None:
+    """Give each thread an equal share of the caller's intra-op threads."""
+    # A thread's number holds for the operators that it calls, but setting it also sets the default
+    # for new threads. So each worker sets its share, and then the caller sets its own number again.
+    own = torch.get_num_threads()
+    share = share_of(own, len(threads))
+    others = [thread for thread in threads if thread.intra_op != share]
+    if not others:
+        return
+    outcomes = Outcomes(len(others))
+    try:
+        for thread in others:
+            thread.put(outcomes.of(partial(_use_threads, share)))
+            thread.intra_op = share
+        outcomes.wait_for_all(JOIN)
+    finally:
+        torch.set_num_threads(own)
+
+
+def _use_threads(number: int) -> None:
+    # The first call on a new thread sets its number to the default, so it must come first.
+    torch.get_num_threads()
+    torch.set_num_threads(number)

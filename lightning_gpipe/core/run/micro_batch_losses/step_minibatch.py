@@ -159,7 +159,7 @@ class StepMiniBatch(MiniBatchRun):
         exchange = self.transport.open(self.schedule.phase(0))
         context, forward = self._context.without_autocast(), self._context
         tasks = self.tasks(exchange, context, self.timeline, forward=forward)
-        caller = Caller(first.program, twins=self.equipment.twins)
+        caller = Caller(first.program)
         caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
         self.transport.run(exchange, tasks, caller_task)
         exchange.settle()

@@ -33,7 +33,7 @@ class Heartbeat:
     Args:
         links: The connections to the others.
         lost_after: How long a process may be silent.
-        start: How long it may be silent before it is heard for the first time.
+        start: How many times as long it may be before it is heard for the first time.
         on_silent: Called with the ranks of those that are lost, once for each.
         on_beat: Called after each beat.
 
@@ -45,14 +45,14 @@ class Heartbeat:
         self,
         links: Links,
         lost_after: timedelta,
-        start: timedelta,
+        start: int,
         on_silent: Callable[[list[int]], None],
         on_beat: Callable[[], None],
     ) -> None:
         self._links = links
         self._interval = min(_LONGEST, lost_after / timedelta(seconds=_BEATS))
         self.limit = int(lost_after.total_seconds() / self._interval) - _SPARE
-        first_limit = int(start.total_seconds() / self._interval)
+        first_limit = int(start * lost_after.total_seconds() / self._interval)
         # The number of beats that each may miss; None if nothing is expected of it.
         self._allowed: dict[int, int | None] = {link.rank: first_limit for link in links}
         self._missed = dict.fromkeys(self._allowed, 0)

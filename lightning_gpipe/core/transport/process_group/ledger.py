@@ -15,23 +15,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+from uuid import uuid4
 
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.transport.interface import RankFailed
 
+_SENT = "_lightning_gpipe_told"  # in an error: for each ledger, the number of the next exchange
 _BITS = 32  # of the number of an exchange, for those begun since the last failure
 
 
 class Failure(NamedTuple):
-    """Other processes that have failed, closed or been lost.
-
-    Attributes:
-        ranks: Their ranks.
-        how: The rest of a sentence about them.
-    """
+    """Other processes that have failed, closed or been lost."""
 
     ranks: tuple[int, ...]
-    how: str
+    how: str  # the rest of a sentence about them
 
     def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed:
         """Return an error that names the processes, see :func:`names_of`."""
@@ -74,6 +71,7 @@ class Ledger:
         # By the number of earlier failed runs: the exchange that failed, and how.
         self._failures: dict[int, tuple[int, Failure]] = {}
         self._closed_by: dict[int, tuple[int, int]] = {}  # how often others have, and when last
+        self._name = uuid4().hex  # in errors that were sent
         self._ends = 0  # how often this process has ended
         self._ends_of: dict[int, int] = {}  # how often others have
 
@@ -90,19 +88,30 @@ class Ledger:
     def fail(self, *, running: bool) -> tuple[int, bool]:
         """Record that this process has failed; the next exchange is the first of another count.
 
-        Args:
-            running: True if an exchange runs. Between two it is the next one that fails, since
-                others can end this one.
-
         Returns:
             The number of the exchange that fails, and whether it did already in another process.
         """
-        self.begun += not running
+        self.begun += not running  # between two the next one fails, since others can end this one
         serial, known = self.serial, self.failure is not None
         self._failures.pop(self.failed, None)
         self.failed += 1
         self.begun = 0
         return serial, known
+
+    def mark_sent(self, error: BaseException) -> None:
+        """Mark an error that the others are told of, after :meth:`fail`.
+
+        It passes several places that send it: the mini-batch, the model around it, the Trainer.
+        """
+        vars(error).setdefault(_SENT, {})[self._name] = self.serial
+
+    def was_sent(self, error: BaseException | None) -> bool:
+        """Return True if an error, or one that it was raised from, was sent, and none ran since."""
+        while error is not None:
+            if vars(error).get(_SENT, {}).get(self._name) == self.serial:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
 
     def record_failure(self, serial: int, failure: Failure) -> None:
         """Record that another process has failed in an exchange."""
@@ -126,10 +135,7 @@ class Ledger:
         self._ends += 1
 
     def record_end(self, rank: int) -> bool:
-        """Record that another process ends; return True if this one ended as often before.
-
-        Then both may start again.
-        """
+        """Record the end of another; return True if this one ended as often, so both may start."""
         self._ends_of[rank] = self._ends_of.get(rank, 0) + 1
         return self._ends_of[rank] <= self._ends
 

@@ -14,17 +14,15 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
-from uuid import uuid4
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.transport.process_group.already_sent import mark_sent, text_of, was_sent
+from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
-from lightning_gpipe.core.transport.process_group.user_collectives import UserCollectives
-from lightning_gpipe.core.transport.process_group.wire.link import Mail, PendingSend
+from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
 from lightning_gpipe.core.transport.process_group.wire.links import Links
-from lightning_gpipe.core.transport.process_group.wire.message import Header, MessageCode
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 TELL_TIMEOUT = 5.0  # seconds
 _LINGER = 1.0  # the same after a loss, so that others may read who is lost before this one ends
@@ -32,13 +30,11 @@ START = 10  # times as long until the first heartbeat: a process may still load 
 
 
 class Recipient(Protocol):
-    """An exchange, which gets the values that come for it."""
+    """An exchange, which takes values from processes, and ends when one has failed."""
 
-    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
-        """Take a value from a process."""
+    def arrive(self, rank: int, header: Header, mail: Mail) -> None: ...
 
-    def fail(self, failure: Failure) -> None:
-        """End, because another process has failed."""
+    def fail(self, failure: Failure) -> None: ...
 
 
 class Office:
@@ -46,49 +42,32 @@ class Office:
 
     Args:
         group: The process group of the owners of the pipelines, for host tensors.
+        ranks: Their global ranks.
         lost_after: How long a process may be silent until it is lost.
 
     Attributes:
-        links: The connections to the other processes.
+        ranks: The global ranks of the connected processes.
+        ledger: The state of the others.
+        links: The connections to them.
     """
 
-    def __init__(self, group: ProcessGroupGloo, lost_after: timedelta) -> None:
-        self._name = uuid4().hex  # in errors that were sent
+    def __init__(
+        self, group: ProcessGroupGloo, ranks: Sequence[int], lost_after: timedelta
+    ) -> None:
+        self.ranks = ranks
         self._lost_after = lost_after
         self._rank = group.rank()
         self._lock = threading.RLock()  # a garbage collection may close a pipeline
         self._process = os.getpid()
-        self._ledger = Ledger()
+        self.ledger = Ledger()
         self._recipient: Recipient | None = None  # the exchange that runs
         self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
         self.links = Links(group, self._deliver, self._on_message, self._disconnect)
-        self._heartbeat = Heartbeat(
-            self.links, lost_after, START * lost_after, self._miss, self._beat
-        )
+        self._heartbeat = Heartbeat(self.links, lost_after, START, self._miss, self._beat)
         self._user_collectives = UserCollectives()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
         self._listens = False
-
-    @property
-    def begun(self) -> int:
-        """The number of exchanges begun since a run failed; the same in all processes."""
-        return self._ledger.begun
-
-    @property
-    def serial(self) -> int:
-        """The number of the exchange that runs, or of the last one."""
-        return self._ledger.serial
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """The counts that are equal in processes that have done the same."""
-        return self._ledger.state
-
-    @property
-    def lost(self) -> Failure | None:
-        """The first loss of a process, or None."""
-        return self._ledger.lost
 
     def open(self) -> None:
         """Be ready for exchanges, until :meth:`pause` or :meth:`close`."""
@@ -103,18 +82,14 @@ class Office:
             self._heartbeat.start()
 
     def begin(self, recipient: Recipient) -> tuple[int, Failure | None]:
-        """Begin the next exchange.
-
-        Returns:
-            Its number; and why it cannot run, if another process has failed, closed, or is lost.
-        """
+        """Begin the next exchange; return its number, and the reason if it cannot run."""
         self.open()
         with self._lock:
-            self._ledger.begun += 1
-            serial = self._ledger.serial
+            self.ledger.begun += 1
+            serial = self.ledger.serial
             self._recipient = recipient
             arrivals = self._early.pop(serial, [])
-            failure = self._ledger.failure
+            failure = self.ledger.failure
         if failure is None:
             for arrival in arrivals:
                 recipient.arrive(*arrival)
@@ -124,36 +99,37 @@ class Office:
         """End an exchange; return how another process has failed in it, or None."""
         with self._lock:
             self._recipient = None
-            return self._ledger.failure_at_end
+            return self.ledger.failure_at_end
 
     def tell(self, error: BaseException) -> None:
         """Tell all others that this process has failed, unless they know.
 
-        Their run ends with it, or their next one if none runs; the one after that works.
+        Their run ends with it, or their next one; the one after that works.
         """
         with self._lock:
-            if was_sent(error, self._name, self._ledger.serial):
-                return  # and nothing was begun since
-            failing, known = self._ledger.fail(running=self._recipient is not None)
-            serial = self._ledger.serial
-            mark_sent(error, self._name, serial)
+            if self.ledger.was_sent(error):
+                return
+            failing, known = self.ledger.fail(running=self._recipient is not None)
+            self.ledger.mark_sent(error)
+            serial = self.ledger.serial
             self._recipient = None
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
-            header = Header(MessageCode.FAILURE, failing)
-            sends = self._tell_all(header, f"failed: {text_of(error)}")
+            notes = [f"({note})" for note in getattr(error, "__notes__", [])]
+            text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
+            sends = self._tell_all(Header(MessageCode.FAILURE, failing), text)
             self.links.completed(sends).wait(TELL_TIMEOUT)
 
     def failure(self, within: float) -> Failure | None:
         """Wait some seconds for a failure of another process since the last exchange."""
         with self._lock:
-            self._changed.wait_for(lambda: self._ledger.failure_next, within)
-            return self._ledger.failure_next
+            self._changed.wait_for(lambda: self.ledger.failure_next, within)
+            return self.ledger.failure_next
 
     def absence(self) -> Failure | None:
         """Return which processes have ended and cannot come any more, or None."""
         with self._lock:
-            return self._ledger.ended
+            return self.ledger.ended
 
     def on_lost_wait(self, act: Callable[[], None]) -> None:
         """Call ``act``, on another thread, when waiting for another process is in vain."""
@@ -172,11 +148,11 @@ class Office:
         with self._lock:
             header = self._closing(MessageCode.END)
             self._listens = False
-            self._ledger.end()
-            lost = self._ledger.lost is not None
+            self.ledger.end()
+            lost = self.ledger.lost is not None
         timeout = _LINGER if lost else TELL_TIMEOUT
         self.links.over(self._tell_all(header)).wait(timeout)
-        self.links.join(timeout, but=self._ledger.lost_ranks)
+        self.links.join(timeout, but=self.ledger.lost_ranks)
         if lost:
             self._abort()
         else:
@@ -194,7 +170,7 @@ class Office:
 
     def _abort(self) -> None:
         """End all connections, and all threads that wait for them."""
-        self._ledger.lose([], Failure((self._rank,), "has ended its pipeline"))
+        self.ledger.lose([], Failure((self._rank,), "has ended its pipeline"))
         self.links.abort()
         self.links.join(TELL_TIMEOUT)
         self.links.end()
@@ -203,12 +179,12 @@ class Office:
     def _closing(self, code: MessageCode) -> Header:
         """Return the header that says that this process closes, or has before."""
         with self._lock:
-            follows = self._ledger.close() if self._open else True
+            follows = self.ledger.close() if self._open else True
             self._open = False
-            return Header(code, self._ledger.serial, closed=self._ledger.closed, bits=follows)
+            return Header(code, self.ledger.serial, closed=self.ledger.closed, bits=follows)
 
     def _tell_all(self, header: Header, text: str = "") -> list[PendingSend]:
-        return self.links.tell(header, text, but=self._ledger.lost_ranks)
+        return self.links.tell(header, text, but=self.ledger.lost_ranks)
 
     # For the links, on the threads that receive, and for the heartbeat.
 
@@ -232,7 +208,7 @@ class Office:
 
     def _deliver_mail(self, rank: int, header: Header, mail: Mail) -> None:
         with self._lock:
-            serial = self._ledger.serial
+            serial = self.ledger.serial
             if header.serial > serial:
                 self._early.setdefault(header.serial, []).append((rank, header, mail))
             # Mail for an earlier exchange, which has failed, is dropped.
@@ -242,9 +218,9 @@ class Office:
 
     def _record_failure(self, header: Header, failure: Failure) -> None:
         with self._lock:
-            self._ledger.record_failure(header.serial, failure)
+            self.ledger.record_failure(header.serial, failure)
             self._changed.notify_all()
-            recipient, present = self._recipient, self._ledger.failure_at_end
+            recipient, present = self._recipient, self.ledger.failure_at_end
         if recipient is not None and present is not None:
             recipient.fail(present)
 
@@ -252,8 +228,8 @@ class Office:
         if header.bits:  # another process closed before, which is heard too
             return
         with self._lock:
-            self._ledger.record_close(rank, header.closed, header.serial)
-            recipient, present = self._recipient, self._ledger.failure
+            self.ledger.record_close(rank, header.closed, header.serial)
+            recipient, present = self._recipient, self.ledger.failure
         if recipient is not None and present is not None:
             recipient.fail(present)
 
@@ -263,7 +239,7 @@ class Office:
             more = self._listens  # this process had ended, but has begun again since
             if header.code == MessageCode.END:
                 self._heartbeat.excuse(rank)
-                if not self._ledger.record_end(rank) and more:
+                if not self.ledger.record_end(rank) and more:
                     self.links.over(self.links[rank].tell(Header(MessageCode.ANSWER, 0)))
                     more = False
             if not more:
@@ -283,13 +259,13 @@ class Office:
     def _lose(self, ranks: Sequence[int], failure: Failure) -> None:
         """Fail for good; ``ranks`` is empty if another process noticed the loss."""
         with self._lock:
-            first = self._ledger.lose(ranks, failure)
+            first = self.ledger.lose(ranks, failure)
             self._changed.notify_all()
             recipient = self._recipient
         if not first:
             return
         if ranks:  # before anything else: the others see next that this process ends
-            how = f"{failure.how}, as rank {self._rank} noticed"
+            how = f"{failure.how}, as rank {self.ranks[self._rank]} noticed"
             self._tell_all(Header(MessageCode.LOST, 0), json.dumps([failure.ranks, how]))
         if recipient is not None:
             recipient.fail(failure)
@@ -297,5 +273,5 @@ class Office:
 
     def _beat(self) -> None:
         with self._lock:
-            unnoticed = self._recipient is None and self._ledger.failure_next is not None
+            unnoticed = self._recipient is None and self.ledger.failure_next is not None
         self._user_collectives.beat(self._heartbeat.limit, unnoticed=unnoticed)

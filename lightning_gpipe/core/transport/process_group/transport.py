@@ -1,20 +1,160 @@
-"""Workers in several processes."""
+"""Workers in several processes, and the values of a phase, some of which cross to others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from typing_extensions import override
 
+from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.schedules import Action, Schedule
+from lightning_gpipe.core.programs import Route, sender
+from lightning_gpipe.core.schedules import CALLER, Action, Schedule
+from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.inline import InlineTransport
-from lightning_gpipe.core.transport.interface import Exchange, Label, RankFailed, Task, Transport
-from lightning_gpipe.core.transport.local import LocalTransport
+from lightning_gpipe.core.transport.interface import (
+    Exchange,
+    Label,
+    OutOfStep,
+    RankFailed,
+    Task,
+    Transport,
+)
+from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
-from lightning_gpipe.core.transport.process_group.exchange import ProcessGroupExchange
+from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
+from lightning_gpipe.core.transport.process_group.mismatch import difference
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
+
+
+class ProcessGroupExchange(LocalExchange):
+    """One inbox for each worker of this process, and one for its caller.
+
+    The caller's code runs in each process, on the same values. So the caller sends to the workers
+    of its own process only, and results go to all callers.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        phase: Schedule,
+        label: Label,
+        awaited: Collection[Action] | None,
+        copies: Copies,
+        connection: Connection,
+    ) -> None:
+        super().__init__(layout, phase, copies)
+        self.heard = 0
+        self._layout = layout
+        self._awaited = awaited
+        self._pipelines = connection.pipelines
+        self._office = connection.office
+        self._links = connection.office.links
+        self._error: RankFailed | OutOfStep | None = None
+        self._bits: Callable[[], int] = int
+        self._holds = False
+        self._label = label
+        self._numbers = {route: number for number, route in enumerate(layout.routes)}
+        serial, failure = self._office.begin(self)
+        if failure is not None:
+            raise self._error_of(failure)
+        self._header = Header(MessageCode.VALUES, serial, label)
+
+    @override
+    def signal(self, bits: Callable[[], int]) -> None:
+        self._bits = bits
+
+    @override
+    def send(self, to: Action, value: FlatTree, skip: Route | None = None) -> None:
+        layout = self._layout
+        if 0 <= to.j < layout.n:
+            owner = layout.owner_of(to.j)
+            if owner == layout.rank:
+                super().send(to, value, skip)
+            elif 0 <= sender(to, skip) < layout.n:
+                self._links.post(owner, self._header_now(), self._mail(to, value, skip))
+        elif self._awaited is None or to in self._awaited:
+            super().send(to, value, skip)
+            mail = self._mail(to, value, skip)
+            self._links.broadcast(self._header_now(), mail, hold=self._holds)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Send results together when a ``with`` block ends: they are awaited no sooner."""
+        self._holds = True
+        yield
+        self._holds = False
+        self._links.flush()
+
+    @override
+    def _fetch(self, inbox: int, at: Action) -> None:
+        try:
+            self.check()
+        except RankFailed as error:
+            raise RankFailed(f"{error}, while {self._value_for(at)} was awaited") from None
+        self._take(inbox)
+
+    def _value_for(self, at: Action) -> str:
+        if at.j == CALLER:
+            return f"the end of {at.kind.verb} of micro-batch {at.i} on stage 0"
+        if at.j == self._layout.n:
+            return f"the output of micro-batch {at.i}"
+        return f"the input of {at.kind.verb} of micro-batch {at.i} on stage {at.j}"
+
+    @override
+    def check(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(*self._error.args)  # several threads may raise it
+        super().check()
+
+    @override
+    def settle(self) -> None:
+        self._links.settle(self.check)
+        failure = self._office.end()
+        if failure is not None:
+            raise self._error_of(failure)
+
+    # For the office, on the threads that receive.
+
+    def arrive(self, rank: int, header: Header, mail: Mail) -> None:
+        if header.label != self._label:
+            ranks, layout = self._office.ranks, self._layout
+            them, us = (names_of([k], ranks, layout) for k in (rank, layout.rank))
+            text = difference(header.label, self._label, them, us, self._pipelines)
+            self._end_with(OutOfStep(text))
+            return
+        self.heard |= header.bits  # before the value: its receiver reads these
+        route = self._layout.routes[mail.route] if isinstance(mail.route, int) else mail.route
+        self.put(mail.to, route, *self._moved(mail))
+
+    def fail(self, failure: Failure) -> None:
+        self._end_with(self._error_of(failure))
+
+    def _error_of(self, failure: Failure) -> RankFailed:
+        return failure.error(self._office.ranks, self._layout)
+
+    def _end_with(self, error: RankFailed | OutOfStep) -> None:
+        self._error = error
+        self.cancel()
+
+    def _mail(self, to: Action, value: FlatTree, route: Route | None) -> Mail:
+        return Mail(to, route if route is None else self._numbers.get(route, route), value)
+
+    def _moved(self, mail: Mail) -> Parcel:
+        """Copy the tensors of a value that go to the device of its stage."""
+        leaves = list(mail.value.leaves)
+        places = [k for k, moves in enumerate(mail.on_device) if moves]
+        if not places:
+            return mail.value, None
+        device = self._copies.device_at(mail.to.j)
+        copies, ready = self._copies.send([leaves[k] for k in places], None, device)
+        for k, leaf in zip(places, copies, strict=True):
+            leaves[k] = leaf
+        return FlatTree(leaves, mail.value.spec), ready
+
+    def _header_now(self) -> Header:
+        return self._header._replace(bits=self.heard | self._bits())
 
 
 class ProcessGroupTransport(Transport):
@@ -38,8 +178,10 @@ class ProcessGroupTransport(Transport):
         self._runner = runner
         self._connection = connection
         self._office = connection.office
-        self._pipeline = pipeline
-        self._number = connection.number(pipeline)
+        self._number = connection.first + pipeline
+        self._inline: ProcessGroupTransport | None = None
+        if isinstance(runner, LocalTransport):
+            self._inline = ProcessGroupTransport(layout, runner.inline(), connection, pipeline)
 
     def start(self) -> None:
         """Receive, and expect heartbeats of the other processes, from now on."""
@@ -51,10 +193,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def open(
-        self,
-        phase: Schedule,
-        label: Label | None = None,
-        awaited: Collection[Action] | None = None,
+        self, phase: Schedule, label: Label | None = None, awaited: Collection[Action] | None = None
     ) -> ProcessGroupExchange:
         copies = self._runner.inline().copies()
         assert label is not None, "processes compare the labels of what they run"
@@ -71,12 +210,12 @@ class ProcessGroupTransport(Transport):
     @property
     @override
     def begun(self) -> int:
-        return self._office.begun
+        return self._office.ledger.begun
 
     @property
     @override
     def serial(self) -> int:
-        return self._office.serial
+        return self._office.ledger.serial
 
     @override
     def tell(self, error: BaseException) -> None:
@@ -85,7 +224,7 @@ class ProcessGroupTransport(Transport):
     @override
     def failure(self, within: float) -> RankFailed | None:
         failure = self._office.failure(within)
-        return None if failure is None else failure.error(self._connection.ranks, self._layout)
+        return None if failure is None else failure.error(self._office.ranks, self._layout)
 
     @override
     def on_lost_wait(self, act: Callable[[], None]) -> None:
@@ -93,14 +232,7 @@ class ProcessGroupTransport(Transport):
 
     @override
     def inline(self) -> ProcessGroupTransport:
-        return self._inline
-
-    @cached_property
-    def _inline(self) -> ProcessGroupTransport:
-        if isinstance(self._runner, InlineTransport):
-            return self
-        runner = self._runner.inline()
-        return ProcessGroupTransport(self._layout, runner, self._connection, self._pipeline)
+        return self._inline or self
 
     @override
     def close(self) -> None:

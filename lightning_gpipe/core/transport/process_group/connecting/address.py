@@ -18,17 +18,43 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+_VARIABLE = "GLOO_SOCKET_IFNAME"  # the environment variable
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
 def device_for() -> Any:
     """Return Gloo's device for the interface that the user chose, or that leads to the others."""
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+    if interface := os.environ.get(_VARIABLE):
         return ProcessGroupGloo.create_device(interface=interface.split(",")[0])
     if master := os.environ.get("MASTER_ADDR"):
         with suppress(OSError):  # the name is unknown here
             return ProcessGroupGloo.create_device(hostname=own_addresses(master)[0])
     return ProcessGroupGloo.create_default_device()
+
+
+def choose_interface(main_address: str) -> None:
+    """Let Gloo use the interface that leads to the first machine, unless the user has chosen one.
+
+    Raises:
+        RuntimeError: If there is none, or more than one.
+    """
+    if _VARIABLE in os.environ:
+        return
+    addresses = addresses_of_interfaces()
+    try:
+        own = own_addresses(main_address)
+    except OSError:
+        own = []
+    names = [name for name, address in addresses.items() if address in own]
+    if len(names) != 1:
+        listed = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+        raise RuntimeError(
+            "processes on several machines need the network interface that connects them: found "
+            f"{' and '.join(names) or 'none'} for {main_address}, the first machine, among "
+            f"{listed}. Set the environment variable {_VARIABLE} to its name on each machine, such "
+            f"as {_VARIABLE}=eth0."
+        )
+    os.environ[_VARIABLE] = names[0]
 
 
 def own_addresses(other: str) -> list[str]:

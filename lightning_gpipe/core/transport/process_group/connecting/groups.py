@@ -1,8 +1,8 @@
-"""The process group of a pipeline."""
+"""The process group of a pipeline, and one of all processes, which watches them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,14 +15,17 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
+from lightning_gpipe.core.transport.interface import RankFailed
 from lightning_gpipe.core.transport.process_group.connecting.address import device_for
-from lightning_gpipe.core.transport.process_group.connecting.rendezvous import store_barrier
+from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
+    call_with_timeout,
+    store_barrier,
+)
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import (
     Connection,
     Peers,
     SharedOffice,
 )
-from lightning_gpipe.core.transport.process_group.connecting.timeout import call_with_timeout
 from lightning_gpipe.core.transport.process_group.office import START, Office
 
 _LOST_AFTER = timedelta(seconds=30)
@@ -100,6 +103,39 @@ def connect(
             latest.leave()
 
 
+class Lifeline:
+    """Lets all processes hear this one, and knows which have failed or are lost.
+
+    It is made in all processes at once, and watches until it is closed or freed: while pipelines
+    run and after that. Pipelines over all processes with the same ``lost_after`` share its office.
+
+    Args:
+        lost_after: How long a process may be silent until it is lost; None for 30 seconds.
+    """
+
+    def __init__(self, lost_after: timedelta | None = None) -> None:
+        self._connection = connect(None, lost_after, ())
+        self._office = self._connection.office
+        self._connection.keep()
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all others that this process has failed."""
+        self._office.tell(error)
+
+    def failure(self, within: float) -> RankFailed | None:
+        """Return an error that names a process that has failed or ended, or None after a time."""
+        failure = self._office.failure(within) or self._office.absence()
+        return None if failure is None else failure.error(self._office.ranks)
+
+    def on_lost_wait(self, act: Callable[[], None]) -> None:
+        """Call ``act``, a method of a living object, when waiting for a process is in vain."""
+        self._office.on_lost_wait(act)
+
+    def close(self) -> None:
+        """Close the connection: ending is no failure from here on."""
+        self._connection.close()
+
+
 def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> SharedOffice:
     """Return the latest office of this process if all processes have it, or a new one."""
     store = PrefixStore("lightning_gpipe", _get_default_store())
@@ -120,7 +156,7 @@ def _common_office(peers: Peers, rank: int, latest: SharedOffice | None) -> Shar
         return latest
     members = PrefixStore(name, store), rank, len(peers.ranks), peers.lost_after
     group = call_with_timeout(patience, partial(_gloo_group, *members), message)
-    return SharedOffice(Office(group, peers.lost_after), peers, name)
+    return SharedOffice(Office(group, peers.ranks, peers.lost_after), peers, name)
 
 
 def _gloo_group(store: Store, rank: int, size: int, lost_after: timedelta) -> ProcessGroupGloo:

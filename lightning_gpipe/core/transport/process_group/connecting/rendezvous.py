@@ -1,16 +1,24 @@
-"""A barrier that names the missing ranks."""
+"""Waits for processes that may never come: a barrier, and calls of a store with a timeout.
+
+When no network reaches the machine of a torch.distributed store any more, the store does not
+answer, and none of its timeouts applies. So another thread calls it, and is abandoned if need be.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
 from uuid import uuid4
 
 from torch.distributed.distributed_c10d import Store
 
 _POLL = 0.05  # seconds
 _MISSING = "missing "
+T = TypeVar("T")
 
 
 def store_barrier(
@@ -56,12 +64,7 @@ def store_barrier(
 
 
 def _gather(
-    store: Store,
-    name: str,
-    size: int,
-    timeout: timedelta,
-    offer: str,
-    check: Callable[[], None],
+    store: Store, name: str, size: int, timeout: timedelta, offer: str, check: Callable[[], None]
 ) -> str:
     """Wait for the others at this name; return the answer that they get."""
     missing, deadline = list(range(1, size)), time.monotonic() + timeout.total_seconds()
@@ -80,12 +83,7 @@ def _gather(
 
 
 def _come(
-    store: Store,
-    place: str,
-    rank: int,
-    timeout: timedelta,
-    entry: str,
-    check: Callable[[], None],
+    store: Store, place: str, rank: int, timeout: timedelta, entry: str, check: Callable[[], None]
 ) -> str:
     """Come to the first process, which may come last and wait itself; return its answer."""
     ticket = entry.partition(" ")[0]
@@ -101,3 +99,29 @@ def _come(
         check()
         time.sleep(_POLL)
     return _MISSING + "0"
+
+
+def call_with_timeout(timeout: timedelta, function: Callable[[], T], message: str) -> T:
+    """Call ``function`` on another thread and return its result, or raise its error.
+
+    Args:
+        timeout: How long to wait for the result.
+        function: The function.
+        message: The beginning of the error after that time.
+
+    Raises:
+        RuntimeError: If the function does not return in time.
+    """
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=call, name="gpipe-question", daemon=True).start()
+    seconds = timeout.total_seconds()
+    if not wait([outcome], seconds).done:
+        raise RuntimeError(f"{message} within {seconds:g} s.")
+    return outcome.result()

@@ -12,9 +12,8 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from itertools import count
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
@@ -39,22 +38,19 @@ class SharedOffice:
     """An office with a name that is the same in all processes, and the connections that share it.
 
     Attributes:
-        ranks: The ranks of its processes among all.
         pipelines: The names of all pipelines so far, by their numbers.
         keepers: The connections for which other processes hear this one.
     """
 
     def __init__(self, office: Office, peers: Peers, name: str) -> None:
         self.office = office
-        self.ranks = peers.ranks
         self.pipelines: list[str] = []
         self.keepers: WeakSet[Connection] = WeakSet()
         self._peers = peers
         self._name = name
         self._process = os.getpid()
-        self._number = next(_NUMBERS)
         self._users = 0
-        _OFFICES.add(self)
+        _OFFICES[self] = None
 
     @classmethod
     def latest(cls, peers: Peers) -> SharedOffice | None:
@@ -63,7 +59,7 @@ class SharedOffice:
         Earlier ones may be there in some processes only, where they are not freed yet.
         """
         offices = [shared for shared in _OFFICES if shared._connects(peers)]
-        return max(offices, key=lambda shared: shared._number, default=None)
+        return offices[-1] if offices else None
 
     @classmethod
     def enter_latest(cls, peers: Peers) -> SharedOffice | None:
@@ -73,19 +69,19 @@ class SharedOffice:
         """
         while (shared := cls.latest(peers)) is not None:
             shared.enter(())
-            if shared.office.lost is None:
+            if shared.office.ledger.lost is None:
                 return shared
             shared.leave()  # it was freed just before
         return None
 
     def _connects(self, peers: Peers) -> bool:
-        sound = self._process == os.getpid() and self.office.lost is None and self._users > 0
+        sound = self._process == os.getpid() and self.office.ledger.lost is None and self._users > 0
         return sound and self._peers == peers
 
     @property
     def state(self) -> str:
         """A text that is the same in all processes that have done the same."""
-        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.state)))
+        return ":".join(map(str, (self._name, len(self.pipelines), *self.office.ledger.state)))
 
     def enter(self, pipelines: Sequence[str]) -> int:
         """Share the office, for pipelines of these names; return the number of the first."""
@@ -101,8 +97,7 @@ class SharedOffice:
 
 
 # State of the process, as the process groups of torch.distributed are.
-_OFFICES: WeakSet[SharedOffice] = WeakSet()
-_NUMBERS = count()
+_OFFICES: WeakKeyDictionary[SharedOffice, None] = WeakKeyDictionary()  # the latest is the last
 
 
 class Connection:
@@ -111,20 +106,15 @@ class Connection:
     Attributes:
         office: Sends and receives for all pipelines over these processes.
         pipelines: The names of all of them, by their numbers.
-        ranks: The ranks of these processes among all.
+        first: The number of the first of its own.
     """
 
     def __init__(self, shared: SharedOffice, pipelines: Sequence[str]) -> None:
-        self.ranks = shared.ranks
         self.office = shared.office
         self.pipelines = shared.pipelines
         self._keepers = shared.keepers
-        self._first = shared.enter(pipelines)
+        self.first = shared.enter(pipelines)
         weakref.finalize(self, shared.leave)
-
-    def number(self, k: int) -> int:
-        """Return the number of pipeline ``k`` among all over these processes."""
-        return self._first + k
 
     def keep(self) -> None:
         """Let other processes hear this one for as long as this connection lives, or is open."""

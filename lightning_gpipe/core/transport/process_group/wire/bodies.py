@@ -1,8 +1,4 @@
-"""Bodies as bytes, and the slots in which the receiver remembers them.
-
-Most bodies are the same in every step. So a body is sent when it differs from the one before in the
-same slot; the receiver remembers the latest of each slot.
-"""
+"""Bodies as bytes, and the slots in which the receiver remembers them."""
 
 from __future__ import annotations
 
@@ -20,17 +16,11 @@ _CAPACITY = 4096  # slots; beyond it, the least recently used one is used again
 
 
 class _SentBody(NamedTuple):
-    """The latest body of a slot.
-
-    Attributes:
-        slot: The slot.
-        content: The body as bytes.
-        body: The body, or None if another one cannot be compared with it.
-    """
+    """The latest body of a slot."""
 
     slot: int
-    content: bytes
-    body: Body | None
+    content: bytes  # the body as bytes
+    body: Body | None  # None if another one cannot be compared with it
 
 
 class SentBodies:
@@ -41,11 +31,7 @@ class SentBodies:
         self._slots: OrderedDict[tuple[int, Action, RouteId], _SentBody] = OrderedDict()
 
     def slot_for(self, body: Body, pipeline: int = 0) -> tuple[int, bytes]:
-        """Return the slot of a body, and the bytes to send: none if the receiver has it.
-
-        Raises:
-            TypeError: If something in the body cannot be pickled.
-        """
+        """Return the slot of a body, and the bytes to send: none if the receiver has it."""
         key = pipeline, body.to, body.route
         before = self._slots.get(key)
         if before is not None and before.body is not None and body.is_alike(before.body):

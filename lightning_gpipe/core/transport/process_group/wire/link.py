@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.schedules import Action
-from lightning_gpipe.core.transport.process_group.wire.abort import abort_gloo
+from lightning_gpipe.core.transport.process_group.abort import abort_gloo
 from lightning_gpipe.core.transport.process_group.wire.bodies import ReceivedBodies, SentBodies
 from lightning_gpipe.core.transport.process_group.wire.envelope import (
     FRAME,
@@ -31,8 +29,8 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
 )
 from lightning_gpipe.core.transport.process_group.wire.message import (
     Header,
+    Mail,
     MessageCode,
-    RouteId,
     pack,
     unpack,
 )
@@ -46,37 +44,15 @@ _AHEAD = 2  # receives in flight: the next message arrives while one is read
 
 
 class PendingSend(NamedTuple):
-    """Bytes on their way.
+    """Bytes on their way."""
 
-    Attributes:
-        work: The send in torch.distributed.
-        content: The bytes, which must live until it has completed.
-        copied: True if nobody else has them; else they must not be changed until then.
-    """
-
-    work: Any
-    content: Tensor
-    copied: bool
+    work: Any  # the send in torch.distributed
+    content: Tensor  # the bytes, which must live until it has completed
+    copied: bool  # if nobody else has them; else they must not be changed until then
 
     def wait(self) -> None:
         """Wait until the send has completed; raise RuntimeError if the connection has ended."""
         self.work.wait(_PATIENCE)
-
-
-class Mail(NamedTuple):
-    """A value from another process.
-
-    Attributes:
-        to: The action that needs it.
-        route: The route by which it came.
-        value: The value, on the host.
-        on_device: For each leaf, True if it goes to the device of the stage.
-    """
-
-    to: Action
-    route: RouteId
-    value: FlatTree
-    on_device: list[bool]
 
 
 class ConnectionBroken(RuntimeError):
@@ -124,16 +100,9 @@ class Link:
         """Receive nothing until :meth:`start`; called on the receiving thread, which returns."""
         self._rests = True
 
-    def post(
-        self, header: Header, to: Action, route: RouteId, value: FlatTree, *, hold: bool = False
-    ) -> list[PendingSend]:
-        """Send a header and a value; ``hold`` it for the next value or :meth:`flush` to go with it.
-
-        Raises:
-            TypeError: If something in the value cannot be sent.
-            ConnectionBroken: If the connection has ended.
-        """
-        body, tensors = pack(to, route, value)
+    def post(self, header: Header, mail: Mail, *, hold: bool = False) -> list[PendingSend]:
+        """Send a header and a value; if ``hold``, with the next one or at :meth:`flush`."""
+        body, tensors = pack(mail)
         with self._lock:
             first = self._envelope_header
             same = first is None or (first.serial, first.label) == (header.serial, header.label)
@@ -224,8 +193,7 @@ class Link:
         reader = Reader(content, self._receive_after)
         for slot, encoded in reader:
             body = self._received_bodies.body(slot, encoded)
-            value, on_device = unpack(body, reader.fill)
-            self._deliver(self.rank, header, Mail(body.to, body.route, value, on_device))
+            self._deliver(self.rank, header, unpack(body, reader.fill))
 
 
 def _frame() -> Tensor:

@@ -13,15 +13,12 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.schedules import Action
 from lightning_gpipe.core.transport.process_group.wire.link import (
     ConnectionBroken,
     Link,
-    Mail,
     PendingSend,
 )
-from lightning_gpipe.core.transport.process_group.wire.message import Header, RouteId
+from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
 from lightning_gpipe.core.transport.threads import WorkerThread
 
 _POLL = 0.2  # seconds
@@ -71,30 +68,19 @@ class Links:
         for link in self:
             link.start()
 
-    def post(
-        self,
-        rank: int,
-        header: Header,
-        to: Action,
-        route: RouteId,
-        value: FlatTree,
-        *,
-        hold: bool = False,
-    ) -> None:
+    def post(self, rank: int, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to another process, see :meth:`Link.post`."""
         try:
-            sends = self._by_rank[rank].post(header, to, route, value, hold=hold)
+            sends = self._by_rank[rank].post(header, mail, hold=hold)
         except ConnectionBroken as error:  # before the thread that receives has noticed
             self._on_lost(rank, error)
         else:
             self._add(sends)
 
-    def broadcast(
-        self, header: Header, to: Action, route: RouteId, value: FlatTree, *, hold: bool = False
-    ) -> None:
+    def broadcast(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to all other processes, see :meth:`Link.post`."""
         for rank in self._by_rank:
-            self.post(rank, header, to, route, value, hold=hold)
+            self.post(rank, header, mail, hold=hold)
 
     def flush(self) -> None:
         """Send all values that were held back."""

@@ -10,7 +10,7 @@ put together.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -42,25 +42,14 @@ class MessageCode(IntEnum):
 
 
 class Header(NamedTuple):
-    """The start of a message: a fixed number of integers.
+    """The start of a message: a fixed number of integers."""
 
-    Attributes:
-        code: A :class:`MessageCode`.
-        serial: The number of the exchange; see :class:`Ledger`.
-        label: The label of the exchange.
-        size: The number of bytes that follow.
-        bits: The signalled bits; in CLOSED and END, whether another process closed before.
-        closed: In CLOSED and END, how often the sender has closed.
-        version: The version of this format.
-    """
-
-    code: int
-    serial: int
-    label: Label = Label()
-    size: int = 0
-    bits: int = 0
-    closed: int = 0
-    version: int = 3
+    code: int  # a MessageCode
+    serial: int  # of the exchange, see Ledger
+    label: Label = Label()  # of the exchange
+    size: int = 0  # of what follows, in bytes
+    bits: int = 0  # the signalled ones; in CLOSED and END, 1 if another process closed before
+    closed: int = 0  # in CLOSED and END, how often the sender has closed
 
     def encode(self) -> bytes:
         """Return the header as bytes."""
@@ -80,12 +69,10 @@ HEADER_SIZE = _HEADER.size  # bytes
 
 
 class _Index(NamedTuple):
-    """A leaf that is a tensor.
+    """A leaf that is a tensor, among those that are sent, and among objects with its memory.
 
-    Attributes:
-        number: The number of the tensor among those that are sent, each once.
-        alias: The number of this object among those with that memory. Each has a gradient of its
-            own, and the sum of these must be the same as without processes, to the bit.
+    Each object has a gradient of its own, and the sum of these must be the same as without
+    processes, to the bit.
     """
 
     number: int
@@ -109,12 +96,26 @@ _IMMUTABLE = frozenset({_Index, type(None), bool, int, float, complex, str, byte
 RouteId = Route | int | None
 
 
-class Body(NamedTuple):
-    """A value without the bytes of its tensors.
+class Mail(NamedTuple):
+    """A value from another process, or for one.
 
     Attributes:
         to: The action that needs it.
         route: The route by which it goes; None to the next stage.
+        value: The value; on the host, once it has come.
+        on_device: For each leaf that has come, True if it goes to the device of the stage.
+    """
+
+    to: Action
+    route: RouteId
+    value: FlatTree
+    on_device: Sequence[bool] = ()
+
+
+class Body(NamedTuple):
+    """A value without the bytes of its tensors.
+
+    Attributes:
         leaves: The leaves of its tree, with an :class:`_Index` in the place of a tensor.
         tensors: The tensors, each once.
         spec: The structure of the tree.
@@ -144,7 +145,7 @@ class Body(NamedTuple):
         )
 
 
-def pack(to: Action, route: RouteId, value: FlatTree) -> tuple[Body, list[Tensor]]:
+def pack(mail: Mail) -> tuple[Body, list[Tensor]]:
     """Return the body of a value, and the bytes of its tensors.
 
     A tensor that is there twice stays one tensor, and two with the same memory keep sharing it. A
@@ -155,7 +156,7 @@ def pack(to: Action, route: RouteId, value: FlatTree) -> tuple[Body, list[Tensor
     tensors: list[DenseForm | _Pickled] = []
     contents: list[Tensor] = []
     leaves: list[Any] = []
-    for leaf in value.leaves:
+    for leaf in mail.value.leaves:
         if not isinstance(leaf, Tensor):
             leaves.append(leaf)
             continue
@@ -173,11 +174,11 @@ def pack(to: Action, route: RouteId, value: FlatTree) -> tuple[Body, list[Tensor
                 tensors.append(_Pickled(plain, leaf.requires_grad, on_device, marks))
         aliases = objects.setdefault(numbers[key], {})
         leaves.append(_Index(numbers[key], aliases.setdefault(id(leaf), len(aliases))))
-    return Body(to, route, leaves, tensors, value.spec), contents
+    return Body(mail.to, mail.route, leaves, tensors, mail.value.spec), contents
 
 
-def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[bool]]:
-    """Return the value of a body on the host, and the leaves that go to the device of its stage.
+def unpack(body: Body, fill: Callable[[Tensor], None]) -> Mail:
+    """Return the value of a body, on the host.
 
     ``fill`` writes the bytes of the next tensor into its argument.
     """
@@ -204,4 +205,4 @@ def unpack(body: Body, fill: Callable[[Tensor], None]) -> tuple[FlatTree, list[b
             objects[leaf] = tensor
         leaves.append(objects[leaf])
         on_device.append(described.on_device)
-    return FlatTree(leaves, body.spec), on_device
+    return Mail(body.to, body.route, FlatTree(leaves, body.spec), on_device)

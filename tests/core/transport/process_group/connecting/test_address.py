@@ -5,9 +5,8 @@ import socket
 
 import pytest
 
-from lightning_gpipe.core.transport import own_addresses
+from lightning_gpipe.core.transport import choose_interface
 from lightning_gpipe.core.transport.process_group.connecting import address
-from lightning_gpipe.distributed.network import choose_interface
 
 INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1"}
 
@@ -25,11 +24,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_interfaces(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
-    for module in (
-        "lightning_gpipe.core.transport.process_group.connecting.address",
-        choose_interface.__module__,
-    ):
-        monkeypatch.setattr(f"{module}.addresses_of_interfaces", lambda: INTERFACES | more)
+    monkeypatch.setattr(address, "addresses_of_interfaces", lambda: INTERFACES | more)
 
 
 @pytest.mark.usefixtures("known")
@@ -38,7 +33,7 @@ def test_name_of_this_machine_that_leads_to_itself(monkeypatch: pytest.MonkeyPat
 
     choose_interface("here")
 
-    assert own_addresses("here") == ["10.0.0.1"]
+    assert address.own_addresses("here") == ["10.0.0.1"]
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
@@ -46,7 +41,7 @@ def test_name_of_this_machine_that_leads_to_itself(monkeypatch: pytest.MonkeyPat
 def test_address_that_is_of_this_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
     with_interfaces(monkeypatch)
 
-    assert own_addresses("127.0.0.1") == ["127.0.0.1"]
+    assert address.own_addresses("127.0.0.1") == ["127.0.0.1"]
 
 
 @pytest.mark.usefixtures("known")
@@ -72,4 +67,4 @@ def test_choice_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interface_that_leads_to_the_others_is_found() -> None:
     assert address.addresses_of_interfaces().get("lo") in (None, "127.0.0.1")
-    assert own_addresses("localhost")[0] in ("127.0.0.1", "::1")
+    assert address.own_addresses("localhost")[0] in ("127.0.0.1", "::1")

@@ -1,15 +1,16 @@
-"""Processes that come to the same place, some late, some never, some of an earlier run."""
+"""Processes that meet, some late, some never, some of an earlier run; and calls in time."""
 
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
-from lightning_gpipe.core.transport import store_barrier
+from lightning_gpipe.core.transport import call_with_timeout, store_barrier
+from tests.support.faults import OwnError, throw
 from tests.support.waiting import PATIENCE, awaited
 
 LONG = timedelta(seconds=PATIENCE)
@@ -105,3 +106,21 @@ def test_one_that_comes_before_the_first_and_finds_the_name_of_an_earlier_run() 
 
     assert len(set(found)) == 1
     assert first not in found
+
+
+def test_answer_in_time() -> None:
+    assert call_with_timeout(LONG, lambda: 3, "nobody answered") == 3
+
+
+def test_error_in_time() -> None:
+    with pytest.raises(OwnError):
+        call_with_timeout(LONG, throw(OwnError("asked")), "nobody answered")
+
+
+def test_no_answer() -> None:
+    never = Event()
+
+    with pytest.raises(RuntimeError, match="nobody answered within 0.01 s"):
+        call_with_timeout(timedelta(seconds=0.01), lambda: never.wait(PATIENCE), "nobody answered")
+
+    never.set()

@@ -11,13 +11,13 @@ from lightning_gpipe.core.transport.process_group.connecting.shared_connections 
     Peers,
     SharedOffice,
 )
-from lightning_gpipe.core.transport.process_group.ledger import Failure
+from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
 
 PEERS = Peers(None, (0, 1), timedelta(seconds=1))
 
 
 def shared(name: str, peers: Peers = PEERS) -> SharedOffice:
-    office: Any = SimpleNamespace(lost=None, leave=lambda: None)
+    office: Any = SimpleNamespace(ledger=Ledger(), leave=lambda: None)
     made = SharedOffice(office, peers, name)
     made.enter(["module"])
     return made
@@ -60,7 +60,7 @@ def test_one_that_ends_just_before_is_not_held(monkeypatch: pytest.MonkeyPatch) 
 
     def freed_before(self: SharedOffice, pipelines: Sequence[str]) -> int:
         if self is second:
-            vars(self.office)["lost"] = Failure((0,), "has ended its pipeline")
+            self.office.ledger.lose([], Failure((0,), "has ended its pipeline"))
         return enter(self, pipelines)
 
     monkeypatch.setattr(SharedOffice, "enter", freed_before)

@@ -24,6 +24,7 @@ from lightning_gpipe.core.transport.process_group.wire.envelope import (
 from lightning_gpipe.core.transport.process_group.wire.message import (
     HEADER_SIZE,
     Header,
+    Mail,
     MessageCode,
     pack,
     unpack,
@@ -49,7 +50,7 @@ class Wire:
         """What arrives of several values in one message."""
         envelope = Envelope()
         for value in values:
-            body, tensors = pack(to, None, tree_flatten(value))
+            body, tensors = pack(Mail(to, None, tree_flatten(value)))
             slot, changed = self._sent.slot_for(body, pipeline)
             self.bodies += bool(changed)
             envelope.add(slot, changed, tensors)
@@ -68,9 +69,9 @@ class Wire:
         for slot, came in reader:
             body = self._received.body(slot, came)
             assert body.to == to
-            arrived, on_device = unpack(body, reader.fill)
-            assert not any(on_device)
-            found.append(tree_unflatten(arrived))
+            mail = unpack(body, reader.fill)
+            assert not any(mail.on_device)
+            found.append(tree_unflatten(mail.value))
         assert not apart
         return found
 
@@ -160,7 +161,7 @@ def test_channels_last() -> None:
 
 def test_expanded_tensor_is_sent_once() -> None:
     x = torch.randn(1, 3).expand(1000, 3)
-    _, tensors = pack(TO, None, tree_flatten(x))
+    _, tensors = pack(Mail(TO, None, tree_flatten(x)))
 
     assert sum(tensor.nbytes for tensor in tensors) == 12
     assert Wire().carry(x).stride() == (0, 1)

@@ -1,14 +1,16 @@
-"""Waits that are ended, whoever of the others is left."""
+"""Waits that are ended, whoever of the others is left, and on a thread of its own."""
 
 import os
 from contextlib import suppress
-from threading import Thread
+from threading import Event, Thread, Timer
 
 import torch
 import torch.distributed as dist
 
 from lightning_gpipe.core.transport import abort_group
+from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from tests.support.ranks import Failed, group_of, new_ranks
+from tests.support.waiting import PATIENCE
 
 
 def wait_in_vain() -> str:
@@ -42,3 +44,32 @@ def test_wait_for_one_that_says_nothing_after_another_one_has_ended() -> None:
     assert second == "ended"
     assert isinstance(first, Failed)
     assert isinstance(third, Failed)
+
+
+class Abort:
+    """Ends its waits when it may, and closes what ends them."""
+
+    def __init__(self, collectives: UserCollectives) -> None:
+        self.may, self.ended = Event(), False
+        self._collectives = collectives
+
+    def abort(self) -> None:
+        self.may.wait(PATIENCE)
+        self._collectives.join()  # as the last reference to a pipeline may be that of this thread
+        self.ended = True
+
+
+def test_thread_that_ends_waits_is_joined() -> None:
+    collectives = UserCollectives()
+    held = Abort(collectives)
+    collectives.add(held.abort)
+
+    collectives.abort()
+    Timer(0.1, held.may.set).start()
+    collectives.join()
+
+    assert held.ended
+
+
+def test_thread_that_never_began_is_not_joined() -> None:
+    UserCollectives().join()
