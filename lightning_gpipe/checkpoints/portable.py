@@ -61,7 +61,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
             parameters[name] = loaded
 
 
-def load_values(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+def load_into_stages(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """Load a state dict into a module some of whose parameters are in other processes, on meta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # for meta parameters

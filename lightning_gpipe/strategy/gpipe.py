@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -45,19 +46,12 @@ from lightning_gpipe.core.show import show
 from lightning_gpipe.core.transport import BatchCopies
 from lightning_gpipe.distributed import Group, Mode, shared
 from lightning_gpipe.strategy.adapters import AdaptedTrainer
-from lightning_gpipe.strategy.checkpointing import (
-    FileSaver,
-    FolderSaver,
-    Loader,
-    Saver,
-    with_whole_files,
-)
+from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
 from lightning_gpipe.strategy.foreign_trainers import accept
-from lightning_gpipe.strategy.micro_batch_steps import check_schedule, checkpointing_for
-from lightning_gpipe.strategy.options import StrategyOptions, as_typed
+from lightning_gpipe.strategy.options import StartMethod, StrategyOptions
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
-from lightning_gpipe.strategy.processes import Processes, ProcessOptions, StartMethod
+from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
@@ -66,7 +60,6 @@ from lightning_gpipe.strategy.refusals import (
     refuse_fabric,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
-    refuse_verification,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
@@ -193,37 +186,15 @@ class GPipeStrategy(ParallelStrategy):
         ddp: dict[str, Any] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
-        self._arguments = as_typed(GPipeStrategy, locals())
-        self._processes = Processes(
-            ProcessOptions(
-                processes, replicas, timeout, lost_after, process_group_backend, start_method
-            )
-        )
+        self.options = StrategyOptions.of(locals())
+        self._processes = Processes(self.options)
         self._replicas = Replicas(self._processes, ddp)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
         accept(GPipeStrategy)
-        if verify and processes != "single":
-            refuse_verification(processes)
-        check_schedule(schedule, processes, replicas)
-        self._settings = StrategyOptions(
-            balance=balance,
-            chunks=chunks,
-            module=module,
-            schedule=schedule,
-            activation_checkpointing=checkpointing_for(activation_checkpointing, schedule),
-            deferred_batch_norm=deferred_batch_norm,
-            microbatching=microbatching,
-            threads=threads,
-            split_backward=split_backward,
-            verify=verify,
-            around=around,
-        )
         self._compilation = Compilation(compile)
         self._adapted = AdaptedTrainer()
-        kind = FolderSaver if save_distributed_checkpoint else FileSaver
-        self._saver: Saver = kind(self._processes)
-        self._loader = Loader(self._processes)
+        self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
         self._kept_balance = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
@@ -233,28 +204,15 @@ class GPipeStrategy(ParallelStrategy):
         self._steps: UserSteps | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._arguments})"
+        defaults = signature(GPipeStrategy).parameters.items()
+        arguments = ((name, getattr(self.options, name), x.default) for name, x in defaults)
+        changed = ", ".join(f"{name}={x!r}" for name, x, default in arguments if x != default)
+        return f"{type(self).__name__}({changed})"
 
     @property
     def pipeline(self) -> GPipe | None:
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
         return None if self._piped is None else self._piped.pipeline
-
-    @property
-    def microbatching(self) -> MicroBatching | None:
-        return self._settings.microbatching
-
-    @property
-    def around(self) -> Literal["last", "first"]:
-        return self._settings.around
-
-    @property
-    def schedule(self) -> ScheduleName | Literal["auto"]:
-        return self._settings.schedule
-
-    @property
-    def split_backward(self) -> bool | Literal["auto"]:
-        return self._settings.split_backward
 
     def measure_layers(self) -> None:
         """Measure the cost of each layer at setup, whatever the balance goes by."""
@@ -262,7 +220,7 @@ class GPipeStrategy(ParallelStrategy):
 
     def taken(self, module: LightningModule) -> list[PipedModule]:
         """The modules of a LightningModule that would run as pipelines."""
-        path = self._settings.module
+        path = self.options.module
         return piped_modules_of(module, path, balance_of_each(path, "parameters"))
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
@@ -368,7 +326,7 @@ class GPipeStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         if self._piped is not None:
             return self._piped.outside
-        first = self._settings.around == "first" or self._settings.folded
+        first = self.options.around == "first" or self.options.folded
         return self._processes.own_devices[0 if first else -1]
 
     def set_world_ranks(self) -> None:
@@ -410,7 +368,7 @@ class GPipeStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         spread = remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
-        processes.check_same(module, self._settings.facts())
+        processes.check_same(module, self.options.same_everywhere())
         self._compilation.begin(partial(self.taken, module))
         self._piped = piped = self._pipe(module, trainer)
         self._batch_copies = piped.pipeline.copy_batches(self.root_device)
@@ -418,9 +376,9 @@ class GPipeStrategy(ParallelStrategy):
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             show(piped.pipeline.listing())
-        self._steps = UserSteps(module, piped, verify=self._settings.verify)
+        self._steps = UserSteps(module, piped, verify=self.options.verify)
         self.model_to_device()
-        self._loader.load_part(module)
+        self._checkpoints.load_part(module)
         if self.is_distributed:
             self.model = self._replicas.wrapped(module)
         if spread is not None:
@@ -431,7 +389,7 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
-        self._saver.check(callbacks, self.checkpoint_io)
+        self._checkpoints.check(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
@@ -448,12 +406,12 @@ class GPipeStrategy(ParallelStrategy):
     def _pipe(self, module: LightningModule, trainer: Trainer) -> PipelinedModule:
         """Pipe the modules, equally in all processes."""
         # A training_step that calls backward itself is for a whole batch.
-        whole = self.schedule == "auto" and not module.automatic_optimization
+        whole = self.options.schedule == "auto" and not module.automatic_optimization
         return PipelinedModule(
             module,
-            self._settings,
+            self.options,
             self._processes.workers,
-            schedule="fill_drain" if whole else self.schedule,
+            schedule="fill_drain" if whole else self.options.schedule,
             kept=self._kept_balance,
             agree=self.broadcast,
             measured=self._measures_layers,
@@ -599,15 +557,11 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if not self._processes.meet_to_save():
-            return {}
-        return self._saver.module_state(self.lightning_module)
+        return self._checkpoints.module_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._processes.meet_to_save():
-            return {}
-        return self._saver.optimizer_state(optimizer, super().optimizer_state(optimizer))
+        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     @override
     def save_checkpoint(
@@ -616,7 +570,7 @@ class GPipeStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checkpoint = self._kept_balance.save(checkpoint)
         checkpoint = self._random_states.save(checkpoint, self.lightning_module)
-        self._saver.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+        self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -625,22 +579,21 @@ class GPipeStrategy(ParallelStrategy):
         def read(path: Any) -> dict[str, Any]:
             return load(path, *args, **kwargs)
 
-        return self._loader.load(checkpoint_path, read)
+        return self._checkpoints.load(checkpoint_path, read)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         assert module is not None
         self._kept_balance.load(checkpoint)
-        if self._piped is None:
+        is_set_up = self._piped is not None  # a callback restores what it has tried
+        if not is_set_up:
             self._random_states.load(checkpoint, module.trainer)
-            self._loader.load_before_setup(module, checkpoint, strict=strict)
-        else:  # a callback restores what it has tried
-            self._loader.load_after_setup(module, checkpoint, strict=strict)
+        self._checkpoints.load_model(module, checkpoint, strict=strict, is_set_up=is_set_up)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._loader.load_optimizers(self.optimizers, checkpoint)
+        self._checkpoints.load_optimizers(self.optimizers, checkpoint)
 
     # Teardown.
 
@@ -660,7 +613,7 @@ class GPipeStrategy(ParallelStrategy):
         self._compilation.release()
         self._train_alone()
         self._adapted.teardown()
-        self._loader.release()
+        self._checkpoints.release()
         self._random_states.release()
         self._piped = self._batch_copies = self._steps = None
         module = self._lightning_module

@@ -91,7 +91,7 @@ class PipelinedModule:
             for piped, balance in zip(self.found, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
-        requested = settings.given(_CHUNKS_PER_STAGE * max([len(devices), *stages]), schedule)
+        requested = settings.requested(_CHUNKS_PER_STAGE * max([len(devices), *stages]), schedule)
         by_memory = requested.planned or "memory" in map(str, balances)
         choice = resolve(
             self.found,

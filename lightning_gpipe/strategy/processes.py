@@ -9,9 +9,7 @@ launchers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ from lightning_gpipe.distributed import (
     AFTER_FAILURE,
     Arrangement,
     Group,
-    Mode,
     ProcessGroups,
     Scripts,
     check_same,
@@ -46,50 +43,15 @@ from lightning_gpipe.distributed import (
     versions,
     whole_state,
 )
+from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """The arguments of :class:`~lightning_gpipe.GPipeStrategy` that are about processes.
-
-    Raises:
-        ValueError: If one has an impossible value.
-    """
-
-    processes: Mode
-    replicas: int
-    timeout: timedelta
-    lost_after: timedelta | None
-    process_group_backend: str | None
-    start_method: StartMethod
-
-    def __post_init__(self) -> None:
-        replicas, lost_after = self.replicas, self.lost_after
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
-        if lost_after is not None and (
-            (self.processes, replicas) == ("single", 1) or lost_after <= timedelta(0)
-        ):
-            raise ValueError(
-                "lost_after must be positive, and is for several processes: got "
-                f"lost_after={lost_after!r}, processes={self.processes!r}. Leave it out, or give "
-                "processes and a datetime.timedelta."
-            )
-        for name, kind in (("processes", Mode), ("start_method", StartMethod)):
-            value, words = getattr(self, name), get_args(kind)
-            if value not in words:
-                known = ", ".join(map(repr, words))
-                raise ValueError(f"{name} must be one of {known}: got {value!r}.")
 
 
 class Processes:
     """The processes of a Trainer, one of which is this one.
 
     Args:
-        options: The processes that the user asks for.
+        options: The arguments of the strategy.
 
     Attributes:
         devices: The devices of this machine.
@@ -98,7 +60,7 @@ class Processes:
             checkpoints of a model that has trained.
     """
 
-    def __init__(self, options: ProcessOptions) -> None:
+    def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.devices: list[torch.device] = []
         self._nodes = 1

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from lightning_gpipe.checkpoints import FROM_CHECKPOINT, AtomicFiles
-from lightning_gpipe.core.layout import check_balance
-from lightning_gpipe.core.pipeline import FOUND, GPipe, is_criterion
+from lightning_gpipe.checkpoints import AtomicFiles
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters import WeightAveraging
 
@@ -50,26 +49,6 @@ _FOREIGN_PRECISION: dict[type[Precision], str] = {
 AUTO_DEVICES = (
     "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
 )
-
-
-def check_module(module: Any) -> None:
-    """Refuse anything but the path of a module, a list of paths, or None."""
-    paths = module if isinstance(module, list | tuple) else [module]
-    if module is not None and not (paths and all(isinstance(path, str) for path in paths)):
-        raise TypeError(
-            "module must be the path of a module in the LightningModule, such as 'net.layers', a "
-            f"list of paths, or None: got {module!r}."
-        )
-
-
-def check_any_balance(balance: Any) -> None:
-    """Refuse a balance that fits no module."""
-    if isinstance(balance, str):
-        if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
-            words = ", ".join(map(repr, (*FOUND, FROM_CHECKPOINT)))
-            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
-    elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
-        check_balance(balance)
 
 
 def check_environment(
@@ -184,14 +163,6 @@ def refuse_joined_gradients(optimizer: Optimizer) -> None:
             f"device: got {', '.join(devices)}. Choose an optimizer that updates each parameter by "
             "itself, such as Adam."
         )
-
-
-def refuse_verification(processes: str) -> None:
-    """Refuse a comparison with a plain run, which needs all stages in one process."""
-    raise ValueError(
-        "verify=True runs the whole model in one process, which must have all its values: got "
-        f"processes={processes!r}. Verify with processes='single', and leave it out here."
-    )
 
 
 def refuse_over_processes(callbacks: Iterable[Callback], optimizers: Iterable[Optimizer]) -> None:

@@ -10,11 +10,12 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.strategy.adapters.averages import Averages
-from lightning_gpipe.strategy.adapters.device_monitors import adapt_monitors
-from lightning_gpipe.strategy.adapters.finetuning import adapt_finetuning
-from lightning_gpipe.strategy.adapters.guarded_log import guard_logs
+from lightning_gpipe.strategy.adapters.methods import (
+    ReplacedMethods,
+    adapt_callbacks,
+    guard_logs,
+)
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
-from lightning_gpipe.strategy.adapters.replaced import ReplacedAttributes
 
 
 class AdaptedTrainer:
@@ -26,7 +27,7 @@ class AdaptedTrainer:
     def __init__(self) -> None:
         self._averages = Averages()
         self._profiling = Profiling()
-        self._replaced = ReplacedAttributes()
+        self._replaced = ReplacedMethods()
 
     def connect(self, model: LightningModule) -> None:
         """Adapt what begins before all else, if the model is in a Trainer yet."""
@@ -48,11 +49,10 @@ class AdaptedTrainer:
         workers: int,
         replicas: int,
     ) -> None:
-        """Adapt everything else; for arguments see :func:`adapt_monitors`."""
-        replaced, root = self._replaced, pipeline.layout.outside
-        guard_logs(model, replaced)
-        adapt_finetuning(callbacks, replaced)
-        adapt_monitors(callbacks, replaced, devices, root, workers, replicas)
+        """Adapt everything else; for arguments see :func:`adapt_callbacks`."""
+        root = pipeline.layout.outside
+        guard_logs(model, self._replaced)
+        adapt_callbacks(callbacks, self._replaced, devices, root, workers, replicas)
         self._profiling.follow(profiler_of(model), pipeline)
         self._averages.follow(model)
 
