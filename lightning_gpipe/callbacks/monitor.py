@@ -20,12 +20,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.best_balance import best_balance
-from lightning_gpipe.callbacks.memory import peak_memory
 from lightning_gpipe.callbacks.one_clock import all_of, seconds_behind, spans_of_all
-from lightning_gpipe.callbacks.required import (
+from lightning_gpipe.callbacks.running import (
+    best_balance,
     check_positive,
     milliseconds,
+    peak_memory,
     pipeline_of,
     strategy_of,
 )

@@ -16,8 +16,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.best_balance import best_balance
-from lightning_gpipe.callbacks.required import (
+from lightning_gpipe.callbacks.running import (
+    best_balance,
     check_positive,
     milliseconds,
     pipeline_of,

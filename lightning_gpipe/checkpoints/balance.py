@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_gpipe.checkpoints.entry import value_of_entry, with_entry
+from lightning_gpipe.checkpoints.portable import value_of_entry, with_entry
 
 FROM_CHECKPOINT = "checkpoint"
 _SAVED = ("time", "memory", FROM_CHECKPOINT)

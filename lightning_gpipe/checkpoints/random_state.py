@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from lightning_gpipe.checkpoints.entry import value_of_entry, with_entry
+from lightning_gpipe.checkpoints.portable import value_of_entry, with_entry
 from lightning_gpipe.core.data import map_tensors
 from lightning_gpipe.core.faithful import LIBRARIES, RandomState, default_generator
 

@@ -12,7 +12,7 @@ the first run, and after a step without one, hooks on the layers record which of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,8 +23,7 @@ from torch import nn
 
 from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.layout import layers_of
-
-Count = Callable[[], int]  # how often a pipeline ran
+from lightning_gpipe.core.pipeline import PipedModule
 
 
 class BypassCheck:
@@ -32,18 +31,19 @@ class BypassCheck:
 
     Args:
         root: The LightningModule.
-        path: The path of the pipelined module in it.
-        runs: Counts its runs.
-        total: Counts the runs of all pipelines. A step may leave out some of them, as a GAN that
-            trains its networks in turns, but is warned of if it runs none.
+        piped: The pipelined module in it.
+        together: All pipelined modules. A step may leave out some of them, as a GAN that trains its
+            networks in turns, but is warned of if it runs none.
     """
 
-    def __init__(self, root: nn.Module, path: str, runs: Count, total: Count) -> None:
+    def __init__(
+        self, root: nn.Module, piped: PipedModule, together: Sequence[PipedModule]
+    ) -> None:
         self._root = root
-        self._path = path
-        self._module = root.get_submodule(path)
-        self._runs = runs
-        self._total = total
+        self._path = piped.path
+        self._module = piped.module
+        self._piped = piped
+        self._together = together
         self._record = True  # which layers run in the next training step
         self._settled: set[str] = set()  # the steps that ran the pipeline, or were warned of
 
@@ -57,7 +57,7 @@ class BypassCheck:
         Raises:
             RuntimeError: If the step went around the pipeline.
         """
-        name, runs, total = "training_step", self._runs(), self._total()
+        name, runs, total = "training_step", self._piped.runs, self._total()
         if not self._record:
             result, around = step(), None
         else:
@@ -65,11 +65,11 @@ class BypassCheck:
                 try:
                     result = step()
                 except Exception as error:
-                    if ran and self._runs() == runs:
+                    if ran and self._piped.runs == runs:
                         add_note(error, self._bypassed(name, ran))  # on other devices it may fail
                     raise
             around = self._bypassed(name, ran) if ran else None
-        self._record = self._runs() == runs
+        self._record = self._piped.runs == runs
         if not self._record:
             self._settled.add(name)
         elif around is not None or self._replaced:
@@ -103,6 +103,10 @@ class BypassCheck:
             rank_zero_warn(
                 f"{name} did not run the pipeline {self._name}.{cure if self._layers else ''}"
             )
+
+    def _total(self) -> int:
+        """The number of runs of all pipelines."""
+        return sum(piped.runs for piped in self._together)
 
     @contextmanager
     def _recorded(self) -> Iterator[list[int]]:

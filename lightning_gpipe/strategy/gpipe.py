@@ -48,22 +48,23 @@ from lightning_gpipe.distributed import Group, Mode, shared
 from lightning_gpipe.strategy.adapters import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
-from lightning_gpipe.strategy.foreign_trainers import accept
+from lightning_gpipe.strategy.foreign_trainers import (
+    accept,
+    refuse_a_second_trainer,
+    refuse_a_twin,
+    refuse_fabric,
+)
 from lightning_gpipe.strategy.options import StartMethod, StrategyOptions
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
     check_environment,
     check_fit,
-    refuse_a_second_trainer,
-    refuse_a_twin,
-    refuse_fabric,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
-from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -214,6 +215,11 @@ class GPipeStrategy(ParallelStrategy):
         """The pipeline, from ``setup`` to ``teardown``; None before and after."""
         return None if self._piped is None else self._piped.pipeline
 
+    @property
+    def _root(self) -> LightningModule:
+        assert self.lightning_module is not None, "it is connected before all hooks but __init__"
+        return self.lightning_module
+
     def measure_layers(self) -> None:
         """Measure the cost of each layer at setup, whatever the balance goes by."""
         self._measures_layers = True
@@ -244,10 +250,9 @@ class GPipeStrategy(ParallelStrategy):
                 "replicas of a pipeline keep their balance, for their gradients are averaged stage "
                 f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
             )
-        assert self.lightning_module is not None
         with state_follows(self.optimizers):
-            self._piped.rebalance(balance)
-        self._adapted.rebalance(self.lightning_module)
+            self._piped.pipeline.rebalance(balance)
+        self._adapted.rebalance(self._root)
         paths = [taken.path for taken in self._piped.found]
         self._kept_balance.replace(paths, self._piped.pipeline.balances)
 
@@ -344,12 +349,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
         check_environment(self._processes.devices, self._layer_sync, self.precision_plugin)
         self._processes.connect(self.root_device)
-        self.lightning_module._device_mesh = self.device_mesh
+        self._root._device_mesh = self.device_mesh
         super().setup_environment()
-        self._adapted.setup_environment(self.lightning_module)
+        self._adapted.setup_environment(self._root)
 
     # Setup.
 
@@ -362,15 +366,21 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module, processes = self.lightning_module, self._processes
-        assert module is not None and self.accelerator is not None and self.model is not None
+        module, processes = self._root, self._processes
+        assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         spread = remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
         processes.check_same(module, self.options.same_everywhere())
         self._compilation.begin(partial(self.taken, module))
-        self._piped = piped = self._pipe(module, trainer)
+        self._piped = piped = PipelinedModule(
+            trainer,
+            self.options,
+            processes,
+            self._kept_balance,
+            measured=self._measures_layers,
+        )
         self._batch_copies = piped.pipeline.copy_batches(self.root_device)
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
@@ -394,31 +404,8 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        self._adapted.setup(
-            module,
-            callbacks,
-            piped.pipeline,
-            processes.own_devices,
-            workers=len(processes.workers),
-            replicas=processes.options.replicas,
-        )
-
-    def _pipe(self, module: LightningModule, trainer: Trainer) -> PipelinedModule:
-        """Pipe the modules, equally in all processes."""
-        # A training_step that calls backward itself is for a whole batch.
-        whole = self.options.schedule == "auto" and not module.automatic_optimization
-        return PipelinedModule(
-            module,
-            self.options,
-            self._processes.workers,
-            schedule="fill_drain" if whole else self.options.schedule,
-            kept=self._kept_balance,
-            agree=self.broadcast,
-            measured=self._measures_layers,
-            sample=partial(entries_in, module, trainer),
-            optimizers=partial(optimizers_of, module, trainer),
-            **self._processes.of_pipeline(),
-        )
+        replicas = self.options.replicas
+        self._adapted.setup(module, callbacks, piped.pipeline, replicas)
 
     @override
     def model_to_device(self) -> None:
@@ -435,8 +422,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        self._random_states.process_dataloader(dataloader, self.lightning_module.trainer)
+        self._random_states.process_dataloader(dataloader, self._root.trainer)
         group = self.pipeline_group
         return dataloader if group is None else shared(dataloader, group)
 
@@ -454,10 +440,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            assert self.lightning_module is not None
-            if not self.lightning_module.automatic_optimization:  # else DDP's forward has done it
-                prepare_for_backward(self.model, closure_loss)
+        by_itself = self._root.automatic_optimization  # then DDP's forward has done it
+        if isinstance(self.model, DistributedDataParallel) and not by_itself:
+            prepare_for_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -473,13 +458,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._random_states.on_train_start(self.lightning_module.trainer)
+        self._random_states.on_train_start(self._root.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._root
         self._random_states.warn_of_epochs_without_batches(module)
         self._compilation.begin_batch()
         if self.is_distributed and self._replicas.outdated(module):
@@ -489,8 +472,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        self._random_states.warn_of_epochs_without_batches(self.lightning_module)
+        self._random_states.warn_of_epochs_without_batches(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -556,8 +538,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._checkpoints.module_state(self.lightning_module)
+        return self._checkpoints.module_state(self._root)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -567,9 +548,8 @@ class GPipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        assert self.lightning_module is not None
         checkpoint = self._kept_balance.save(checkpoint)
-        checkpoint = self._random_states.save(checkpoint, self.lightning_module)
+        checkpoint = self._random_states.save(checkpoint, self._root)
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
@@ -583,8 +563,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._root
         self._kept_balance.load(checkpoint)
         is_set_up = self._piped is not None  # a callback restores what it has tried
         if not is_set_up:

@@ -7,7 +7,7 @@ processes of the pipeline compare notes if one of them runs no mini-batch. With 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.distributed import SameSteps
-from lightning_gpipe.strategy.bypass import BypassCheck, Count
+from lightning_gpipe.strategy.bypass import BypassCheck
 from lightning_gpipe.strategy.micro_batch_steps import MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
 
@@ -33,12 +33,7 @@ class UserSteps:
     def __init__(self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool) -> None:
         self._module = module
         self._piped = piped
-        counts = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
-        total: Count = partial(_sum, [*counts.values()])
-        self._checks = [
-            BypassCheck(module, path, count, count if len(counts) == 1 else total)
-            for path, count in counts.items()
-        ]
+        self._checks = [BypassCheck(module, each, piped.found) for each in piped.found]
         self._in_step: SameSteps | None = None  # with the other processes of the pipeline
         if piped.pipeline.layout.spread:
             self._in_step = SameSteps(module, piped.pipeline)
@@ -83,7 +78,3 @@ class UserSteps:
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         return run() if self._in_step is None else self._in_step.evaluation(run)
-
-
-def _sum(counts: Sequence[Count]) -> int:
-    return sum(count() for count in counts)

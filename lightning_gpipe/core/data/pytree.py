@@ -58,20 +58,20 @@ class FlatTree(NamedTuple):
 
         A tensor that appears twice stays one tensor.
         """
-        if len(self.leaves) == 1:
-            return _flat(([_detached(self.leaves[0])], self.spec))
-        detached = {id(leaf): _detached(leaf) for leaf in self.leaves}
-        return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
+        return self._mapped(_detached)
 
     def aliased(self) -> FlatTree:
         """Return the detached tree with new objects for all tensors that may require a gradient.
 
         So a layer that calls ``requires_grad_()`` does not change the caller's tensor.
         """
+        return self._mapped(_aliased)
+
+    def _mapped(self, function: Callable[[Any], Any]) -> FlatTree:
         if len(self.leaves) == 1:
-            return _flat(([_aliased(self.leaves[0])], self.spec))
-        aliases = {id(leaf): _aliased(leaf) for leaf in self.leaves}
-        return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
+            return _flat(([function(self.leaves[0])], self.spec))
+        mapped = {id(leaf): function(leaf) for leaf in self.leaves}
+        return FlatTree([mapped[id(leaf)] for leaf in self.leaves], self.spec)
 
 
 # Faster than the constructor: several trees are made for each micro-batch on each stage.

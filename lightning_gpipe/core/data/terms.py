@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data.microbatch.division import Division
+from lightning_gpipe.core.data.microbatch.microbatching import Division
 
 Reduction = Literal["sum", "mean"]
 

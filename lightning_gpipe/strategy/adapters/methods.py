@@ -29,6 +29,7 @@ from lightning.pytorch.callbacks import (
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.run import in_layers
 
 
@@ -79,22 +80,11 @@ class _GuardedLog:
 def adapt_callbacks(
     callbacks: Iterable[Callback],
     replaced: ReplacedMethods,
-    devices: Sequence[torch.device],
-    root: torch.device,
-    workers: int,
+    layout: Layout,
     replicas: int,
 ) -> None:
-    """Let callbacks that finetune or monitor do so on several devices.
-
-    Args:
-        callbacks: The Trainer's.
-        replaced: Restores the callbacks.
-        devices: The devices of this process.
-        root: The device that they monitor anyway.
-        workers: The number of devices of a pipeline, in all its processes.
-        replicas: The number of pipelines.
-    """
-    others = [device for device in dict.fromkeys(devices) if device != root]
+    """Let callbacks that finetune or monitor do so on all devices of a pipeline."""
+    others = [device for device in dict.fromkeys(layout.devices_here) if device != layout.outside]
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning):
             function = partial(_compare_across_devices, callback.finetune_function)
@@ -106,7 +96,7 @@ def adapt_callbacks(
             for throughput in callback._throughputs.values():
                 throughput.world_size = replicas  # no batch is counted twice
                 if callback.available_flops:
-                    throughput.available_flops = workers * callback.available_flops
+                    throughput.available_flops = len(layout.devices) * callback.available_flops
 
 
 def _compare_across_devices(function: Callable[..., None], *args: Any) -> None:

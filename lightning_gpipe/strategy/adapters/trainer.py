@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
@@ -44,15 +43,11 @@ class AdaptedTrainer:
         model: LightningModule,
         callbacks: Sequence[Callback],
         pipeline: GPipe,
-        devices: Sequence[torch.device],
-        *,
-        workers: int,
         replicas: int,
     ) -> None:
-        """Adapt everything else; for arguments see :func:`adapt_callbacks`."""
-        root = pipeline.layout.outside
+        """Adapt everything else to a pipeline, of which there are so many replicas."""
         guard_logs(model, self._replaced)
-        adapt_callbacks(callbacks, self._replaced, devices, root, workers, replicas)
+        adapt_callbacks(callbacks, self._replaced, pipeline.layout, replicas)
         self._profiling.follow(profiler_of(model), pipeline)
         self._averages.follow(model)
 

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.merging import merged
-from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.order import RowOrder, even_tokens
 from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries
 from lightning_gpipe.core.data.microbatch.rows import (

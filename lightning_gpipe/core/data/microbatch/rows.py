@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
-from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.merging import are_rows, concatenated, merged
-from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries, pieces_of
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
