@@ -154,7 +154,6 @@ class PipelineMonitor(Callback):
         self._marks.append((name, perf_counter()))
 
     def _record(self, trainer: Trainer) -> None:
-        """Read the timelines of the latest step, and log its metrics."""
         pipeline = pipeline_of(trainer, self)
         spans_of = [
             (timeline, spans_of_all(self._group, timeline.spans, self._behind))
@@ -201,7 +200,6 @@ class PipelineMonitor(Callback):
                     yield f"rank_{rank}/{device}" if len(of_ranks) > 1 else device, peak
 
     def _finish(self, trainer: Trainer, model: LightningModule) -> None:
-        """Write the files, and print which settings would be faster."""
         pipeline = pipeline_of(trainer, self)
         if not trainer.is_global_zero:
             return
@@ -221,7 +219,6 @@ class PipelineMonitor(Callback):
         rank_zero_info(f"PipelineMonitor: {folder / PICTURE} shows step {self._steps[-1].number}.")
 
     def _allows_steps(self, trainer: Trainer) -> bool:
-        """Return whether training_step could be called for each micro-batch."""
         pipeline, module = pipeline_of(trainer, self), trainer.lightning_module
         single = len(pipeline.taken) == 1 and not pipeline.layout.spread
         distributed = strategy_of(trainer, self).is_distributed
@@ -247,7 +244,6 @@ class PipelineMonitor(Callback):
 
 
 def _metrics(observation: Observation) -> dict[str, float]:
-    """The metrics of a mini-batch."""
     metrics = {
         "bubble": observation.bubble,
         "bubble_by_schedule": observation.schedule.bubble,

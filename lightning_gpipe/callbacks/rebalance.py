@@ -105,7 +105,6 @@ class Rebalance(Callback):
         self._latest = []
 
     def _compare(self, trainer: Trainer, epoch: int) -> None:
-        """Compare the balance with the best one, and move layers if that pays."""
         pipeline = pipeline_of(trainer, self)
         busy = self._busy(pipeline)
         if busy is None:
@@ -125,7 +124,6 @@ class Rebalance(Callback):
                 self._latest = chosen
 
     def _busy(self, pipeline: GPipe) -> list[list[float]] | None:
-        """The time that each stage of each pipeline takes; None if one has not run."""
         times = []
         for layout in pipeline.layouts:
             timelines = [x for x in self._timelines if x.layout is layout]
@@ -151,7 +149,6 @@ class Rebalance(Callback):
         return self._move(trainer, [shift.before for shift in moved])
 
     def _move(self, trainer: Trainer, balances: Sequence[Sequence[int]]) -> bool:
-        """Move layers, or warn if that is impossible now."""
         lists = [list(balance) for balance in balances]
         try:
             strategy_of(trainer, self).rebalance(lists if len(lists) > 1 else lists[0])

@@ -24,11 +24,9 @@ class MeasuredBalances:
         self._sizes: dict[str, list[int]] = {}  # by the path of the module
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the balances from a checkpoint."""
         self._sizes = dict(value_of_entry(checkpoint, "balance") or {})
 
     def save(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint with the balances, if there are any."""
         return with_entry(checkpoint, balance=dict(self._sizes)) if self._sizes else checkpoint
 
     def keep(

@@ -91,7 +91,6 @@ def set_states(states: States, devices: Iterable[torch.device], loaders: Iterabl
 
 
 def _of_loader(loader: Any) -> list[Generator]:
-    """The generators of a dataloader and its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
     attributes = [getattr(owner, "generator", None) for owner in owners]
@@ -99,5 +98,4 @@ def _of_loader(loader: Any) -> list[Generator]:
 
 
 def _of_devices(devices: Iterable[torch.device]) -> list[Generator]:
-    """The generators of the devices other than the CPU."""
     return [default_generator(device) for device in dict.fromkeys(devices) if device.type != "cpu"]

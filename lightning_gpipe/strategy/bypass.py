@@ -79,7 +79,6 @@ class BypassCheck:
         return result
 
     def evaluation(self, name: str, step: Callable[[], Any]) -> Any:
-        """Return the result of an evaluation's step; warn if the first one runs no pipeline."""
         if name in self._settled:
             return step()
         total = self._total()
@@ -105,12 +104,10 @@ class BypassCheck:
             )
 
     def _total(self) -> int:
-        """The number of runs of all pipelines."""
         return sum(piped.runs for piped in self._together)
 
     @contextmanager
     def _recorded(self) -> Iterator[list[int]]:
-        """A ``with`` block that yields the indices of the layers that run in it, in order."""
         ran: list[int] = []
         with ExitStack() as hooks:
             for k, layer in enumerate(self._layers):
@@ -138,7 +135,6 @@ class BypassCheck:
 
     @property
     def _here(self) -> str:
-        """The pipelined module, as the user writes it in a step."""
         return ".".join(filter(None, ["self", self._path]))
 
     def _bypassed(self, name: str, ran: list[int]) -> str:
@@ -164,5 +160,4 @@ def _takes_hooks(layer: nn.Module) -> bool:
 
 
 def _record(ran: list[int], k: int, *_: Any) -> None:
-    """A forward pre-hook that records the index of its layer."""
     ran.append(k)

@@ -70,12 +70,10 @@ class Checkpoints:
     # Saving, in the processes that have a part in it.
 
     def check(self, callbacks: Iterable[Callback], io: CheckpointIO) -> None:
-        """Refuse what would have no effect on these checkpoints."""
         if self._sharded:
             refuse_in_parts(callbacks, io)
 
     def module_state(self, module: LightningModule) -> dict[str, Any]:
-        """Return the state of the model that this process saves."""
         if not self._processes.meet_to_save():
             return {}
         group = self._processes.pipeline_group
@@ -85,7 +83,6 @@ class Checkpoints:
         return state_of(module, group, self._processes.elsewhere)
 
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of an optimizer's state that this process saves."""
         if not self._processes.meet_to_save():
             return {}
         group = self._processes.pipeline_group
@@ -165,7 +162,6 @@ class Checkpoints:
             self.load_part(module)
 
     def load_part(self, module: LightningModule) -> None:
-        """Load what this process has of the model, if the checkpoint is a folder."""
         if self._folder is not None:
             load_model(self._folder, module, strict=self._strict)
 

@@ -65,14 +65,12 @@ class CollectedLogs:
         calls.append({i: call})
 
     def write(self, rows: Sequence[int]) -> None:
-        """Log the collected values, weighted by the rows of each micro-batch."""
         for calls in self._calls.values():
             for of_micro_batches in calls:
                 self._log(**_combined(of_micro_batches, rows))
 
 
 def _combined(calls: Mapping[int, Arguments], rows: Sequence[int]) -> Arguments:
-    """The arguments of one call for the batch."""
     order = sorted(calls)
     last = calls[order[-1]]
     sizes: list[Any] = [calls[i].get("batch_size") for i in order]
@@ -87,7 +85,6 @@ def _combined(calls: Mapping[int, Arguments], rows: Sequence[int]) -> Arguments:
 
 
 def _reduced(by: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """The values of micro-batches as one, reduced as Lightning reduces those of batches."""
     if len(values) == 1:
         return values[0]
     tensors = torch.stack([torch.as_tensor(value, dtype=_dtype(value)) for value in values])

@@ -80,7 +80,6 @@ class Compilation:
         self._began = None
 
     def begin_batch(self) -> None:
-        """Say how long the first training batch took, once the second begins."""
         if not self._layers:
             return
         if self._began is None:
@@ -94,14 +93,12 @@ class Compilation:
             )
 
     def release(self) -> None:
-        """Let the layers run as they are."""
         for layer, compiled in self._layers.items():
             if vars(layer).get("_compiled_call_impl") is compiled:
                 del vars(layer)["_compiled_call_impl"]
         self._layers, self._functions = {}, {}
 
     def _call(self, layer: nn.Module, kind: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the code that was compiled for a layer's kind."""
         tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
         device = next((tensor.device for tensor in tensors), None)
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
@@ -109,7 +106,6 @@ class Compilation:
         return self._function((kind, device, mode, inputs))(layer, *args, **kwargs)
 
     def _function(self, key: Hashable) -> _Call:
-        """The function that calls layers of a kind, on a device, in a mode."""
         function = self._functions.get(key)
         if function is None:
             assert self._options is not None

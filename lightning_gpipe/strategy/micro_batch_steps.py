@@ -142,7 +142,6 @@ def _result_of(outcome: Outcome) -> Any:
 
 
 def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
-    """The values of a key for all micro-batches, as one value."""
     first = values[0]
     if isinstance(first, Mapping):
         return {key: _joined([value[key] for value in values], rows) for key in first}

@@ -58,7 +58,6 @@ class StrategyOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StrategyOptions:
-        """Return the options among these values."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -74,7 +73,6 @@ class StrategyOptions:
 
     @property
     def balances(self) -> list[Any]:
-        """The balance of each module."""
         return balance_of_each(self.module, self.balance)
 
     @property

@@ -136,7 +136,6 @@ class PipelinedModule:
         self.schedule = choice.order.schedule
 
     def around(self) -> list[nn.Parameter]:
-        """Return the parameters that are used around the stages: each process has them."""
         layouts = self.pipeline.layouts
         shared = {id(parameter) for layout in layouts for parameter in layout.everywhere}
         inside = {
@@ -148,7 +147,6 @@ class PipelinedModule:
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
 
     def elsewhere(self) -> set[str]:
-        """Return the paths of the modules in stages of other processes."""
         here: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         for layout in self.pipeline.layouts:
             for j, partition in enumerate(layout.partitions):
@@ -167,7 +165,6 @@ class PipelinedModule:
                     rank_zero_info(_STARVED.format(1e3 * way.allowed))
 
     def remove(self) -> None:
-        """Let the LightningModule run as without a pipeline, and end the worker threads."""
         if self._verifier is not None:
             self._verifier.remove()
         self.pipeline.release()

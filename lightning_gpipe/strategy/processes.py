@@ -72,12 +72,10 @@ class Processes:
 
     @property
     def split(self) -> bool:
-        """True if a pipeline may be split over several processes."""
         return self.options.processes != "single"
 
     @property
     def launched(self) -> bool:
-        """True if there may be several processes."""
         return self.split or self.replicated
 
     @property
@@ -93,7 +91,6 @@ class Processes:
     def place(
         self, devices: list[torch.device], nodes: int, environment: ClusterEnvironment | None
     ) -> None:
-        """Place this process among all, by the devices of a machine and the number of machines."""
         if not self.launched:
             refuse_several_nodes(nodes)
         self.devices, self._nodes, self._environment = devices, nodes, environment
@@ -133,7 +130,6 @@ class Processes:
     # Starting and connecting them.
 
     def launcher(self, strategy: ParallelStrategy) -> Scripts | _ProcessLauncher | None:
-        """The launcher that starts the other processes of a strategy, if there may be several."""
         if not self.launched:
             return None
         assert self._environment is not None, "the Trainer has found one"
@@ -144,7 +140,6 @@ class Processes:
         return Scripts(self._environment, processes, self._nodes, self.options.timeout)
 
     def _set_ranks(self) -> None:
-        """Tell Lightning the rank of this process."""
         if self._ranks is None:
             return
         on_each_node = self.arrangement.on_each_node
@@ -184,7 +179,6 @@ class Processes:
             state._replace(states=pipeline.broadcast(state.states)).restore()
 
     def check_same(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Refuse to begin if another process has another model or other arguments."""
         if self.groups is not None:
             check_same(self.groups.everyone, {**arguments, **shapes(module)})
 
@@ -198,7 +192,6 @@ class Processes:
         }
 
     def watch(self, engine: Engine) -> None:
-        """Let ``engine`` name the processes of its pipeline that have failed, or are lost."""
         if self.groups is not None:
             self.groups.watch(engine)
 
@@ -236,11 +229,9 @@ class Processes:
         return self.replica == 0
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value that process ``source`` has."""
         return value if self.groups is None else self.groups.everyone.broadcast(value, source)
 
     def decide(self, decision: bool, *, all: bool) -> bool:
-        """Return True if all processes decide so, or any."""
         if self.groups is None:
             return decision
         return self.groups.everyone.decide(bool(decision), all=all)

@@ -136,7 +136,6 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
 
 
 def _refuse_over_processes(callback: Callback) -> None:
-    """Refuse a callback that needs the values of all parameters in one process."""
     if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
         raise ValueError(
             f"{type(callback).__name__} needs the values of all parameters, and a process has "
@@ -150,7 +149,6 @@ def _refuse_over_processes(callback: Callback) -> None:
 
 
 def _refuse_global_pruning(callback: Callback) -> None:
-    """Refuse ModelPruning that ranks weights on several devices."""
     if isinstance(callback, ModelPruning) and callback._use_global_unstructured:
         pruned = callback._parameters_to_prune or []
         devices = _devices_of(getattr(module, name) for module, name in pruned)

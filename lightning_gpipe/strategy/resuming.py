@@ -50,7 +50,6 @@ class RandomStates:
         return with_states(checkpoint, states, in_an_epoch=_in_an_epoch(trainer))
 
     def load(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
-        """Train with the states that a checkpoint has, if a fit goes on from it."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         group, arrangement = self._processes.pipeline_group, self._processes.arrangement
@@ -62,7 +61,6 @@ class RandomStates:
         )
 
     def process_dataloader(self, dataloader: object, trainer: Trainer) -> None:
-        """Set the states before an iterator over the batches of an epoch is made."""
         if trainer.training and self._resumed is not None:
             self._loaders.append(dataloader)
             set_states(self._resumed, self._processes.own_devices, self._loaders)
@@ -76,7 +74,6 @@ class RandomStates:
         self.release()
 
     def warn_of_epochs_without_batches(self, module: LightningModule) -> None:
-        """Warn if the epoch that a resumed run began has ended without a batch."""
         if self._begun is None:  # most often
             return
         begun, now = self._begun, module.trainer.current_epoch
@@ -90,12 +87,10 @@ class RandomStates:
             )
 
     def release(self) -> None:
-        """Forget the states."""
         self._resumed = None
         self._loaders = []
 
     def _states_of_all(self, trainer: Trainer) -> list[list[States]]:
-        """The states of the processes of each pipeline, in the first process."""
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         own = states_of(self._processes.own_devices, map(original_loader, loaders))
         if self._processes.groups is None:

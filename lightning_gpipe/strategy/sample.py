@@ -99,7 +99,6 @@ def _check_begins_anew(loader: Any) -> None:
 
 @contextmanager
 def _generators_preserved(loaders: Sequence[Any]) -> Iterator[None]:
-    """Restore at the end of a ``with`` block the generators that shuffle."""
     holders = [x for loader in loaders if isinstance(loader, DataLoader) for x in _with(loader)]
     generators = [x.generator for x in holders if isinstance(x.generator, torch.Generator)]
     state = RandomState.of(generators)
@@ -110,7 +109,6 @@ def _generators_preserved(loaders: Sequence[Any]) -> Iterator[None]:
 
 
 def _with(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader, and its sampler if that may have a generator."""
     yield loader
     if "generator" in vars(loader.sampler):
         yield loader.sampler
@@ -118,7 +116,6 @@ def _with(loader: DataLoader[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _noted(source: str, cure: str) -> Iterator[None]:
-    """Add a note to an error of the user's code."""
     try:
         yield
     except Exception as error:

@@ -74,7 +74,6 @@ class UserSteps:
         return result
 
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
-        """Return the result of an evaluation's step, such as ``"validation_step"``."""
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         return run() if self._in_step is None else self._in_step.evaluation(run)

@@ -40,7 +40,6 @@ Structure = _pytree.TreeSpec | Joined
 
 @lru_cache(maxsize=64)
 def _of_leaves(n: int) -> Joined:
-    """The structure of n trees of one leaf each, the same object in each call."""
     return Joined((LEAF_SPEC,) * n, (1,) * n)
 
 
@@ -219,8 +218,6 @@ class _DataclassSpec(NamedTuple):
 
 
 class _DataclassNode:
-    """A pytree node in the place of a dataclass instance; its children are the attributes."""
-
     def __init__(self, kind: _DataclassSpec, values: list[Any]) -> None:
         self.kind = kind
         self.values = values

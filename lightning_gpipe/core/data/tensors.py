@@ -77,7 +77,6 @@ def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor consists of."""
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]

@@ -141,7 +141,6 @@ def reduced(
 
 
 def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> list[float]:
-    """The weight of each micro-batch's term in their mean."""
     weights = [term.weight for term in terms if term.weight is not None]
     if len(weights) == len(terms):
         return weights

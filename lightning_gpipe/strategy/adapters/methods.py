@@ -40,7 +40,6 @@ class ReplacedMethods:
         self._replaced: list[tuple[object, str, Any]] = []
 
     def set(self, owner: object, name: str, value: Any) -> None:
-        """Replace a method of ``owner``."""
         vars(owner)[name] = value
         self._replaced.append((owner, name, value))
 

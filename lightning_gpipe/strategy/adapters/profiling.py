@@ -76,7 +76,6 @@ class Profiling:
             self._recording.teardown(None)
 
     def release(self) -> None:
-        """Leave the profiler as the user made it, with the rows."""
         if self._recording is not None:
             self._recording._profiler_kwargs.pop(_ALL_THREADS, None)
         if self._handle is not None:

@@ -29,7 +29,6 @@ class AdaptedTrainer:
         self._replaced = ReplacedMethods()
 
     def connect(self, model: LightningModule) -> None:
-        """Adapt what begins before all else, if the model is in a Trainer yet."""
         if model._trainer is not None:
             self._profiling.record_threads(profiler_of(model))
 
@@ -52,19 +51,15 @@ class AdaptedTrainer:
         self._averages.follow(model)
 
     def on_train_batch_start(self, model: LightningModule) -> None:
-        """Adapt what callbacks make in the first batch of an epoch."""
         self._averages.follow_in_epoch(model)
 
     def rebalance(self, model: LightningModule) -> None:
-        """Adapt to layers that were moved."""
         self._averages.follow(model)
 
     def on_exception(self) -> None:
-        """End what would outlast a fit that has failed."""
         self._profiling.abort()
 
     def teardown(self) -> None:
-        """Leave everything as the user made it."""
         self._replaced.restore()
         self._averages.release()
         self._profiling.release()

@@ -34,7 +34,6 @@ class RowOrder:
         return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
     def arrange(self, leaf: Any) -> Any:
-        """Put the rows of a tensor, or other entries, in this order."""
         return leaf if self.permutation is None else _permuted(leaf, self.permutation)
 
     def restore(self, leaf: Any) -> Any:

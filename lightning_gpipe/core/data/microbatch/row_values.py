@@ -117,7 +117,6 @@ def permuted(value: Any, order: Sequence[int]) -> Any:
 
 
 def _like(value: Any, entries: Any) -> Any:
-    """Return some of the entries of ``value``, in its type."""
     if not isinstance(value, np.ndarray):
         return Entries(entries)
     return mark_per_row(entries) if is_per_row(value) else entries
