@@ -13,6 +13,7 @@ from lightning_gpipe.checkpoints.optimizer_state import (
 from lightning_gpipe.checkpoints.portable import load_into_stages, load_state, on_cpu, to_cpu
 from lightning_gpipe.checkpoints.random_state import (
     States,
+    generators_of,
     saved_states,
     set_states,
     states_of,
@@ -41,6 +42,7 @@ __all__ = [
     "drop_foreign_states",
     "folder_of",
     "follow_parameters",
+    "generators_of",
     "load_into_stages",
     "load_model",
     "load_optimizer",

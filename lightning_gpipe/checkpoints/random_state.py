@@ -32,7 +32,7 @@ def states_of(devices: Iterable[torch.device], loaders: Iterable[Any]) -> States
         "python": (version, torch.tensor(keys), gauss),
         "numpy": numpy and (numpy[0], torch.tensor(numpy[1].tolist()), *numpy[2:]),
         "torch": torch.get_rng_state(),
-        "loaders": [list(RandomState.of(_of_loader(loader)).states) for loader in loaders],
+        "loaders": [list(RandomState.of(generators_of(loader)).states) for loader in loaders],
     }
     return States(host, list(RandomState.of(_of_devices(devices)).states))
 
@@ -86,11 +86,12 @@ def set_states(states: States, devices: Iterable[torch.device], loaders: Iterabl
     for generator, state in zip(_of_devices(devices), states.devices, strict=False):
         generator.set_state(state)
     for loader, own in zip(loaders, states.host["loaders"], strict=False):
-        for generator, state in zip(_of_loader(loader), own, strict=False):
+        for generator, state in zip(generators_of(loader), own, strict=False):
             generator.set_state(state)
 
 
-def _of_loader(loader: Any) -> list[Generator]:
+def generators_of(loader: Any) -> list[Generator]:
+    """Return the generators of a dataloader and its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     owners = loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)
     attributes = [getattr(owner, "generator", None) for owner in owners]

@@ -253,8 +253,7 @@ class GPipeStrategy(ParallelStrategy):
         with state_follows(self.optimizers):
             self._piped.pipeline.rebalance(balance)
         self._adapted.rebalance(self._root)
-        paths = [taken.path for taken in self._piped.found]
-        self._kept_balance.replace(paths, self._piped.pipeline.balances)
+        self._kept_balance.replace(self._piped.found, self._piped.pipeline.balances)
 
     # The Trainer and its environment.
 

@@ -80,7 +80,7 @@ class PipelinedModule:
         whole = settings.schedule == "auto" and not root.automatic_optimization
         self.found = piped_modules_of(root, settings.module, balances)
         balances_known = [
-            kept.balance_of(piped.path, piped.name, len(piped.units), balance, len(devices))
+            kept.balance_of(piped, balance, len(devices))
             for piped, balance in zip(self.found, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
@@ -108,7 +108,7 @@ class PipelinedModule:
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )
         warn_of_one_device(balances, sizes, len(devices))
-        kept.keep([piped.path for piped in self.found], balances, sizes)
+        kept.keep(self.found, balances, sizes)
         self._root = root
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module

@@ -65,6 +65,7 @@ class Processes:
         self.devices: list[torch.device] = []
         self._nodes = 1
         self._environment: ClusterEnvironment | None = None
+        self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None
         self.elsewhere: set[str] = set()
 
@@ -94,12 +95,8 @@ class Processes:
         if not self.launched:
             refuse_several_nodes(nodes)
         self.devices, self._nodes, self._environment = devices, nodes, environment
+        self._ranks = environment if self.launched else None
         self._set_ranks()
-
-    @property
-    def _ranks(self) -> ClusterEnvironment | None:
-        """The environment that numbers the processes, if there may be several."""
-        return self._environment if self.launched else None
 
     @property
     def global_rank(self) -> int:

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_gpipe.checkpoints import generators_of
 from lightning_gpipe.core.faithful import RandomState, add_note, preserved
 from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
 
@@ -79,11 +80,15 @@ def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
     for loader in combined.flattened:
         _check_begins_anew(loader)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with preserved([], [device]), _generators_preserved(combined.flattened):
-        batch, _, _ = next(iter(combined))
-        combined.reset()
-        batch = module._on_before_batch_transfer(batch)
-        return module._apply_batch_transfer_handler(batch, device=device)
+    shuffling = RandomState.of([x for loader in combined.flattened for x in generators_of(loader)])
+    try:
+        with preserved([], [device]):
+            batch, _, _ = next(iter(combined))
+            combined.reset()
+            batch = module._on_before_batch_transfer(batch)
+            return module._apply_batch_transfer_handler(batch, device=device)
+    finally:
+        shuffling.restore()
 
 
 def _check_begins_anew(loader: Any) -> None:
@@ -95,23 +100,6 @@ def _check_begins_anew(loader: Any) -> None:
             f"begin anew: got {type(dataset).__name__}, an iterator. Set example_input_array in "
             "the __init__ of the LightningModule."
         )
-
-
-@contextmanager
-def _generators_preserved(loaders: Sequence[Any]) -> Iterator[None]:
-    holders = [x for loader in loaders if isinstance(loader, DataLoader) for x in _with(loader)]
-    generators = [x.generator for x in holders if isinstance(x.generator, torch.Generator)]
-    state = RandomState.of(generators)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
-def _with(loader: DataLoader[Any]) -> Iterator[Any]:
-    yield loader
-    if "generator" in vars(loader.sampler):
-        yield loader.sampler
 
 
 @contextmanager

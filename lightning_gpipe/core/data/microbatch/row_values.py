@@ -109,11 +109,13 @@ def joined(values: Sequence[Any]) -> Any:
     return Entries(chain.from_iterable(values))
 
 
-def permuted(value: Any, order: Sequence[int]) -> Any:
-    """Return the entries in another order."""
+def permuted(value: Any, order: Tensor) -> Any:
+    """Return the rows of a tensor, or other entries, in another order."""
+    if isinstance(value, Tensor):
+        return value[order.to(value.device)]
     if isinstance(value, np.ndarray):
-        return _like(value, value[list(order)])
-    return Entries(value[k] for k in order)
+        return _like(value, value[order.tolist()])
+    return Entries(value[k] for k in order.tolist())
 
 
 def _like(value: Any, entries: Any) -> Any:
