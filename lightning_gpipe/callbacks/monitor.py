@@ -84,7 +84,6 @@ class PipelineMonitor(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._handle: Any = None
         self._group: Group | None = None  # the processes of the pipeline, if there are several
         self._behind = 0.0  # seconds, this process's clock behind that of the first
         self._timelines: list[Timeline] = []  # of the current step
@@ -103,12 +102,10 @@ class PipelineMonitor(Callback):
         self._begin()
         self._group = strategy_of(trainer, self).pipeline_group
         self._behind = seconds_behind(self._group, platform.node())
-        self._handle = pipeline.observe(self._see)
+        pipeline.observe(self._see)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._handle is not None:
-            self._handle.remove()
         self._begin()
 
     # The hooks below mark what the caller's thread does.

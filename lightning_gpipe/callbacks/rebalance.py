@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -68,7 +67,6 @@ class Rebalance(Callback):
         self.every_n_epochs, self.threshold = every_n_epochs, threshold
         self.shifts: list[tuple[int, list[Shift]]] = []
         self._timelines: deque[Timeline] = deque(maxlen=_MINI_BATCHES)
-        self._handle: Any = None
         self._latest: list[Shift] = []  # the latest move, until its gain is measured
         self._undone: set[tuple[tuple[int, ...], ...]] = set()
 
@@ -87,7 +85,7 @@ class Rebalance(Callback):
                 "several, or replicas. Leave it out, and resume from a checkpoint with another "
                 "balance."
             )
-        self._handle = pipeline.observe(self._timelines.append)
+        pipeline.observe(self._timelines.append)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,9 +96,6 @@ class Rebalance(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
         self._timelines.clear()
         self._latest = []
 

@@ -5,12 +5,15 @@ Files are written atomically. All that a pipeline adds is one entry, which a pla
 
 from lightning_gpipe.checkpoints.atomic_file import AtomicFiles
 from lightning_gpipe.checkpoints.balance import FROM_CHECKPOINT, MeasuredBalances
-from lightning_gpipe.checkpoints.optimizer_state import (
+from lightning_gpipe.checkpoints.portable import (
     drop_foreign_states,
     follow_parameters,
+    load_into_stages,
+    load_state,
+    on_cpu,
     state_follows,
+    to_cpu,
 )
-from lightning_gpipe.checkpoints.portable import load_into_stages, load_state, on_cpu, to_cpu
 from lightning_gpipe.checkpoints.random_state import (
     States,
     generators_of,

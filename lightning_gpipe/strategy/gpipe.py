@@ -374,11 +374,7 @@ class GPipeStrategy(ParallelStrategy):
         processes.check_same(module, self.options.same_everywhere())
         self._compilation.begin(partial(self.taken, module))
         self._piped = piped = PipelinedModule(
-            trainer,
-            self.options,
-            processes,
-            self._kept_balance,
-            measured=self._measures_layers,
+            trainer, self.options, processes, self._kept_balance, measured=self._measures_layers
         )
         self._batch_copies = piped.pipeline.copy_batches(self.root_device)
         processes.watch(piped.pipeline.engine)

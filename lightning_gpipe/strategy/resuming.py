@@ -15,13 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
-from lightning_gpipe.checkpoints import (
-    States,
-    saved_states,
-    set_states,
-    states_of,
-    with_states,
-)
+from lightning_gpipe.checkpoints import States, saved_states, set_states, states_of, with_states
 from lightning_gpipe.distributed import original_loader
 from lightning_gpipe.strategy.processes import Processes
 

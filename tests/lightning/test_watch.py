@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.frontends import install
 from lightning_gpipe.core.pipeline import PipedModule
-from lightning_gpipe.strategy.bypass import BypassCheck
+from lightning_gpipe.strategy.user_steps import BypassCheck
 from tests.support.lightning_modules import (
     Classifier,
     Data,

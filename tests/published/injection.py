@@ -80,8 +80,8 @@ class InjectedStrategy(GPipeStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._piped is not None:
-            ran = sum(piped.runs for piped in self._piped.found)
+        if self.pipeline is not None:
+            ran = sum(piped.runs for piped in self.pipeline.taken)
             self._counted.batches += ran
             self._counted.piped += ran > 0
         super().teardown()

@@ -8,8 +8,4 @@ from lightning_gpipe.strategy.adapters.averages import WeightAveraging
 from lightning_gpipe.strategy.adapters.profiling import path_of
 from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
 
-__all__ = [
-    "AdaptedTrainer",
-    "WeightAveraging",
-    "path_of",
-]
+__all__ = ["AdaptedTrainer", "WeightAveraging", "path_of"]

@@ -77,10 +77,7 @@ class _GuardedLog:
 
 
 def adapt_callbacks(
-    callbacks: Iterable[Callback],
-    replaced: ReplacedMethods,
-    layout: Layout,
-    replicas: int,
+    callbacks: Iterable[Callback], replaced: ReplacedMethods, layout: Layout, replicas: int
 ) -> None:
     """Let callbacks that finetune or monitor do so on all devices of a pipeline."""
     others = [device for device in dict.fromkeys(layout.devices_here) if device != layout.outside]

@@ -14,12 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.profilers import (
-    AdvancedProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 

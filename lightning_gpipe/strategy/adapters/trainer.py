@@ -9,11 +9,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.strategy.adapters.averages import Averages
-from lightning_gpipe.strategy.adapters.methods import (
-    ReplacedMethods,
-    adapt_callbacks,
-    guard_logs,
-)
+from lightning_gpipe.strategy.adapters.methods import ReplacedMethods, adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 
 
@@ -38,11 +34,7 @@ class AdaptedTrainer:
         self._averages.hold_back(model)
 
     def setup(
-        self,
-        model: LightningModule,
-        callbacks: Sequence[Callback],
-        pipeline: GPipe,
-        replicas: int,
+        self, model: LightningModule, callbacks: Sequence[Callback], pipeline: GPipe, replicas: int
     ) -> None:
         """Adapt everything else to a pipeline, of which there are so many replicas."""
         guard_logs(model, self._replaced)
