@@ -45,7 +45,7 @@ from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.core.show import show
 from lightning_gpipe.core.transport import BatchCopies
 from lightning_gpipe.distributed import Group, Mode, shared
-from lightning_gpipe.strategy.adapters import AdaptedTrainer
+from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
 from lightning_gpipe.strategy.foreign_trainers import (
@@ -329,7 +329,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         if self._piped is not None:
-            return self._piped.outside
+            return self._piped.pipeline.layout.outside
         first = self.options.around == "first" or self.options.folded
         return self._processes.own_devices[0 if first else -1]
 
@@ -399,8 +399,7 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        replicas = self.options.replicas
-        self._adapted.setup(module, callbacks, piped.pipeline, replicas)
+        self._adapted.setup(module, callbacks, piped.pipeline, self.options.replicas)
 
     @override
     def model_to_device(self) -> None:

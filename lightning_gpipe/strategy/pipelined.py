@@ -63,7 +63,6 @@ class PipelinedModule:
 
     Attributes:
         found: The piped modules.
-        outside: The device of what is around the pipelines.
     """
 
     def __init__(
@@ -132,10 +131,10 @@ class PipelinedModule:
         if settings.verify and not choice.order.by_micro_batch:  # else steps are verified
             self._verifier = FirstBatchVerifier(self.found, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
-        self.outside = self.pipeline.layout.outside
         self.schedule = choice.order.schedule
 
     def around(self) -> list[nn.Parameter]:
+        """Return the parameters that are used around the stages: each process has them."""
         layouts = self.pipeline.layouts
         shared = {id(parameter) for layout in layouts for parameter in layout.everywhere}
         inside = {
@@ -147,6 +146,7 @@ class PipelinedModule:
         return [p for p in self._root.parameters() if id(p) in shared or id(p) not in inside]
 
     def elsewhere(self) -> set[str]:
+        """Return the paths of the modules in stages of other processes."""
         here: dict[bool, set[nn.Module]] = {True: set(), False: set()}
         for layout in self.pipeline.layouts:
             for j, partition in enumerate(layout.partitions):

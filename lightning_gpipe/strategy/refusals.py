@@ -35,7 +35,7 @@ from torchmetrics import Metric
 from lightning_gpipe.checkpoints import AtomicFiles
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
-from lightning_gpipe.strategy.adapters import WeightAveraging
+from lightning_gpipe.strategy.adapters.averages import WeightAveraging
 
 # Precision plugins that a pipeline cannot honour, and what they are for.
 _FOREIGN_PRECISION: dict[type[Precision], str] = {

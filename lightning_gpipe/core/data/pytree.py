@@ -171,16 +171,23 @@ def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[
     )
 
 
-def register_as_leaf(
-    cls: type, leaf_of: Callable[[Any], Any], from_leaf: Callable[[Any], Any]
+def register_sequence(
+    cls: type, leaves_of: Callable[[Any], list[Any]], from_leaves: Callable[[Iterable[Any]], Any]
 ) -> None:
-    """Flatten instances of ``cls`` to one leaf."""
+    """Flatten instances of ``cls`` to these leaves."""
     _pytree.register_pytree_node(
         cls,
-        lambda value: ([leaf_of(value)], None),
-        lambda leaves, _: from_leaf(next(iter(leaves))),
-        flatten_with_keys_fn=lambda value: ([(_pytree.SequenceKey(0), leaf_of(value))], None),
+        lambda value: (leaves_of(value), None),
+        lambda leaves, _: from_leaves(leaves),
+        flatten_with_keys_fn=lambda value: (
+            [(_pytree.SequenceKey(k), leaf) for k, leaf in enumerate(leaves_of(value))],
+            None,
+        ),
     )
+
+
+for _cls in (WholeList, WholeTuple):
+    register_sequence(_cls, list, _cls)
 
 
 def _detached(leaf: Any) -> Any:
@@ -279,17 +286,6 @@ _pytree.register_pytree_node(
     ),
 )
 
-
-for _cls in (WholeList, WholeTuple):
-    _pytree.register_pytree_node(
-        _cls,
-        lambda value: (list(value), type(value)),
-        lambda leaves, cls: cls(leaves),
-        flatten_with_keys_fn=lambda value: (
-            [(_pytree.SequenceKey(k), leaf) for k, leaf in enumerate(value)],
-            type(value),
-        ),
-    )
 
 # Objects that cannot be flattened.
 
