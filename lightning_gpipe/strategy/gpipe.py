@@ -48,18 +48,16 @@ from lightning_gpipe.distributed import Group, Mode, shared
 from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
-from lightning_gpipe.strategy.foreign_trainers import (
-    accept,
-    refuse_a_second_trainer,
-    refuse_a_twin,
-    refuse_fabric,
-)
 from lightning_gpipe.strategy.options import StartMethod, StrategyOptions
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
+    accept,
     check_environment,
     check_fit,
+    refuse_a_second_trainer,
+    refuse_a_twin,
+    refuse_fabric,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
 )
