@@ -20,12 +20,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.best_balance import best_balance
-from lightning_gpipe.callbacks.memory import peak_memory
 from lightning_gpipe.callbacks.one_clock import all_of, seconds_behind, spans_of_all
-from lightning_gpipe.callbacks.required import (
+from lightning_gpipe.callbacks.running import (
+    best_balance,
     check_positive,
     milliseconds,
+    peak_memory,
     pipeline_of,
     strategy_of,
 )
@@ -84,7 +84,6 @@ class PipelineMonitor(Callback):
         self._begin()
 
     def _begin(self) -> None:
-        self._handle: Any = None
         self._group: Group | None = None  # the processes of the pipeline, if there are several
         self._behind = 0.0  # seconds, this process's clock behind that of the first
         self._timelines: list[Timeline] = []  # of the current step
@@ -103,12 +102,10 @@ class PipelineMonitor(Callback):
         self._begin()
         self._group = strategy_of(trainer, self).pipeline_group
         self._behind = seconds_behind(self._group, platform.node())
-        self._handle = pipeline.observe(self._see)
+        pipeline.observe(self._see)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._handle is not None:
-            self._handle.remove()
         self._begin()
 
     # The hooks below mark what the caller's thread does.
@@ -154,7 +151,6 @@ class PipelineMonitor(Callback):
         self._marks.append((name, perf_counter()))
 
     def _record(self, trainer: Trainer) -> None:
-        """Read the timelines of the latest step, and log its metrics."""
         pipeline = pipeline_of(trainer, self)
         spans_of = [
             (timeline, spans_of_all(self._group, timeline.spans, self._behind))
@@ -201,7 +197,6 @@ class PipelineMonitor(Callback):
                     yield f"rank_{rank}/{device}" if len(of_ranks) > 1 else device, peak
 
     def _finish(self, trainer: Trainer, model: LightningModule) -> None:
-        """Write the files, and print which settings would be faster."""
         pipeline = pipeline_of(trainer, self)
         if not trainer.is_global_zero:
             return
@@ -221,7 +216,6 @@ class PipelineMonitor(Callback):
         rank_zero_info(f"PipelineMonitor: {folder / PICTURE} shows step {self._steps[-1].number}.")
 
     def _allows_steps(self, trainer: Trainer) -> bool:
-        """Return whether training_step could be called for each micro-batch."""
         pipeline, module = pipeline_of(trainer, self), trainer.lightning_module
         single = len(pipeline.taken) == 1 and not pipeline.layout.spread
         distributed = strategy_of(trainer, self).is_distributed
@@ -247,7 +241,6 @@ class PipelineMonitor(Callback):
 
 
 def _metrics(observation: Observation) -> dict[str, float]:
-    """The metrics of a mini-batch."""
     metrics = {
         "bubble": observation.bubble,
         "bubble_by_schedule": observation.schedule.bubble,

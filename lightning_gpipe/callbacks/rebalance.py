@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.best_balance import best_balance
-from lightning_gpipe.callbacks.required import (
+from lightning_gpipe.callbacks.running import (
+    best_balance,
     check_positive,
     milliseconds,
     pipeline_of,
@@ -68,7 +67,6 @@ class Rebalance(Callback):
         self.every_n_epochs, self.threshold = every_n_epochs, threshold
         self.shifts: list[tuple[int, list[Shift]]] = []
         self._timelines: deque[Timeline] = deque(maxlen=_MINI_BATCHES)
-        self._handle: Any = None
         self._latest: list[Shift] = []  # the latest move, until its gain is measured
         self._undone: set[tuple[tuple[int, ...], ...]] = set()
 
@@ -87,7 +85,7 @@ class Rebalance(Callback):
                 "several, or replicas. Leave it out, and resume from a checkpoint with another "
                 "balance."
             )
-        self._handle = pipeline.observe(self._timelines.append)
+        pipeline.observe(self._timelines.append)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,14 +96,10 @@ class Rebalance(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        self._handle = None
         self._timelines.clear()
         self._latest = []
 
     def _compare(self, trainer: Trainer, epoch: int) -> None:
-        """Compare the balance with the best one, and move layers if that pays."""
         pipeline = pipeline_of(trainer, self)
         busy = self._busy(pipeline)
         if busy is None:
@@ -125,7 +119,6 @@ class Rebalance(Callback):
                 self._latest = chosen
 
     def _busy(self, pipeline: GPipe) -> list[list[float]] | None:
-        """The time that each stage of each pipeline takes; None if one has not run."""
         times = []
         for layout in pipeline.layouts:
             timelines = [x for x in self._timelines if x.layout is layout]
@@ -151,7 +144,6 @@ class Rebalance(Callback):
         return self._move(trainer, [shift.before for shift in moved])
 
     def _move(self, trainer: Trainer, balances: Sequence[Sequence[int]]) -> bool:
-        """Move layers, or warn if that is impossible now."""
         lists = [list(balance) for balance in balances]
         try:
             strategy_of(trainer, self).rebalance(lists if len(lists) > 1 else lists[0])

@@ -5,15 +5,20 @@ Files are written atomically. All that a pipeline adds is one entry, which a pla
 
 from lightning_gpipe.checkpoints.atomic_file import AtomicFiles
 from lightning_gpipe.checkpoints.balance import FROM_CHECKPOINT, MeasuredBalances
-from lightning_gpipe.checkpoints.optimizer_state import (
+from lightning_gpipe.checkpoints.portable import (
     drop_foreign_states,
     follow_parameters,
+    load_into_stages,
+    load_state,
+    on_cpu,
     state_follows,
+    to_cpu,
 )
-from lightning_gpipe.checkpoints.portable import load_state, load_values, on_cpu, to_cpu
 from lightning_gpipe.checkpoints.random_state import (
-    CheckpointGenerators,
     States,
+    generators_of,
+    saved_states,
+    set_states,
     states_of,
     with_states,
 )
@@ -34,23 +39,25 @@ __all__ = [
     "FROM_CHECKPOINT",
     "REST",
     "AtomicFiles",
-    "CheckpointGenerators",
     "MeasuredBalances",
     "States",
     "check_contents",
     "drop_foreign_states",
     "folder_of",
     "follow_parameters",
+    "generators_of",
+    "load_into_stages",
     "load_model",
     "load_optimizer",
     "load_rest",
     "load_state",
-    "load_values",
     "make_room",
     "on_cpu",
     "optimizer_part",
     "save_parts",
+    "saved_states",
     "set_aside",
+    "set_states",
     "state_follows",
     "states_of",
     "to_cpu",

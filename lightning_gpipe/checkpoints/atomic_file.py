@@ -110,7 +110,6 @@ def _write(checkpoint: dict[str, Any], file: BinaryIO) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Synchronise the names in a folder to the disk."""
     if os.name != "posix":  # elsewhere folders cannot be opened
         return
     descriptor = os.open(folder, os.O_RDONLY)

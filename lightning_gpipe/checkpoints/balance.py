@@ -11,7 +11,8 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_gpipe.checkpoints.entry import value_of_entry, with_entry
+from lightning_gpipe.checkpoints.portable import value_of_entry, with_entry
+from lightning_gpipe.core.pipeline import PipedModule
 
 FROM_CHECKPOINT = "checkpoint"
 _SAVED = ("time", "memory", FROM_CHECKPOINT)
@@ -24,44 +25,42 @@ class MeasuredBalances:
         self._sizes: dict[str, list[int]] = {}  # by the path of the module
 
     def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read the balances from a checkpoint."""
         self._sizes = dict(value_of_entry(checkpoint, "balance") or {})
 
     def save(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint with the balances, if there are any."""
         return with_entry(checkpoint, balance=dict(self._sizes)) if self._sizes else checkpoint
 
     def keep(
-        self, paths: Sequence[str], balances: Sequence[Any], sizes: Sequence[Sequence[int]]
+        self, taken: Sequence[PipedModule], balances: Sequence[Any], sizes: Sequence[Sequence[int]]
     ) -> None:
         """Keep the stage sizes of those modules whose ``balance`` is measured or was saved."""
         self._sizes = {
-            path: list(size)
-            for path, balance, size in zip(paths, balances, sizes, strict=True)
+            piped.path: list(size)
+            for piped, balance, size in zip(taken, balances, sizes, strict=True)
             if isinstance(balance, str) and balance in _SAVED
         }
 
-    def replace(self, paths: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
+    def replace(self, taken: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
         """Replace the sizes of those modules that have been kept."""
-        pairs = zip(paths, sizes, strict=True)
-        self._sizes |= {path: list(size) for path, size in pairs if path in self._sizes}
+        pairs = zip(taken, sizes, strict=True)
+        self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
-    def balance_of(self, path: str, name: str, units: int, balance: Any, devices: int) -> Any:
+    def balance_of(self, piped: PipedModule, balance: Any, devices: int) -> Any:
         """Return the sizes from the checkpoint if ``balance`` is to be measured and they fit.
 
         Otherwise return ``balance``, or raise a ValueError if it must be in the checkpoint.
         """
         if not isinstance(balance, str) or balance not in _SAVED:
             return balance
-        sizes = self._sizes.get(path, [])
+        sizes, units = self._sizes.get(piped.path, []), len(piped.frontend.units)
         if sizes and sum(sizes) == units and len(sizes) % devices == 0:
-            rank_zero_info(f"GPipe takes the balance of {name} from the checkpoint: {sizes}")
+            rank_zero_info(f"GPipe takes the balance of {piped.name} from the checkpoint: {sizes}")
             return sizes
         if balance != FROM_CHECKPOINT:
             return balance
         found = f"{sizes} for {sum(sizes)} units" if sizes else "none"
         raise ValueError(
             "balance='checkpoint' takes the balance that a checkpoint has, which must fit: got "
-            f"{found}, for the {units} units of {name} and {devices} devices. Resume with "
+            f"{found}, for the {units} units of {piped.name} and {devices} devices. Resume with "
             "ckpt_path=, from a run with balance='time' or 'memory', or write balance='time'."
         )

@@ -2,19 +2,36 @@
 
 A checkpoint is saved from a module that is spread over devices, and loaded before the pipeline is
 set up, into a plain module on the CPU or the meta device. In the file all tensors are on the CPU,
-so that a machine with fewer devices can load it.
+so that a machine with fewer devices can load it. The state of an optimizer is on the devices of its
+parameters.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gpipe.core.data import identity, map_tensors
 from lightning_gpipe.core.frontends import on_meta
+
+_KEY = "lightning_gpipe"  # of the one entry that a pipeline adds; a plain Trainer ignores it
+
+
+def with_entry(checkpoint: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """Return the checkpoint with these values added to the entry."""
+    return {**checkpoint, _KEY: {**checkpoint.get(_KEY, {}), **values}}
+
+
+def value_of_entry(checkpoint: Mapping[str, Any], name: str) -> Any:
+    """Return a value of the entry; None if there is none."""
+    return checkpoint.get(_KEY, {}).get(name)
 
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +78,7 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) 
             parameters[name] = loaded
 
 
-def load_values(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
+def load_into_stages(module: nn.Module, state: Mapping[str, Tensor], *, strict: bool) -> None:
     """Load a state dict into a module some of whose parameters are in other processes, on meta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*which is a no-op")  # for meta parameters
@@ -76,3 +93,52 @@ def _slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[dict[str, Any], s
             if parameter is not None:
                 slots.setdefault(parameter, []).append((submodule._parameters, name))
     return slots
+
+
+@contextmanager
+def state_follows(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Let parameters move to other devices in a ``with`` block; their state follows at its end.
+
+    State on other devices than the parameter's, such as a count of steps on the CPU, stays there.
+    """
+    # Optimizer.load_state_dict would move the state too, but it casts tensors to the dtype of the
+    # parameter and replaces the parameter groups.
+    optimizers = list(optimizers)
+    before = [
+        (optimizer, parameter, parameter.device)
+        for optimizer in optimizers
+        for parameter in optimizer.state
+        if isinstance(parameter, Tensor)  # some optimizers have common state under a string
+    ]
+    try:
+        yield
+    finally:
+        for optimizer, parameter, device in before:
+            if parameter.device != device:
+                move = partial(_moved, source=device, target=parameter.device)
+                optimizer.state[parameter] = map_tensors(move, optimizer.state[parameter])
+
+
+def _moved(tensor: Tensor, source: torch.device, target: torch.device) -> Tensor:
+    is_step = tensor.dim() == 0 and source.type == "cpu"  # a count that is read on the host
+    return tensor if is_step or tensor.device != source else tensor.to(target)
+
+
+def follow_parameters(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer to the devices of its parameters.
+
+    A learning rate that is a tensor goes to the CPU if the parameters are on several devices.
+    """
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and len({x.device for x in group["params"]}) > 1:
+            rate.data = rate.cpu()
+
+
+def drop_foreign_states(optimizer: Optimizer) -> None:
+    """Drop the states of meta parameters, whose values are in another process."""
+    for parameter in list(optimizer.state):
+        if isinstance(parameter, Tensor) and parameter.is_meta:
+            del optimizer.state[parameter]

@@ -179,7 +179,6 @@ def _closed(value: Any) -> Any:
 
 
 def _read(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, Any]:
-    """Read the values of these keys, nested as they were saved."""
     flat: dict[str, Any] = {}
     for key in keys:
         stored = metadata.state_dict_metadata[key]
@@ -196,7 +195,6 @@ def _read(folder: Path, metadata: Metadata, keys: Iterable[str]) -> dict[str, An
 
 @contextmanager
 def _without_warning() -> Iterator[None]:
-    """Suppress the warning that a process reads or writes without the others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         yield
@@ -207,7 +205,6 @@ def _metadata(folder: Path) -> Metadata:
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
-    """The path of each key in the nested dicts that were saved."""
     paths: dict[str, tuple[str | int, ...]] = metadata.planner_data
     return paths
 

@@ -96,7 +96,7 @@ class _Planning(CPUAccelerator):
             taken,
             partial(entries_in, module, trainer, taken),
             [torch.device(self._options.measure_on)] * len(self._places),
-            microbatching=strategy.microbatching,
+            microbatching=strategy.options.microbatching,
             optimizer=optimizers_of(module, trainer),
             split=True,
         )
@@ -122,9 +122,9 @@ class _Planning(CPUAccelerator):
             stages=options.stages,
             chunks=options.chunks,
             most=measuring.most(16 * len(self._places)),
-            schedule=options.schedule or strategy.schedule,
-            split_backward=True if strategy.split_backward is True else None,
-            around=strategy.around,
+            schedule=options.schedule or strategy.options.schedule,
+            split_backward=True if strategy.options.split_backward is True else None,
+            around=strategy.options.around,
         )
 
 

@@ -1,13 +1,7 @@
-"""Saves and loads the checkpoints of a pipeline that may have several processes.
-
-A checkpoint is one file that the first process writes, or a folder to which each process of the
-first pipeline writes its part. From a folder each process loads its own part, once it is known what
-that is.
-"""
+"""Saves and loads the checkpoints of a pipeline that may have several processes."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_gpipe.checkpoints import (
     REST,
@@ -25,11 +18,11 @@ from lightning_gpipe.checkpoints import (
     check_contents,
     drop_foreign_states,
     folder_of,
+    load_into_stages,
     load_model,
     load_optimizer,
     load_rest,
     load_state,
-    load_values,
     make_room,
     on_cpu,
     optimizer_part,
@@ -57,80 +50,44 @@ def with_whole_files(io: CheckpointIO | None) -> CheckpointIO:
     return io
 
 
-class Saver(ABC):
-    """Saves checkpoints, in the processes that have a part in them.
+class Checkpoints:
+    """Saves and loads the checkpoints of a Trainer.
+
+    Either kind is loaded: a file at once, a folder once this process knows its part.
 
     Args:
         processes: The processes of the Trainer.
+        sharded: Whether to save folders, to which each process writes its part, instead of files,
+            which the first process writes.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self.processes = processes
+    def __init__(self, processes: Processes, *, sharded: bool) -> None:
+        self._processes = processes
+        self._sharded = sharded
+        self._folder: Path | None = None  # from which the model is loaded
+        self._strict = True
 
-    @abstractmethod
+    # Saving, in the processes that have a part in it.
+
     def check(self, callbacks: Iterable[Callback], io: CheckpointIO) -> None:
-        """Refuse what would have no effect on these checkpoints."""
+        if self._sharded:
+            refuse_in_parts(callbacks, io)
 
-    @abstractmethod
     def module_state(self, module: LightningModule) -> dict[str, Any]:
-        """Return the state of the model that this process saves."""
-
-    @abstractmethod
-    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of an optimizer's state that this process saves."""
-
-    @abstractmethod
-    def save(
-        self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
-    ) -> None:
-        """Save a checkpoint; all processes call this."""
-
-
-class FileSaver(Saver):
-    """Saves a checkpoint as one file, which the first process writes."""
-
-    @override
-    def check(self, callbacks: Iterable[Callback], io: CheckpointIO) -> None:
-        pass  # any callback and any CheckpointIO will do
-
-    @override
-    def module_state(self, module: LightningModule) -> dict[str, Any]:
-        group = self.processes.pipeline_group
+        if not self._processes.meet_to_save():
+            return {}
+        group = self._processes.pipeline_group
         if group is None:
             return module.state_dict()
-        return whole_state(module, group, self.processes.elsewhere)
+        state_of = own_state if self._sharded else whole_state
+        return state_of(module, group, self._processes.elsewhere)
 
-    @override
     def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        group = self.processes.pipeline_group
-        return state if group is None else whole_optimizer_state(optimizer, state, group)
-
-    @override
-    def save(
-        self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
-    ) -> None:
-        if self.processes.global_rank == 0:
-            with set_aside(Path(path)):
-                io.save_checkpoint(on_cpu(checkpoint), path, storage_options=storage_options)
-
-
-class FolderSaver(Saver):
-    """Saves a checkpoint as a folder, to which each process writes its part."""
-
-    @override
-    def check(self, callbacks: Iterable[Callback], io: CheckpointIO) -> None:
-        refuse_in_parts(callbacks, io)
-
-    @override
-    def module_state(self, module: LightningModule) -> dict[str, Any]:
-        group = self.processes.pipeline_group
-        if group is None:
-            return module.state_dict()
-        return own_state(module, group, self.processes.elsewhere)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        group = self.processes.pipeline_group
+        if not self._processes.meet_to_save():
+            return {}
+        group = self._processes.pipeline_group
+        if not self._sharded:
+            return state if group is None else whole_optimizer_state(optimizer, state, group)
         if group is None:
             own = list(state["state"])
             return optimizer_part(state, own, first=True, some=bool(own))
@@ -138,16 +95,25 @@ class FolderSaver(Saver):
         some = group.decide(bool(own), all=False)
         return optimizer_part(state, own, first=group.rank == 0, some=some)
 
-    @override
     def save(
         self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO, storage_options: Any
+    ) -> None:
+        """Save a checkpoint; all processes call this."""
+        if self._sharded:
+            self._save_parts(checkpoint, path, storage_options)
+        elif self._processes.global_rank == 0:
+            with set_aside(Path(path)):
+                io.save_checkpoint(on_cpu(checkpoint), path, storage_options=storage_options)
+
+    def _save_parts(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any
     ) -> None:
         if storage_options is not None:
             raise TypeError(
                 "storage_options is for a CheckpointIO; save_distributed_checkpoint=True writes "
                 f"to a folder of this machine: got storage_options={storage_options!r}."
             )
-        processes = self.processes
+        processes = self._processes
         first, group = processes.global_rank == 0, processes.pipeline_group
         folder = Path(processes.broadcast(str(path)))
         if first:
@@ -163,18 +129,7 @@ class FolderSaver(Saver):
         with group.waiting_for("a part of a checkpoint"):
             save_parts(folder, whole, group.process_group, first=first)
 
-
-class Loader:
-    """Loads a checkpoint: a file at once, a folder once this process knows its part.
-
-    Args:
-        processes: The processes of the Trainer.
-    """
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._folder: Path | None = None
-        self._strict = True
+    # Loading.
 
     def load(self, path: str | Path, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Read a file, or what a folder has beside the states of model and optimizers.
@@ -190,26 +145,25 @@ class Loader:
         check_contents(checkpoint, path)
         return checkpoint
 
-    def load_before_setup(
-        self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool
+    def load_model(
+        self,
+        module: LightningModule,
+        checkpoint: Mapping[str, Any],
+        *,
+        strict: bool,
+        is_set_up: bool,
     ) -> None:
-        """Load the model from a file; from a folder, see :meth:`load_part`."""
+        """Load the model; from a folder only if it is set up, else see :meth:`load_part`."""
         self._strict = strict
         if self._folder is None:
-            load_state(module, checkpoint["state_dict"], strict=strict)
+            load = load_into_stages if is_set_up else load_state
+            load(module, checkpoint["state_dict"], strict=strict)
+        elif is_set_up:
+            self.load_part(module)
 
     def load_part(self, module: LightningModule) -> None:
-        """Load what this process has of the model, if the checkpoint is a folder."""
         if self._folder is not None:
             load_model(self._folder, module, strict=self._strict)
-
-    def load_after_setup(
-        self, module: LightningModule, checkpoint: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        self._strict = strict
-        if self._folder is None:
-            load_values(module, checkpoint["state_dict"], strict=strict)
-        self.load_part(module)
 
     def load_optimizers(
         self, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -51,7 +52,7 @@ class Compilation:
         if options is not False:
             self._options = {"dynamic": True, **(options if isinstance(options, dict) else {})}
         self._functions: dict[Hashable, _Call] = {}
-        self._layers: list[nn.Module] = []
+        self._layers: dict[nn.Module, _Call] = {}
         self._began: float | None = None  # the first batch; 0.0 once it has ended
 
     def begin(self, modules: Callable[[], Sequence[PipedModule]]) -> None:
@@ -64,11 +65,12 @@ class Compilation:
             return
         layers = [layer for taken in modules() for layer in _layers_of(taken)]
         # Layers that the user compiles stay as they are.
-        self._layers = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
+        plain = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
         kinds: dict[Hashable, int] = {}
-        for layer in self._layers:
+        for layer in plain:
             kind = kinds.setdefault(kind_of(layer), len(kinds))
-            vars(layer)["_compiled_call_impl"] = _Compiled(layer, kind, self._function)
+            compiled = partial(self._call, layer, kind)
+            vars(layer)["_compiled_call_impl"] = self._layers[layer] = compiled
         backend = self._options.get("backend", "inductor")
         rank_zero_info(
             f"GPipe compiles {len(self._layers)} layers of {len(kinds)} kinds with torch.compile, "
@@ -78,7 +80,6 @@ class Compilation:
         self._began = None
 
     def begin_batch(self) -> None:
-        """Say how long the first training batch took, once the second begins."""
         if not self._layers:
             return
         if self._began is None:
@@ -92,34 +93,24 @@ class Compilation:
             )
 
     def release(self) -> None:
-        """Let the layers run as they are."""
-        for layer in self._layers:
-            if isinstance(vars(layer).get("_compiled_call_impl"), _Compiled):
+        for layer, compiled in self._layers.items():
+            if vars(layer).get("_compiled_call_impl") is compiled:
                 del vars(layer)["_compiled_call_impl"]
-        self._layers, self._functions = [], {}
+        self._layers, self._functions = {}, {}
+
+    def _call(self, layer: nn.Module, kind: int, *args: Any, **kwargs: Any) -> Any:
+        tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
+        device = next((tensor.device for tensor in tensors), None)
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
+        inputs = tuple(_needs_gradient(value) for value in (*args, *kwargs.values()))
+        return self._function((kind, device, mode, inputs))(layer, *args, **kwargs)
 
     def _function(self, key: Hashable) -> _Call:
-        """The function that calls layers of a kind, on a device, in a mode."""
         function = self._functions.get(key)
         if function is None:
             assert self._options is not None
             function = self._functions.setdefault(key, torch.compile(_caller(), **self._options))
         return function
-
-
-class _Compiled:
-    """Runs the code that was compiled for a layer's kind, when the layer is called."""
-
-    def __init__(self, layer: nn.Module, kind: int, function: Callable[[Hashable], _Call]) -> None:
-        self._layer, self._kind, self._function = layer, kind, function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layer = self._layer
-        tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
-        device = next((tensor.device for tensor in tensors), None)
-        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
-        inputs = tuple(_needs_gradient(value) for value in (*args, *kwargs.values()))
-        return self._function((self._kind, device, mode, inputs))(layer, *args, **kwargs)
 
 
 def _check(options: Any) -> None:

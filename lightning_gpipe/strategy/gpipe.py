@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -43,21 +44,14 @@ from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.core.show import show
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
-from lightning_gpipe.strategy.adapters import AdaptedTrainer
-from lightning_gpipe.strategy.checkpointing import (
-    FileSaver,
-    FolderSaver,
-    Loader,
-    Saver,
-    with_whole_files,
-)
+from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
+from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
-from lightning_gpipe.strategy.foreign_trainers import accept
-from lightning_gpipe.strategy.micro_batch_steps import check_schedule, checkpointing_for
-from lightning_gpipe.strategy.options import StrategyOptions, as_typed
+from lightning_gpipe.strategy.options import StartMethod, StrategyOptions
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
-from lightning_gpipe.strategy.processes import Processes, ProcessOptions, StartMethod
+from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
+    accept,
     check_environment,
     check_fit,
     refuse_a_second_trainer,
@@ -65,11 +59,9 @@ from lightning_gpipe.strategy.refusals import (
     refuse_fabric,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
-    refuse_verification,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
-from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 from lightning_gpipe.strategy.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -192,37 +184,15 @@ class GPipeStrategy(ParallelStrategy):
         ddp: dict[str, Any] | None = None,
         save_distributed_checkpoint: bool = False,
     ) -> None:
-        self._arguments = as_typed(GPipeStrategy, locals())
-        self._processes = Processes(
-            ProcessOptions(
-                processes, replicas, timeout, lost_after, process_group_backend, start_method
-            )
-        )
+        self.options = StrategyOptions.of(locals())
+        self._processes = Processes(self.options)
         self._replicas = Replicas(self._processes, ddp)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
         accept(GPipeStrategy)
-        if verify and processes != "single":
-            refuse_verification(processes)
-        check_schedule(schedule, processes, replicas)
-        self._settings = StrategyOptions(
-            balance=balance,
-            chunks=chunks,
-            module=module,
-            schedule=schedule,
-            activation_checkpointing=checkpointing_for(activation_checkpointing, schedule),
-            deferred_batch_norm=deferred_batch_norm,
-            microbatching=microbatching,
-            threads=threads,
-            split_backward=split_backward,
-            verify=verify,
-            around=around,
-        )
         self._compilation = Compilation(compile)
         self._adapted = AdaptedTrainer()
-        kind = FolderSaver if save_distributed_checkpoint else FileSaver
-        self._saver: Saver = kind(self._processes)
-        self._loader = Loader(self._processes)
+        self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
         self._kept_balance = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
@@ -231,7 +201,10 @@ class GPipeStrategy(ParallelStrategy):
         self._steps: UserSteps | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._arguments})"
+        defaults = signature(GPipeStrategy).parameters.items()
+        arguments = ((name, getattr(self.options, name), x.default) for name, x in defaults)
+        changed = ", ".join(f"{name}={x!r}" for name, x, default in arguments if x != default)
+        return f"{type(self).__name__}({changed})"
 
     @property
     def pipeline(self) -> GPipe | None:
@@ -239,20 +212,9 @@ class GPipeStrategy(ParallelStrategy):
         return None if self._piped is None else self._piped.pipeline
 
     @property
-    def microbatching(self) -> MicroBatching | None:
-        return self._settings.microbatching
-
-    @property
-    def around(self) -> Literal["last", "first"]:
-        return self._settings.around
-
-    @property
-    def schedule(self) -> ScheduleName | Literal["auto"]:
-        return self._settings.schedule
-
-    @property
-    def split_backward(self) -> bool | Literal["auto"]:
-        return self._settings.split_backward
+    def _root(self) -> LightningModule:
+        assert self.lightning_module is not None, "it is connected before all hooks but __init__"
+        return self.lightning_module
 
     def measure_layers(self) -> None:
         """Measure the cost of each layer at setup, whatever the balance goes by."""
@@ -260,7 +222,7 @@ class GPipeStrategy(ParallelStrategy):
 
     def taken(self, module: LightningModule) -> list[PipedModule]:
         """The modules of a LightningModule that would run as pipelines."""
-        path = self._settings.module
+        path = self.options.module
         return piped_modules_of(module, path, balance_of_each(path, "parameters"))
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
@@ -284,12 +246,10 @@ class GPipeStrategy(ParallelStrategy):
                 "replicas of a pipeline keep their balance, for their gradients are averaged stage "
                 f"by stage: got rebalance({balance}). Give this balance to GPipeStrategy."
             )
-        assert self.lightning_module is not None
         with state_follows(self.optimizers):
-            self._piped.rebalance(balance)
-        self._adapted.rebalance(self.lightning_module)
-        paths = [taken.path for taken in self._piped.found]
-        self._kept_balance.replace(paths, self._piped.pipeline.balances)
+            self._piped.pipeline.rebalance(balance)
+        self._adapted.rebalance(self._root)
+        self._kept_balance.replace(self._piped.found, self._piped.pipeline.balances)
 
     # The Trainer and its environment.
 
@@ -365,8 +325,8 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         if self._piped is not None:
-            return self._piped.outside
-        first = self._settings.around == "first" or self._settings.folded
+            return self._piped.pipeline.layout.outside
+        first = self.options.around == "first" or self.options.folded
         return self._processes.own_devices[0 if first else -1]
 
     def set_world_ranks(self) -> None:
@@ -384,12 +344,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
         check_environment(self._processes.devices, self._layer_sync, self.precision_plugin)
         self._processes.connect(self.root_device)
-        self.lightning_module._device_mesh = self.device_mesh
+        self._root._device_mesh = self.device_mesh
         super().setup_environment()
-        self._adapted.setup_environment(self.lightning_module)
+        self._adapted.setup_environment(self._root)
 
     # Setup.
 
@@ -402,22 +361,24 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module, processes = self.lightning_module, self._processes
-        assert module is not None and self.accelerator is not None and self.model is not None
+        module, processes = self._root, self._processes
+        assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         spread = remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
-        processes.check_same(module, self._settings.facts())
+        processes.check_same(module, self.options.same_everywhere())
         self._compilation.begin(partial(self.taken, module))
-        self._piped = piped = self._pipe(module, trainer)
+        self._piped = piped = PipelinedModule(
+            trainer, self.options, processes, self._kept_balance, measured=self._measures_layers
+        )
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
             show(piped.pipeline.listing())
-        self._steps = UserSteps(module, piped, verify=self._settings.verify)
+        self._steps = UserSteps(module, piped, verify=self.options.verify)
         self.model_to_device()
-        self._loader.load_part(module)
+        self._checkpoints.load_part(module)
         if self.is_distributed:
             self.model = self._replicas.wrapped(module)
         if spread is not None:
@@ -428,36 +389,12 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
-        self._saver.check(callbacks, self.checkpoint_io)
+        self._checkpoints.check(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        self._adapted.setup(
-            module,
-            callbacks,
-            piped.pipeline,
-            processes.own_devices,
-            workers=len(processes.workers),
-            replicas=processes.options.replicas,
-        )
-
-    def _pipe(self, module: LightningModule, trainer: Trainer) -> PipelinedModule:
-        """Pipe the modules, equally in all processes."""
-        # A training_step that calls backward itself is for a whole batch.
-        whole = self.schedule == "auto" and not module.automatic_optimization
-        return PipelinedModule(
-            module,
-            self._settings,
-            self._processes.workers,
-            schedule="fill_drain" if whole else self.schedule,
-            kept=self._kept_balance,
-            agree=self.broadcast,
-            measured=self._measures_layers,
-            sample=partial(entries_in, module, trainer),
-            optimizers=partial(optimizers_of, module, trainer),
-            **self._processes.of_pipeline(),
-        )
+        self._adapted.setup(module, callbacks, piped.pipeline, self.options.replicas)
 
     @override
     def model_to_device(self) -> None:
@@ -465,8 +402,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self.lightning_module is not None
-        self._random_states.process_dataloader(dataloader, self.lightning_module.trainer)
+        self._random_states.process_dataloader(dataloader, self._root.trainer)
         group = self.pipeline_group
         return dataloader if group is None else SharedLoader(dataloader, group)
 
@@ -484,10 +420,9 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if isinstance(self.model, DistributedDataParallel):
-            assert self.lightning_module is not None
-            if not self.lightning_module.automatic_optimization:  # else DDP's forward has done it
-                prepare_for_backward(self.model, closure_loss)
+        by_itself = self._root.automatic_optimization  # then DDP's forward has done it
+        if isinstance(self.model, DistributedDataParallel) and not by_itself:
+            prepare_for_backward(self.model, closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -503,13 +438,11 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        self._random_states.on_train_start(self.lightning_module.trainer)
+        self._random_states.on_train_start(self._root.trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._root
         self._random_states.warn_of_epochs_without_batches(module)
         self._compilation.begin_batch()
         if self.is_distributed and self._replicas.outdated(module):
@@ -519,8 +452,7 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        self._random_states.warn_of_epochs_without_batches(self.lightning_module)
+        self._random_states.warn_of_epochs_without_batches(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -586,25 +518,19 @@ class GPipeStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if not self._processes.meet_to_save():
-            return {}
-        return self._saver.module_state(self.lightning_module)
+        return self._checkpoints.module_state(self._root)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._processes.meet_to_save():
-            return {}
-        return self._saver.optimizer_state(optimizer, super().optimizer_state(optimizer))
+        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state(optimizer))
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        assert self.lightning_module is not None
         checkpoint = self._kept_balance.save(checkpoint)
-        checkpoint = self._random_states.save(checkpoint, self.lightning_module)
-        self._saver.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+        checkpoint = self._random_states.save(checkpoint, self._root)
+        self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -613,22 +539,20 @@ class GPipeStrategy(ParallelStrategy):
         def read(path: Any) -> dict[str, Any]:
             return load(path, *args, **kwargs)
 
-        return self._loader.load(checkpoint_path, read)
+        return self._checkpoints.load(checkpoint_path, read)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        module = self.lightning_module
-        assert module is not None
+        module = self._root
         self._kept_balance.load(checkpoint)
-        if self._piped is None:
+        is_set_up = self._piped is not None  # a callback restores what it has tried
+        if not is_set_up:
             self._random_states.load(checkpoint, module.trainer)
-            self._loader.load_before_setup(module, checkpoint, strict=strict)
-        else:  # a callback restores what it has tried
-            self._loader.load_after_setup(module, checkpoint, strict=strict)
+        self._checkpoints.load_model(module, checkpoint, strict=strict, is_set_up=is_set_up)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._loader.load_optimizers(self.optimizers, checkpoint)
+        self._checkpoints.load_optimizers(self.optimizers, checkpoint)
 
     # Teardown.
 
@@ -648,7 +572,7 @@ class GPipeStrategy(ParallelStrategy):
         self._compilation.release()
         self._train_alone()
         self._adapted.teardown()
-        self._loader.release()
+        self._checkpoints.release()
         self._random_states.release()
         self._piped = self._steps = None
         module = self._lightning_module

@@ -1,93 +1,165 @@
-"""The options of the pipelines in a LightningModule, checked before there is one."""
+"""The arguments of GPipeStrategy, checked before there is a pipeline or a process."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal, get_args
 
+from lightning_gpipe.checkpoints import FROM_CHECKPOINT
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
-from lightning_gpipe.core.layout import Around, check_around
-from lightning_gpipe.core.pipeline import Requested, balance_of_each
-from lightning_gpipe.core.run import Threads, check_threads
-from lightning_gpipe.core.schedules import SCHEDULES, ActivationCheckpointing, ScheduleName
-from lightning_gpipe.strategy.refusals import check_any_balance, check_module
+from lightning_gpipe.core.layout import Around, check_around, check_balance
+from lightning_gpipe.core.pipeline import CRITERIA, Requested, balance_of_each, is_criterion
+from lightning_gpipe.core.run import Threads, check_threads, greenlets
+from lightning_gpipe.core.schedules import (
+    SCHEDULES,
+    ActivationCheckpointing,
+    ScheduleName,
+    check_schedule_name,
+    is_by_micro_batch,
+)
+from lightning_gpipe.distributed import Mode
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+_SAME = "balance", "chunks", "module", "deferred_batch_norm", "around"
 
 
 @dataclass(frozen=True)
 class StrategyOptions:
-    """The arguments of :class:`~lightning_gpipe.GPipeStrategy` that are about pipelines.
-
-    ``activation_checkpointing`` has its default in the place of None.
+    """The arguments of :class:`~lightning_gpipe.GPipeStrategy`.
 
     Raises:
         TypeError, ValueError: If one has the wrong type or an impossible value.
+        ModuleNotFoundError: If the schedule needs greenlet, which is not installed.
     """
 
     balance: Any
     chunks: int | Literal["auto"] | None
     module: str | list[str] | None
     schedule: ScheduleName | Literal["auto"]
-    activation_checkpointing: ActivationCheckpointing | Literal["auto"]
+    activation_checkpointing: ActivationCheckpointing | Literal["auto"] | None
     deferred_batch_norm: bool
     microbatching: MicroBatching | None
+    compile: bool | dict[str, Any]
     threads: Threads
     split_backward: bool | Literal["auto"]
     verify: bool
     around: Around
+    processes: Mode
+    timeout: timedelta
+    lost_after: timedelta | None
+    process_group_backend: str | None
+    start_method: StartMethod
+    replicas: int
+    ddp: dict[str, Any] | None
+    save_distributed_checkpoint: bool
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> StrategyOptions:
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def __post_init__(self) -> None:
-        check_module(self.module)
+        self._check_processes()
+        self._check_schedule()
+        _check_module(self.module)
         for balance in self.balances:
-            check_any_balance(balance)
-        self.given(1, self.schedule).check()
+            _check_balance(balance)
+        self.requested(1, self.schedule).check()
         check_microbatching(self.microbatching)
         check_around(self.around)
         check_threads(self.threads)
 
     @property
     def balances(self) -> list[Any]:
-        """The balance of each module."""
         return balance_of_each(self.module, self.balance)
 
-    def facts(self) -> dict[str, Any]:
-        """The options that must be the same in all processes."""
-        return {
-            "balance": self.balance,
-            "chunks": self.chunks,
-            "path": self.module,
-            "activation_checkpointing": self.activation_checkpointing,
-            "deferred_batch_norm": self.deferred_batch_norm,
-            "around": self.around,
-        }
+    @property
+    def checkpointing(self) -> ActivationCheckpointing | Literal["auto"]:
+        """The argument ``activation_checkpointing``, or its default for the schedule.
+
+        With a loss for each micro-batch few of them are alive at a time, so none need be
+        recomputed. If the schedule is planned, so is this.
+        """
+        if self.activation_checkpointing is not None:
+            return self.activation_checkpointing
+        if self.schedule == "auto":
+            return "auto"
+        return "never" if is_by_micro_batch(self.schedule) else "except_last"
 
     @property
     def folded(self) -> bool:
         """True if the stages go down the devices and back, so that the last is on the first."""
         return self.schedule != "auto" and SCHEDULES[self.schedule].folded
 
-    def given(self, otherwise: int, schedule: ScheduleName | Literal["auto"]) -> Requested:
-        """The options that may be planned.
+    def same_everywhere(self) -> dict[str, Any]:
+        """Return the options that must be the same in all processes."""
+        options = {name: getattr(self, name) for name in _SAME}
+        return {**options, "activation_checkpointing": self.checkpointing}
+
+    def requested(self, chunks: int, schedule: ScheduleName | Literal["auto"]) -> Requested:
+        """Return the options that may be planned.
 
         Args:
-            otherwise: The number of micro-batches if the user leaves it open.
+            chunks: The number of micro-batches if the user leaves it open.
             schedule: The schedule that the LightningModule allows.
         """
-        chunks = otherwise if self.chunks is None else self.chunks
-        return Requested(chunks, self.activation_checkpointing, schedule, self.split_backward)
+        number = chunks if self.chunks is None else self.chunks
+        return Requested(number, self.checkpointing, schedule, self.split_backward)
+
+    def _check_processes(self) -> None:
+        replicas, lost_after = self.replicas, self.lost_after
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+            raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
+        if lost_after is not None and (
+            (self.processes, replicas) == ("single", 1) or lost_after <= timedelta(0)
+        ):
+            raise ValueError(
+                "lost_after must be positive, and is for several processes: got "
+                f"lost_after={lost_after!r}, processes={self.processes!r}. Leave it out, or give "
+                "processes and a datetime.timedelta."
+            )
+        for name, kind in (("processes", Mode), ("start_method", StartMethod)):
+            value, words = getattr(self, name), get_args(kind)
+            if value not in words:
+                known = ", ".join(map(repr, words))
+                raise ValueError(f"{name} must be one of {known}: got {value!r}.")
+        if self.verify and self.processes != "single":
+            raise ValueError(
+                "verify=True runs the whole model in one process, which must have all its values: "
+                f"got processes={self.processes!r}. Verify with processes='single', and leave it "
+                "out here."
+            )
+
+    def _check_schedule(self) -> None:
+        schedule = self.schedule
+        check_schedule_name(schedule)
+        if schedule != "auto" and not is_by_micro_batch(schedule):
+            return
+        several = [f"processes={self.processes!r}"] if self.processes != "single" else []
+        several += [f"replicas={self.replicas}"] if self.replicas != 1 else []
+        if several:
+            raise ValueError(
+                f"schedule={schedule!r} runs in one process: got {' and '.join(several)}. Leave "
+                "that out, or write schedule='fill_drain'."
+            )
+        greenlets()
 
 
-def as_typed(function: Callable[..., Any], values: Mapping[str, Any]) -> str:
-    """The arguments that differ from their defaults, such as ``balance=[2, 4], chunks=8``.
+def _check_module(module: Any) -> None:
+    paths = module if isinstance(module, list | tuple) else [module]
+    if module is not None and not (paths and all(isinstance(path, str) for path in paths)):
+        raise TypeError(
+            "module must be the path of a module in the LightningModule, such as 'net.layers', a "
+            f"list of paths, or None: got {module!r}."
+        )
 
-    Args:
-        function: The function that was called.
-        values: The value of each parameter, and other entries.
-    """
-    parameters = inspect.signature(function).parameters.items()
-    return ", ".join(
-        f"{name}={values[name]!r}"
-        for name, parameter in parameters
-        if values[name] != parameter.default
-    )
+
+def _check_balance(balance: Any) -> None:
+    if isinstance(balance, str):
+        if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
+            words = ", ".join(map(repr, (*CRITERIA, FROM_CHECKPOINT)))
+            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
+    elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
+        check_balance(balance)

@@ -5,30 +5,31 @@ The modules are piped within the whole LightningModule, whose forward and steps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.frontends import candidates, is_installed, locate, on_meta
 from lightning_gpipe.core.layout import check_balance
 from lightning_gpipe.core.pipeline import (
-    Entry,
     GPipe,
     PipedModule,
     parameters_around,
     resolve,
     take_all,
 )
-from lightning_gpipe.core.schedules import ScheduleName, check_even
+from lightning_gpipe.core.schedules import check_even
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.options import StrategyOptions
+from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
+from lightning_gpipe.strategy.sample import entries_in, optimizers_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _STARVED = (
     "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "
@@ -50,60 +51,52 @@ def piped_modules_of(
 
 
 class PipelinedModule:
-    """The pipelines in a LightningModule.
+    """The pipelines in a LightningModule, the same in all processes.
 
     Args:
-        root: The LightningModule.
+        trainer: The Trainer of the LightningModule.
         settings: The user's settings.
-        devices: One per worker.
-        schedule: The schedule that the LightningModule allows; ``"auto"`` plans it.
+        processes: The processes of the Trainer.
         kept: The balances that were measured before; gets the new ones.
-        agree: Returns the first process's value in each process.
         measured: Whether to measure the layers even if no balance needs it.
-        sample: Returns the inputs of each pipeline, if its balance is measured.
-        optimizers: Returns the optimizers, if a balance goes by memory.
-        options: Other arguments of :class:`~lightning_gpipe.GPipe`.
 
     Attributes:
         found: The piped modules.
-        outside: The device of what is around the pipelines.
     """
 
     def __init__(
         self,
-        root: nn.Module,
+        trainer: Trainer,
         settings: StrategyOptions,
-        devices: Sequence[torch.device],
-        *,
-        schedule: ScheduleName | Literal["auto"],
+        processes: Processes,
         kept: MeasuredBalances,
-        agree: Callable[[Any], Any],
+        *,
         measured: bool,
-        sample: Callable[[Sequence[PipedModule]], list[Entry]],
-        optimizers: Callable[[], list[Optimizer]],
-        **options: Any,
     ) -> None:
-        balances, around = settings.balances, settings.around
+        root, devices, balances = trainer.lightning_module, processes.workers, settings.balances
+        # A training_step that calls backward itself is for a whole batch.
+        whole = settings.schedule == "auto" and not root.automatic_optimization
         self.found = piped_modules_of(root, settings.module, balances)
         balances_known = [
-            kept.balance_of(
-                piped.path, piped.name, len(piped.frontend.units), balance, len(devices)
-            )
+            kept.balance_of(piped, balance, len(devices))
             for piped, balance in zip(self.found, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
-        requested = settings.given(_CHUNKS_PER_STAGE * max([len(devices), *stages]), schedule)
+        requested = settings.requested(
+            _CHUNKS_PER_STAGE * max([len(devices), *stages]),
+            "fill_drain" if whole else settings.schedule,
+        )
         by_memory = requested.planned or "memory" in map(str, balances)
         choice = resolve(
             self.found,
             balances_known,
             requested,
-            partial(sample, self.found),
+            partial(entries_in, root, trainer, self.found),
             devices,
-            around=around,
+            around=settings.around,
             microbatching=settings.microbatching,
-            optimizer=optimizers() if by_memory else None,
-            agree=agree,
+            optimizer=optimizers_of(root, trainer) if by_memory else None,
+            agree=processes.broadcast,
             measured=measured,
         )
         sizes = choice.balances
@@ -113,43 +106,31 @@ class PipelinedModule:
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )
         warn_of_one_device(balances, sizes, len(devices))
-        kept.keep([piped.path for piped in self.found], balances, sizes)
+        kept.keep(self.found, balances, sizes)
         self._root = root
-        self._verified: FirstBatchVerifier | None = None
+        self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
-        options |= {
-            "devices": devices,
-            "chunks": choice.chunks,
-            "activation_checkpointing": choice.activation_checkpointing,
-            "deferred_batch_norm": settings.deferred_batch_norm,
-            "microbatching": settings.microbatching,
-            "threads": settings.threads,
-            "split_backward": choice.split_backward,
-            "around": around,
-            "folded": settings.folded,
-        }
-        if settings.chunks is None:
-            options["chunks"] = _CHUNKS_PER_STAGE * max(map(len, sizes))
+        by_default = _CHUNKS_PER_STAGE * max(map(len, sizes))
         several = len(self.found) > 1
         self.pipeline = GPipe(
             root,
             sizes if several else sizes[0],
             module=self.found if several else self.found[0],
-            **options,
+            devices=devices,
+            chunks=by_default if settings.chunks is None else choice.chunks,
+            activation_checkpointing=choice.activation_checkpointing,
+            deferred_batch_norm=settings.deferred_batch_norm,
+            microbatching=settings.microbatching,
+            threads=settings.threads,
+            split_backward=choice.split_backward,
+            around=settings.around,
+            folded=settings.folded,
+            **processes.of_pipeline(),
         )
         if settings.verify and not choice.order.by_micro_batch:  # else steps are verified
-            self._verified = FirstBatchVerifier(self.found, report)
+            self._verifier = FirstBatchVerifier(self.found, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
-        self.outside = self.pipeline.layout.outside
         self.schedule = choice.order.schedule
-
-    def rebalance(self, balance: Any) -> None:
-        """Cut by another balance, see :meth:`~lightning_gpipe.GPipe.rebalance`."""
-        self.pipeline.rebalance(balance)
-
-    def runs_of(self, taken: PipedModule) -> int:
-        """Return how often one of the pipelines ran."""
-        return taken.runs
 
     def around(self) -> list[nn.Parameter]:
         """Return the parameters that are used around the stages: each process has them."""
@@ -183,9 +164,8 @@ class PipelinedModule:
                     rank_zero_info(_STARVED.format(1e3 * way.allowed))
 
     def remove(self) -> None:
-        """Let the LightningModule run as without a pipeline, and end the worker threads."""
-        if self._verified is not None:
-            self._verified.remove()
+        if self._verifier is not None:
+            self._verifier.remove()
         self.pipeline.release()
         self.pipeline.close()
 
@@ -199,14 +179,11 @@ class PipelinedModule:
         beside = parameters_around(self.found)
         if beside:
             lines[-1] += f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters"
-        if plain := self._plain():
-            lines[-1] += f"; not piped: {', '.join(map(repr, plain))}"
-        return ".\n".join([*lines, ""]).rstrip("\n")
-
-    def _plain(self) -> list[str]:
-        """Return the paths of other modules that could be piped."""
         inside = {module for piped in self.found for module in piped.module.modules()}
-        return [path for path, module in candidates(self._root).items() if module not in inside]
+        others = [path for path, x in candidates(self._root).items() if x not in inside]
+        if others:
+            lines[-1] += f"; not piped: {', '.join(map(repr, others))}"
+        return ".\n".join(lines) + "."
 
 
 def must_stay(root: nn.Module) -> bool:

@@ -9,9 +9,7 @@ launchers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ from lightning_gpipe.distributed import (
     AFTER_FAILURE,
     Arrangement,
     Group,
-    Mode,
     ProcessGroups,
     Scripts,
     check_same,
@@ -45,50 +42,15 @@ from lightning_gpipe.distributed import (
     versions,
     whole_state,
 )
+from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.refusals import refuse_several_nodes, refuse_several_processes
-
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
-
-
-@dataclass(frozen=True)
-class ProcessOptions:
-    """The arguments of :class:`~lightning_gpipe.GPipeStrategy` that are about processes.
-
-    Raises:
-        ValueError: If one has an impossible value.
-    """
-
-    processes: Mode
-    replicas: int
-    timeout: timedelta
-    lost_after: timedelta | None
-    process_group_backend: str | None
-    start_method: StartMethod
-
-    def __post_init__(self) -> None:
-        replicas, lost_after = self.replicas, self.lost_after
-        if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
-            raise ValueError(f"replicas must be a positive integer: got {replicas!r}.")
-        if lost_after is not None and (
-            (self.processes, replicas) == ("single", 1) or lost_after <= timedelta(0)
-        ):
-            raise ValueError(
-                "lost_after must be positive, and is for several processes: got "
-                f"lost_after={lost_after!r}, processes={self.processes!r}. Leave it out, or give "
-                "processes and a datetime.timedelta."
-            )
-        for name, kind in (("processes", Mode), ("start_method", StartMethod)):
-            value, words = getattr(self, name), get_args(kind)
-            if value not in words:
-                known = ", ".join(map(repr, words))
-                raise ValueError(f"{name} must be one of {known}: got {value!r}.")
 
 
 class Processes:
     """The processes of a Trainer, one of which is this one.
 
     Args:
-        options: The processes that the user asks for.
+        options: The arguments of the strategy.
 
     Attributes:
         devices: The devices of this machine.
@@ -97,11 +59,12 @@ class Processes:
             checkpoints of a model that has trained.
     """
 
-    def __init__(self, options: ProcessOptions) -> None:
+    def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.devices: list[torch.device] = []
         self._nodes = 1
         self._environment: ClusterEnvironment | None = None
+        self._ranks: ClusterEnvironment | None = None  # if it numbers the processes
         self.groups: ProcessGroups | None = None
         self.elsewhere: set[str] = set()
 
@@ -109,12 +72,10 @@ class Processes:
 
     @property
     def split(self) -> bool:
-        """True if a pipeline may be split over several processes."""
         return self.options.processes != "single"
 
     @property
     def launched(self) -> bool:
-        """True if there may be several processes."""
         return self.split or self.replicated
 
     @property
@@ -130,16 +91,11 @@ class Processes:
     def place(
         self, devices: list[torch.device], nodes: int, environment: ClusterEnvironment | None
     ) -> None:
-        """Place this process among all, by the devices of a machine and the number of machines."""
         if not self.launched:
             refuse_several_nodes(nodes)
         self.devices, self._nodes, self._environment = devices, nodes, environment
+        self._ranks = environment if self.launched else None
         self._set_ranks()
-
-    @property
-    def _ranks(self) -> ClusterEnvironment | None:
-        """The environment that numbers the processes, if there may be several."""
-        return self._environment if self.launched else None
 
     @property
     def global_rank(self) -> int:
@@ -170,7 +126,6 @@ class Processes:
     # Starting and connecting them.
 
     def launcher(self, strategy: ParallelStrategy) -> Scripts | _ProcessLauncher | None:
-        """The launcher that starts the other processes of a strategy, if there may be several."""
         if not self.launched:
             return None
         assert self._environment is not None, "the Trainer has found one"
@@ -181,7 +136,6 @@ class Processes:
         return Scripts(self._environment, processes, self._nodes, self.options.timeout)
 
     def _set_ranks(self) -> None:
-        """Tell Lightning the rank of this process."""
         if self._ranks is None:
             return
         on_each_node = self.arrangement.on_each_node
@@ -221,7 +175,6 @@ class Processes:
             state._replace(states=pipeline.broadcast(state.states)).restore()
 
     def check_same(self, module: nn.Module, arguments: Mapping[str, Any]) -> None:
-        """Refuse to begin if another process has another model or other arguments."""
         if self.groups is not None:
             check_same(self.groups.everyone, {**arguments, **shapes(module)})
 
@@ -235,7 +188,6 @@ class Processes:
         }
 
     def watch(self, engine: Engine) -> None:
-        """Let ``engine`` name the processes of its pipeline that have failed, or are lost."""
         if self.groups is not None:
             self.groups.watch(engine)
 
@@ -273,11 +225,9 @@ class Processes:
         return self.replica == 0
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value that process ``source`` has."""
         return value if self.groups is None else self.groups.everyone.broadcast(value, source)
 
     def decide(self, decision: bool, *, all: bool) -> bool:
-        """Return True if all processes decide so, or any."""
         if self.groups is None:
             return decision
         return self.groups.everyone.decide(bool(decision), all=all)

@@ -1,15 +1,18 @@
-"""Refuses by name the Trainer arguments, callbacks and optimizers that a pipeline cannot honour.
+"""Refuses by name the Trainers, arguments, callbacks and optimizers that a pipeline cannot honour.
 
 Lightning supports them, and a pipeline would have to ignore them silently.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
+from lightning.pytorch import strategies
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
@@ -33,11 +36,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
-from lightning_gpipe.checkpoints import FROM_CHECKPOINT, AtomicFiles
-from lightning_gpipe.core.layout import check_balance
-from lightning_gpipe.core.pipeline import CRITERIA, GPipe, is_criterion
+from lightning_gpipe.checkpoints import AtomicFiles
+from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
-from lightning_gpipe.strategy.adapters import WeightAveraging
+from lightning_gpipe.strategy.adapters.averages import WeightAveraging
 
 # Precision plugins that a pipeline cannot honour, and what they are for.
 _FOREIGN_PRECISION: dict[type[Precision], str] = {
@@ -52,92 +54,46 @@ AUTO_DEVICES = (
 )
 
 
-def check_module(module: Any) -> None:
-    """Refuse anything but the path of a module, a list of paths, or None."""
-    paths = module if isinstance(module, list | tuple) else [module]
-    if module is not None and not (paths and all(isinstance(path, str) for path in paths)):
-        raise TypeError(
-            "module must be the path of a module in the LightningModule, such as 'net.layers', a "
-            f"list of paths, or None: got {module!r}."
-        )
-
-
-def check_any_balance(balance: Any) -> None:
-    """Refuse a balance that fits no module."""
-    if isinstance(balance, str):
-        if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
-            words = ", ".join(map(repr, (*CRITERIA, FROM_CHECKPOINT)))
-            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
-    elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
-        check_balance(balance)
-
-
 def check_environment(
     devices: Sequence[torch.device], layer_sync: LayerSync | None, precision: Precision
 ) -> None:
     """Refuse settings of the Trainer that a pipeline cannot honour."""
-    refuse_devices(devices)
-    refuse_layer_sync(layer_sync)
-    refuse_precision(precision)
-
-
-def check_fit(
-    callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], *, split: bool
-) -> None:
-    """Refuse callbacks and optimizers that a pipeline cannot honour."""
-    if split:
-        refuse_over_processes(callbacks, optimizers)
-    for optimizer in optimizers:
-        refuse_joined_gradients(optimizer)
-    refuse_global_pruning(callbacks)
-
-
-def refuse_devices(devices: Sequence[torch.device]) -> None:
-    """Refuse devices other than CPUs and CUDA GPUs."""
     kinds = sorted({device.type for device in devices})
     if not {"cpu", "cuda"}.issuperset(kinds):
         raise ValueError(
             "GPipeStrategy runs on Trainer(accelerator='cpu') and Trainer(accelerator='gpu') with "
             f"CUDA devices: got {kinds}."
         )
-
-
-def refuse_precision(plugin: Precision) -> None:
-    """Refuse precision plugins that would not have their effect in the stages."""
+    if layer_sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=True) synchronises batch norms between processes, and a "
+            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
+            "their running statistics those of the whole batch."
+        )
     for kind, owner in _FOREIGN_PRECISION.items():
-        if isinstance(plugin, kind):
+        if isinstance(precision, kind):
             raise ValueError(
-                f"{kind.__name__} is for {owner}: got Trainer(plugins=[{type(plugin).__name__}]). "
-                "Write Trainer(precision='bf16-mixed'), or another precision without a plugin."
+                f"{kind.__name__} is for {owner}: got Trainer(plugins=[{type(precision).__name__}])"
+                ". Write Trainer(precision='bf16-mixed'), or another precision without a plugin."
             )
 
 
-def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:
-    """Refuse a second Trainer; the first one has set its accelerator."""
-    if accelerator is not None:
-        raise RuntimeError(
-            "a GPipeStrategy object belongs to one Trainer: got one that another Trainer has. "
-            "Write GPipeStrategy(...) again for this Trainer, or use the first Trainer again."
-        )
-
-
-def refuse_fabric() -> NoReturn:
-    """Refuse Fabric, which reads an attribute that no Trainer reads."""
-    raise TypeError(
-        "GPipeStrategy is for a Trainer, whose LightningModule it pipes: got Fabric, which has "
-        "none. Write Fabric(devices=1), and pipe the model by itself: "
-        "fabric.setup(GPipe(model, balance, devices=[...]), move_to_device=False)."
-    )
-
-
-def refuse_a_twin(accelerator: object) -> None:
-    """Refuse a Trainer of ``pytorch_lightning``, by the accelerator that it sets."""
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(
-            "GPipeStrategy is for Trainers of lightning.pytorch: got one of "
-            f"{type(accelerator).__module__.split('.')[0]}, whose classes are others. Write "
-            "`import lightning as L`, and L.Trainer, L.LightningModule and L.Callback everywhere."
-        )
+def check_fit(
+    callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], *, split: bool
+) -> None:
+    """Refuse callbacks and optimizers that a pipeline, or one over processes, cannot honour."""
+    for callback in callbacks:
+        if split:
+            _refuse_over_processes(callback)
+        _refuse_global_pruning(callback)
+    for optimizer in optimizers:
+        devices = _devices_of(p for group in optimizer.param_groups for p in group["params"])
+        if isinstance(optimizer, LBFGS) and (split or len(devices) > 1):
+            raise ValueError(
+                "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
+                f"device of one process: got {', '.join(devices)}. Choose an optimizer that "
+                "updates each parameter by itself, such as Adam."
+            )
 
 
 def refuse_several_nodes(num_nodes: int) -> None:
@@ -165,57 +121,6 @@ def refuse_several_processes(environment: ClusterEnvironment | None) -> None:
         )
 
 
-def refuse_layer_sync(layer_sync: LayerSync | None) -> None:
-    """Refuse batch norms that are synchronised between processes."""
-    if layer_sync is not None:
-        raise ValueError(
-            "Trainer(sync_batchnorm=True) synchronises batch norms between processes, and a "
-            "pipeline has one process: leave it out. deferred_batch_norm=True, the default, keeps "
-            "their running statistics those of the whole batch."
-        )
-
-
-def refuse_joined_gradients(optimizer: Optimizer) -> None:
-    """Refuse LBFGS over several devices: it joins the gradients of all parameters."""
-    devices = _devices_of(p for group in optimizer.param_groups for p in group["params"])
-    if isinstance(optimizer, LBFGS) and len(devices) > 1:
-        raise ValueError(
-            "LBFGS joins the gradients of all parameters in one vector, so they must be on one "
-            f"device: got {', '.join(devices)}. Choose an optimizer that updates each parameter by "
-            "itself, such as Adam."
-        )
-
-
-def refuse_verification(processes: str) -> None:
-    """Refuse a comparison with a plain run, which needs all stages in one process."""
-    raise ValueError(
-        "verify=True runs the whole model in one process, which must have all its values: got "
-        f"processes={processes!r}. Verify with processes='single', and leave it out here."
-    )
-
-
-def refuse_over_processes(callbacks: Iterable[Callback], optimizers: Iterable[Optimizer]) -> None:
-    """Refuse callbacks and optimizers that need the values of all parameters in one process."""
-    for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
-            raise ValueError(
-                f"{type(callback).__name__} needs the values of all parameters, and a process has "
-                "those of its own stages only. Leave it out, or write processes='single'."
-            )
-        if isinstance(callback, BatchSizeFinder | LearningRateFinder):
-            raise ValueError(
-                f"{type(callback).__name__} saves, tries and restores in each process by itself, "
-                "and they would not stay together. Run it with processes='single' first."
-            )
-    for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS joins the gradients of all parameters in one vector, and a process has "
-                "those of its own stages only. Choose an optimizer that updates each parameter by "
-                "itself, such as Adam, or write processes='single' and one device."
-            )
-
-
 def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
     """Refuse a callback or CheckpointIO that a checkpoint in parts would go around."""
     others = [
@@ -234,18 +139,29 @@ def refuse_in_parts(callbacks: Iterable[Callback], io: CheckpointIO) -> None:
         )
 
 
-def refuse_global_pruning(callbacks: Iterable[Callback]) -> None:
-    """Refuse ModelPruning that ranks weights on several devices."""
-    for callback in callbacks:
-        if isinstance(callback, ModelPruning) and callback._use_global_unstructured:
-            pruned = callback._parameters_to_prune or []
-            devices = _devices_of(getattr(module, name) for module, name in pruned)
-            if len(devices) > 1:
-                raise ValueError(
-                    "ModelPruning(use_global_unstructured=True) ranks all weights in one vector, "
-                    f"so they must be on one device: got {', '.join(devices)}. Write "
-                    "use_global_unstructured=False, or parameters_to_prune of one stage."
-                )
+def _refuse_over_processes(callback: Callback) -> None:
+    if isinstance(callback, StochasticWeightAveraging | WeightAveraging | ModelPruning):
+        raise ValueError(
+            f"{type(callback).__name__} needs the values of all parameters, and a process has "
+            "those of its own stages only. Leave it out, or write processes='single'."
+        )
+    if isinstance(callback, BatchSizeFinder | LearningRateFinder):
+        raise ValueError(
+            f"{type(callback).__name__} saves, tries and restores in each process by itself, "
+            "and they would not stay together. Run it with processes='single' first."
+        )
+
+
+def _refuse_global_pruning(callback: Callback) -> None:
+    if isinstance(callback, ModelPruning) and callback._use_global_unstructured:
+        pruned = callback._parameters_to_prune or []
+        devices = _devices_of(getattr(module, name) for module, name in pruned)
+        if len(devices) > 1:
+            raise ValueError(
+                "ModelPruning(use_global_unstructured=True) ranks all weights in one vector, "
+                f"so they must be on one device: got {', '.join(devices)}. Write "
+                "use_global_unstructured=False, or parameters_to_prune of one stage."
+            )
 
 
 def _devices_of(tensors: Iterable[Tensor]) -> list[str]:
@@ -317,3 +233,51 @@ def metrics_on_meta(module: nn.Module) -> list[str]:
         if isinstance(metric, Metric)
         and any(isinstance(v, Tensor) and v.is_meta for v in metric.metric_state.values())
     ]
+
+
+# Trainers of pytorch_lightning and Fabric do not know this strategy, and would say no more than
+# that it is invalid. So they are told that it is one, and what they ask first raises an error.
+
+
+def accept(kind: type) -> None:
+    """Let Fabric and Trainers of ``pytorch_lightning`` take objects of ``kind`` for strategies."""
+    for base in (FabricStrategy, *(module.Strategy for module in _modules())):
+        base.register(kind)
+
+
+def registries() -> list[Any]:
+    """The registries of strategies, that of ``pytorch_lightning`` too if it is imported."""
+    return [module.StrategyRegistry for module in _modules()]
+
+
+def _modules() -> list[Any]:
+    twin = sys.modules.get("pytorch_lightning.strategies")
+    return [strategies] if twin is None else [strategies, twin]
+
+
+def refuse_a_second_trainer(accelerator: Accelerator | None) -> None:
+    """Refuse a second Trainer; the first one has set its accelerator."""
+    if accelerator is not None:
+        raise RuntimeError(
+            "a GPipeStrategy object belongs to one Trainer: got one that another Trainer has. "
+            "Write GPipeStrategy(...) again for this Trainer, or use the first Trainer again."
+        )
+
+
+def refuse_fabric() -> NoReturn:
+    """Refuse Fabric, which reads an attribute that no Trainer reads."""
+    raise TypeError(
+        "GPipeStrategy is for a Trainer, whose LightningModule it pipes: got Fabric, which has "
+        "none. Write Fabric(devices=1), and pipe the model by itself: "
+        "fabric.setup(GPipe(model, balance, devices=[...]), move_to_device=False)."
+    )
+
+
+def refuse_a_twin(accelerator: object) -> None:
+    """Refuse a Trainer of ``pytorch_lightning``, by the accelerator that it sets."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            "GPipeStrategy is for Trainers of lightning.pytorch: got one of "
+            f"{type(accelerator).__module__.split('.')[0]}, whose classes are others. Write "
+            "`import lightning as L`, and L.Trainer, L.LightningModule and L.Callback everywhere."
+        )

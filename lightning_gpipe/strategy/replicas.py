@@ -58,7 +58,6 @@ class Replicas:
 
     @property
     def _across(self) -> ProcessGroup | None:
-        """The processes with this one's place in all replicas, if there are several."""
         groups = self._processes.groups
         return groups.across if groups is not None and self._processes.replicated else None
 
@@ -123,7 +122,6 @@ class Replicas:
         self._hook = register_module_module_registration_hook(self._adapt_later)
 
     def end(self) -> None:
-        """Let metrics and the precision plugin work by themselves again."""
         if self._together is not None:
             self._together.release()
             self._together = None
@@ -154,14 +152,12 @@ class Replicas:
     # Reductions.
 
     def reduce(self, tensor: Any, reduce_op: ReduceOp | str | None) -> Any:
-        """Return the tensor reduced over replicas; anything else as it is."""
         across = self._across
         if across is None or not isinstance(tensor, Tensor):
             return tensor
         return _sync_ddp_if_available(tensor, across, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, *, sync_grads: bool) -> Tensor:
-        """Return the tensors of all replicas, stacked."""
         across = self._across
         if across is None:
             return tensor
@@ -169,10 +165,8 @@ class Replicas:
 
 
 def _trainable(module: nn.Module) -> set[int]:
-    """The ids of the parameters that need a gradient."""
     return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
 
 def _alone() -> bool:
-    """Tell a metric that there are no other processes."""
     return False

@@ -1,7 +1,9 @@
 """Runs that go on from a checkpoint with the random numbers they had.
 
-``checkpoints.random_state`` says what is saved, and when it is set. An epoch that a resumed run
-begins, and for which no batch comes, is warned of.
+When resuming mid-epoch, the data loader's iterator had already drawn its shuffle when the states
+were saved; at an epoch's start it had not. Lightning makes the iterator before training begins in
+both cases. So the states are set before it is made and, mid-epoch, again afterwards. Lightning
+before 2.5.3 makes the iterator of a new epoch twice: then the states are set twice, too.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
-from lightning_gpipe.checkpoints import CheckpointGenerators, States, states_of, with_states
+from lightning_gpipe.checkpoints import States, saved_states, set_states, states_of, with_states
 from lightning_gpipe.distributed import original_loader
 from lightning_gpipe.strategy.processes import Processes
 
@@ -27,7 +29,9 @@ class RandomStates:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._generators = CheckpointGenerators()
+        self._resumed: States | None = None  # from a checkpoint, until this process trains
+        self._in_an_epoch = False
+        self._loaders: list[Any] = []  # from which training begins
         self._begun: int | None = None  # the epoch that a resumed run begins, until a batch comes
 
     def save(self, checkpoint: dict[str, Any], module: LightningModule) -> dict[str, Any]:
@@ -40,27 +44,30 @@ class RandomStates:
         return with_states(checkpoint, states, in_an_epoch=_in_an_epoch(trainer))
 
     def load(self, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
-        """Train with the states that a checkpoint has, if a fit goes on from it."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         group, arrangement = self._processes.pipeline_group, self._processes.arrangement
-        place = 0 if group is None else group.rank
-        replica = self._processes.replica
-        self._generators.take(checkpoint, replica, place, arrangement.in_each_pipeline)
+        self._resumed, self._in_an_epoch = saved_states(
+            checkpoint,
+            self._processes.replica,
+            0 if group is None else group.rank,
+            arrangement.in_each_pipeline,
+        )
 
     def process_dataloader(self, dataloader: object, trainer: Trainer) -> None:
-        """Set the states before an iterator over the batches of an epoch is made."""
-        if trainer.training:
-            self._generators.before_iterator(self._processes.own_devices, dataloader)
+        if trainer.training and self._resumed is not None:
+            self._loaders.append(dataloader)
+            set_states(self._resumed, self._processes.own_devices, self._loaders)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Set the states before the next batch."""
-        again = _iterator_is_made_again(trainer)
-        begins = self._generators.on_train_start(self._processes.own_devices, again=again)
-        self._begun = trainer.current_epoch if begins else None
+        """Set the states before the next batch, if the iterator has drawn or is made again."""
+        states = self._resumed
+        if states is not None and (self._in_an_epoch or _iterator_is_made_again(trainer)):
+            set_states(states, self._processes.own_devices, self._loaders)
+        self._begun = None if states is None or self._in_an_epoch else trainer.current_epoch
+        self.release()
 
     def warn_of_epochs_without_batches(self, module: LightningModule) -> None:
-        """Warn if the epoch that a resumed run began has ended without a batch."""
         if self._begun is None:  # most often
             return
         begun, now = self._begun, module.trainer.current_epoch
@@ -74,11 +81,10 @@ class RandomStates:
             )
 
     def release(self) -> None:
-        """Forget the states."""
-        self._generators.drop()
+        self._resumed = None
+        self._loaders = []
 
     def _states_of_all(self, trainer: Trainer) -> list[list[States]]:
-        """The states of the processes of each pipeline, in the first process."""
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         own = states_of(self._processes.own_devices, map(original_loader, loaders))
         if self._processes.groups is None:

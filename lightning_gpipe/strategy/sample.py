@@ -20,6 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_gpipe.checkpoints import generators_of
 from lightning_gpipe.core.faithful import RandomState, add_note, preserved
 from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
 
@@ -79,11 +80,15 @@ def _first_batch(module: LightningModule, trainer: Trainer) -> Any:
     for loader in combined.flattened:
         _check_begins_anew(loader)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    with preserved([], [device]), _generators_preserved(combined.flattened):
-        batch, _, _ = next(iter(combined))
-        combined.reset()
-        batch = module._on_before_batch_transfer(batch)
-        return module._apply_batch_transfer_handler(batch, device=device)
+    shuffling = RandomState.of([x for loader in combined.flattened for x in generators_of(loader)])
+    try:
+        with preserved([], [device]):
+            batch, _, _ = next(iter(combined))
+            combined.reset()
+            batch = module._on_before_batch_transfer(batch)
+            return module._apply_batch_transfer_handler(batch, device=device)
+    finally:
+        shuffling.restore()
 
 
 def _check_begins_anew(loader: Any) -> None:
@@ -98,27 +103,7 @@ def _check_begins_anew(loader: Any) -> None:
 
 
 @contextmanager
-def _generators_preserved(loaders: Sequence[Any]) -> Iterator[None]:
-    """Restore at the end of a ``with`` block the generators that shuffle."""
-    holders = [x for loader in loaders if isinstance(loader, DataLoader) for x in _with(loader)]
-    generators = [x.generator for x in holders if isinstance(x.generator, torch.Generator)]
-    state = RandomState.of(generators)
-    try:
-        yield
-    finally:
-        state.restore()
-
-
-def _with(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader, and its sampler if that may have a generator."""
-    yield loader
-    if "generator" in vars(loader.sampler):
-        yield loader.sampler
-
-
-@contextmanager
 def _noted(source: str, cure: str) -> Iterator[None]:
-    """Add a note to an error of the user's code."""
     try:
         yield
     except Exception as error:

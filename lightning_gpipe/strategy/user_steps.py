@@ -1,22 +1,33 @@
-"""The steps of a LightningModule with a pipeline, from setup to teardown.
+"""The steps of a LightningModule with a pipeline, which must run it and not go around it.
 
-A step of the user's code must call the pipeline: the user is told if it goes around it, and the
-processes of the pipeline compare notes if one of them runs no mini-batch. With most schedules
-``training_step`` is called for each micro-batch instead of once.
+The pipeline runs where the nn.Sequential is called. ``for layer in self.layers: x = layer(x)``, the
+usual way to write a transformer, never calls it: its layers run one by one on the whole batch, the
+loss is right, and nothing is pipelined. The same is true of ``self.layers[:3](x)``, and of another
+module that was assigned to ``self.layers`` after the pipeline was set up.
+
+A training step that does this is refused; a step in evaluation is warned of. A training step that
+needs no layer at all, as in a GAN that trains its parts in turns, must not be refused. So before
+the first run, and after a step without one, hooks on the layers record which of them run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
+from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.layout import layers_of
+from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.distributed import run_step
-from lightning_gpipe.strategy.bypass import BypassCheck, Count
 from lightning_gpipe.strategy.micro_batch_steps import MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
 
@@ -33,12 +44,7 @@ class UserSteps:
     def __init__(self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool) -> None:
         self._module = module
         self._piped = piped
-        counts = {taken.path: partial(piped.runs_of, taken) for taken in piped.found}
-        total: Count = partial(_sum, [*counts.values()])
-        self._checks = [
-            BypassCheck(module, path, count, count if len(counts) == 1 else total)
-            for path, count in counts.items()
-        ]
+        self._checks = [BypassCheck(module, each, piped.found) for each in piped.found]
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
@@ -79,7 +85,6 @@ class UserSteps:
         return result
 
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
-        """Return the result of an evaluation's step, such as ``"validation_step"``."""
         for check in self._checks:
             run = partial(check.evaluation, name, run)
         if self._spread:
@@ -87,5 +92,138 @@ class UserSteps:
         return run()
 
 
-def _sum(counts: Sequence[Count]) -> int:
-    return sum(count() for count in counts)
+class BypassCheck:
+    """Checks that the steps of a LightningModule run one of its pipelines.
+
+    Args:
+        root: The LightningModule.
+        piped: The pipelined module in it.
+        together: All pipelined modules. A step may leave out some of them, as a GAN that trains its
+            networks in turns, but is warned of if it runs none.
+    """
+
+    def __init__(
+        self, root: nn.Module, piped: PipedModule, together: Sequence[PipedModule]
+    ) -> None:
+        self._root = root
+        self._path = piped.path
+        self._module = piped.module
+        self._piped = piped
+        self._together = together
+        self._record = True  # which layers run in the next training step
+        self._settled: set[str] = set()  # the steps that ran the pipeline, or were warned of
+
+    def training(self, step: Callable[[], Any], *, automatic: bool) -> Any:
+        """Return the result of ``training_step``.
+
+        Args:
+            step: Runs it.
+            automatic: Whether optimization is automatic, where a result None skips the batch.
+
+        Raises:
+            RuntimeError: If the step went around the pipeline.
+        """
+        name, runs, total = "training_step", self._piped.runs, self._total()
+        if not self._record:
+            result, around = step(), None
+        else:
+            with self._recorded() as ran:
+                try:
+                    result = step()
+                except Exception as error:
+                    if ran and self._piped.runs == runs:
+                        add_note(error, self._bypassed(name, ran))  # on other devices it may fail
+                    raise
+            around = self._bypassed(name, ran) if ran else None
+        self._record = self._piped.runs == runs
+        if not self._record:
+            self._settled.add(name)
+        elif around is not None or self._replaced:
+            raise RuntimeError(self._replacement(name) if self._replaced else around)
+        elif not (automatic and result is None) and self._total() == total:
+            self._warn_once(name)
+        return result
+
+    def evaluation(self, name: str, step: Callable[[], Any]) -> Any:
+        if name in self._settled:
+            return step()
+        total = self._total()
+        result = step()
+        if self._total() == total:
+            self._warn_once(name)
+        self._settled.add(name)
+        return result
+
+    def _warn_once(self, name: str) -> None:
+        if name in self._settled:
+            return
+        self._settled.add(name)
+        if self._replaced:
+            rank_zero_warn(self._replacement(name))
+        else:
+            cure = (
+                f" If it loops over {self._here}, takes a slice of it or calls its layers one by "
+                f"one, nothing is pipelined: write {self._here}(x)."
+            )
+            rank_zero_warn(
+                f"{name} did not run the pipeline {self._name}.{cure if self._layers else ''}"
+            )
+
+    def _total(self) -> int:
+        return sum(piped.runs for piped in self._together)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[list[int]]:
+        ran: list[int] = []
+        with ExitStack() as hooks:
+            for k, layer in enumerate(self._layers):
+                if _takes_hooks(layer):
+                    hook = partial(_record, ran, k)
+                    hooks.callback(layer.register_forward_pre_hook(hook).remove)
+            yield ran
+
+    @property
+    def _layers(self) -> list[nn.Module]:
+        """The layers that must not run one by one; only a Sequential has such layers."""
+        if isinstance(self._module, nn.Sequential):
+            return list(layers_of(self._module).values())
+        return []
+
+    @property
+    def _replaced(self) -> bool:
+        """True if the user has put another module in the place of the pipelined one."""
+        modules = dict(self._root.named_modules(remove_duplicate=False))
+        return modules.get(self._path) is not self._module
+
+    @property
+    def _name(self) -> str:
+        return ".".join(filter(None, [type(self._root).__name__, self._path]))
+
+    @property
+    def _here(self) -> str:
+        return ".".join(filter(None, ["self", self._path]))
+
+    def _bypassed(self, name: str, ran: list[int]) -> str:
+        layers = ", ".join(map(str, dict.fromkeys(ran)))
+        return (
+            f"{name} must call {self._name}, which runs as a pipeline: it ran the layers {layers} "
+            f"one by one instead, as `for layer in {self._here}` and {self._here}[:k](x) do. Write "
+            f"{self._here}(x). What happens between two layers belongs into a layer, and a tensor "
+            "that a later layer needs into a skip connection, see lightning_gpipe.skip."
+        )
+
+    def _replacement(self, name: str) -> str:
+        return (
+            f"{self._name} must stay the module that was set up as the pipeline: {name} found "
+            "another one in its place, which is not pipelined. Replace it before the pipeline is "
+            "set up: in __init__, setup or configure_model."
+        )
+
+
+def _takes_hooks(layer: nn.Module) -> bool:
+    """False for a scripted layer, and one compiled in place, which would compile the hook."""
+    return not isinstance(layer, torch.jit.ScriptModule) and layer._compiled_call_impl is None
+
+
+def _record(ran: list[int], k: int, *_: Any) -> None:
+    ran.append(k)

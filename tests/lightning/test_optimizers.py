@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy.refusals import refuse_global_pruning, refuse_joined_gradients
+from lightning_gpipe.strategy.refusals import check_fit
 from tests.support.lightning_modules import Classifier, assert_same_weights, fitted
 
 
@@ -39,11 +39,11 @@ def test_lbfgs(tmp_path: Path) -> None:
 
 
 def test_lbfgs_over_several_devices(on_two_devices: nn.Sequential) -> None:
-    with pytest.raises(ValueError, match="LBFGS joins.*on one device: got cpu, meta"):
-        refuse_joined_gradients(torch.optim.LBFGS(on_two_devices.parameters()))
+    with pytest.raises(ValueError, match="LBFGS joins.*on one device.*: got cpu, meta"):
+        check_fit([], [torch.optim.LBFGS(on_two_devices.parameters())], split=False)
 
-    refuse_joined_gradients(torch.optim.LBFGS(on_two_devices[0].parameters()))
-    refuse_joined_gradients(torch.optim.Adam(on_two_devices.parameters()))
+    check_fit([], [torch.optim.LBFGS(on_two_devices[0].parameters())], split=False)
+    check_fit([], [torch.optim.Adam(on_two_devices.parameters())], split=False)
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -66,10 +66,10 @@ def test_pruning_over_several_devices(on_two_devices: nn.Sequential) -> None:
         ]
 
     with pytest.raises(ValueError, match="ranks all weights.*on one device: got cpu, meta"):
-        refuse_global_pruning(pruning(*on_two_devices))
+        check_fit(pruning(*on_two_devices), [], split=False)
 
-    refuse_global_pruning(pruning(on_two_devices[0]))
-    refuse_global_pruning(pruning(*on_two_devices, together=False))
+    check_fit(pruning(on_two_devices[0]), [], split=False)
+    check_fit(pruning(*on_two_devices, together=False), [], split=False)
 
 
 class Thaws(BaseFinetuning):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from lightning_gpipe.strategy.processes import StartMethod
+from lightning_gpipe.strategy.options import StartMethod
 from tests.support.lightning_modules import fitted, weights
 from tests.support.models import assert_same
 from tests.support.started import Drawing

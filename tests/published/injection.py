@@ -74,14 +74,14 @@ class InjectedStrategy(GPipeStrategy):
         self._restore()
         path, self._undo = staged(self.lightning_module)
         balance = "parameters" if self._undo is None else [1, 1]
-        self._settings = replace(self._settings, module=path, balance=balance)
+        self.options = replace(self.options, module=path, balance=balance)
         self._counted.setups += 1
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
-        if self._piped is not None:
-            ran = sum(map(self._piped.runs_of, self._piped.found))
+        if self.pipeline is not None:
+            ran = sum(piped.runs for piped in self.pipeline.taken)
             self._counted.batches += ran
             self._counted.piped += ran > 0
         super().teardown()

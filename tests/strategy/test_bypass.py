@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.core.frontends.install import install
-from lightning_gpipe.strategy.bypass import BypassCheck
+from lightning_gpipe.core.pipeline import PipedModule
+from lightning_gpipe.strategy.user_steps import BypassCheck
 from tests.support.lightning_modules import (
     Classifier,
     Data,
@@ -283,9 +284,14 @@ def test_what_runs_the_pipeline_warns_of_nothing(tmp_path: Path) -> None:
 
 def test_module_that_is_itself_the_pipeline() -> None:
     module = perceptron(4)
-    calls: list[Tensor] = []
-    install(module, calls.append)
-    check = BypassCheck(module, "", lambda: len(calls), lambda: len(calls))
+    piped = PipedModule(module, "", module)
+
+    def run(x: Tensor) -> Tensor:
+        piped.runs += 1
+        return x
+
+    install(module, run)
+    check = BypassCheck(module, piped, [piped])
 
     check.training(lambda: module(rows(4)), automatic=True)
     check.training(lambda: None, automatic=True)

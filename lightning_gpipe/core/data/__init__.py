@@ -3,7 +3,6 @@
 Nothing here depends on stages or devices.
 """
 
-from lightning_gpipe.core.data.aliasing import identity, memory, overlap
 from lightning_gpipe.core.data.marks import (
     MARKS,
     Pending,
@@ -13,8 +12,8 @@ from lightning_gpipe.core.data.marks import (
     mark_aliased,
     whole,
 )
-from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.microbatching import (
+    Division,
     MicroBatching,
     check_chunks,
     check_microbatching,
@@ -33,8 +32,16 @@ from lightning_gpipe.core.data.pytree import (
     tree_flatten,
     tree_unflatten,
 )
-from lightning_gpipe.core.data.tensor_layouts import bytes_of, copy_values, equal, record_stream
 from lightning_gpipe.core.data.tensor_search import holds_tensor, requires_grad
+from lightning_gpipe.core.data.tensors import (
+    bytes_of,
+    copy_values,
+    equal,
+    identity,
+    memory,
+    overlap,
+    record_stream,
+)
 from lightning_gpipe.core.data.terms import (
     Term,
     collect_loss_terms,

@@ -40,7 +40,6 @@ Structure = _pytree.TreeSpec | Joined
 
 @lru_cache(maxsize=64)
 def _of_leaves(n: int) -> Joined:
-    """The structure of n trees of one leaf each, the same object in each call."""
     return Joined((LEAF_SPEC,) * n, (1,) * n)
 
 
@@ -58,20 +57,20 @@ class FlatTree(NamedTuple):
 
         A tensor that appears twice stays one tensor.
         """
-        if len(self.leaves) == 1:
-            return _flat(([_detached(self.leaves[0])], self.spec))
-        detached = {id(leaf): _detached(leaf) for leaf in self.leaves}
-        return FlatTree([detached[id(leaf)] for leaf in self.leaves], self.spec)
+        return self._mapped(_detached)
 
     def aliased(self) -> FlatTree:
         """Return the detached tree with new objects for all tensors that may require a gradient.
 
         So a layer that calls ``requires_grad_()`` does not change the caller's tensor.
         """
+        return self._mapped(_aliased)
+
+    def _mapped(self, function: Callable[[Any], Any]) -> FlatTree:
         if len(self.leaves) == 1:
-            return _flat(([_aliased(self.leaves[0])], self.spec))
-        aliases = {id(leaf): _aliased(leaf) for leaf in self.leaves}
-        return FlatTree([aliases[id(leaf)] for leaf in self.leaves], self.spec)
+            return _flat(([function(self.leaves[0])], self.spec))
+        mapped = {id(leaf): function(leaf) for leaf in self.leaves}
+        return FlatTree([mapped[id(leaf)] for leaf in self.leaves], self.spec)
 
 
 # Faster than the constructor: several trees are made for each micro-batch on each stage.
@@ -172,16 +171,23 @@ def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[
     )
 
 
-def register_as_leaf(
-    cls: type, leaf_of: Callable[[Any], Any], from_leaf: Callable[[Any], Any]
+def register_sequence(
+    cls: type, leaves_of: Callable[[Any], list[Any]], from_leaves: Callable[[Iterable[Any]], Any]
 ) -> None:
-    """Flatten instances of ``cls`` to one leaf."""
+    """Flatten instances of ``cls`` to these leaves."""
     _pytree.register_pytree_node(
         cls,
-        lambda value: ([leaf_of(value)], None),
-        lambda leaves, _: from_leaf(next(iter(leaves))),
-        flatten_with_keys_fn=lambda value: ([(_pytree.SequenceKey(0), leaf_of(value))], None),
+        lambda value: (leaves_of(value), None),
+        lambda leaves, _: from_leaves(leaves),
+        flatten_with_keys_fn=lambda value: (
+            [(_pytree.SequenceKey(k), leaf) for k, leaf in enumerate(leaves_of(value))],
+            None,
+        ),
     )
+
+
+for _cls in (WholeList, WholeTuple):
+    register_sequence(_cls, list, _cls)
 
 
 def _detached(leaf: Any) -> Any:
@@ -219,8 +225,6 @@ class _DataclassSpec(NamedTuple):
 
 
 class _DataclassNode:
-    """A pytree node in the place of a dataclass instance; its children are the attributes."""
-
     def __init__(self, kind: _DataclassSpec, values: list[Any]) -> None:
         self.kind = kind
         self.values = values
@@ -282,17 +286,6 @@ _pytree.register_pytree_node(
     ),
 )
 
-
-for _cls in (WholeList, WholeTuple):
-    _pytree.register_pytree_node(
-        _cls,
-        lambda value: (list(value), type(value)),
-        lambda leaves, cls: cls(leaves),
-        flatten_with_keys_fn=lambda value: (
-            [(_pytree.SequenceKey(k), leaf) for k, leaf in enumerate(value)],
-            type(value),
-        ),
-    )
 
 # Objects that cannot be flattened.
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data.microbatch.division import Division
+from lightning_gpipe.core.data.microbatch.microbatching import Division
 
 Reduction = Literal["sum", "mean"]
 
@@ -141,7 +141,6 @@ def reduced(
 
 
 def _weights(terms: Sequence[Term], division: Callable[[], Division | None]) -> list[float]:
-    """The weight of each micro-batch's term in their mean."""
     weights = [term.weight for term in terms if term.weight is not None]
     if len(weights) == len(terms):
         return weights

@@ -3,13 +3,3 @@
 Each module adapts one thing: callbacks that average, finetune or monitor, the profiler, the logs of
 the LightningModule. After teardown all of it is as the user made it.
 """
-
-from lightning_gpipe.strategy.adapters.averages import WeightAveraging
-from lightning_gpipe.strategy.adapters.profiling import path_of
-from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
-
-__all__ = [
-    "AdaptedTrainer",
-    "WeightAveraging",
-    "path_of",
-]

@@ -75,7 +75,6 @@ class Averages:
                 _move_beside(_tensors(averaged), _tensors(model))
 
     def follow_in_epoch(self, model: LightningModule) -> None:
-        """Call :meth:`follow` in the first batch of an epoch: callbacks begin averages there."""
         if self._callbacks and model.current_epoch != self._epoch:
             self._epoch = model.current_epoch
             self.follow(model)
@@ -93,7 +92,6 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _move_beside(tensors: Iterable[Tensor | None], others: Iterable[Tensor | None]) -> None:
-    """Move each tensor, in place, to the device of the other one."""
     for tensor, other in zip(tensors, others, strict=False):  # a copy may be of a smaller model
         if tensor is not None and other is not None and tensor.device != other.device:
             tensor.data = tensor.data.to(other.device)

@@ -14,12 +14,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.profilers import (
-    AdvancedProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
@@ -76,7 +71,6 @@ class Profiling:
             self._recording.teardown(None)
 
     def release(self) -> None:
-        """Leave the profiler as the user made it, with the rows."""
         if self._recording is not None:
             self._recording._profiler_kwargs.pop(_ALL_THREADS, None)
         if self._handle is not None:
@@ -101,7 +95,8 @@ class Profiling:
             profile = actions.get(row)
             if not isinstance(profile, _Timed):
                 profile = actions[row] = _Timed(row)
-            profile.add(seconds)
+            profile.calls += 1
+            profile.seconds += seconds
 
 
 class _Timed(Profile):
@@ -110,18 +105,13 @@ class _Timed(Profile):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
-        self._calls, self._seconds = 0, 0.0
-
-    def add(self, seconds: float) -> None:
-        """Add a call."""
-        self._calls += 1
-        self._seconds += seconds
+        self.calls, self.seconds = 0, 0.0
 
     @override
     def create_stats(self) -> None:
         # For a file, line and function: calls, calls that are no recursion, time without and with
         # the functions that it calls, and callers; "~" and 0 stand for a function without source.
-        numbers: Any = (self._calls, self._calls, self._seconds, self._seconds, {})
+        numbers: Any = (self.calls, self.calls, self.seconds, self.seconds, {})
         self.stats = {("~", 0, self._name): numbers}
 
 

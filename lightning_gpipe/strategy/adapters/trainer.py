@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.strategy.adapters.averages import Averages
-from lightning_gpipe.strategy.adapters.device_monitors import adapt_monitors
-from lightning_gpipe.strategy.adapters.finetuning import adapt_finetuning
-from lightning_gpipe.strategy.adapters.guarded_log import guard_logs
+from lightning_gpipe.strategy.adapters.methods import ReplacedMethods, adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
-from lightning_gpipe.strategy.adapters.replaced import ReplacedAttributes
 
 
 class AdaptedTrainer:
@@ -26,10 +22,9 @@ class AdaptedTrainer:
     def __init__(self) -> None:
         self._averages = Averages()
         self._profiling = Profiling()
-        self._replaced = ReplacedAttributes()
+        self._replaced = ReplacedMethods()
 
     def connect(self, model: LightningModule) -> None:
-        """Adapt what begins before all else, if the model is in a Trainer yet."""
         if model._trainer is not None:
             self._profiling.record_threads(profiler_of(model))
 
@@ -39,37 +34,24 @@ class AdaptedTrainer:
         self._averages.hold_back(model)
 
     def setup(
-        self,
-        model: LightningModule,
-        callbacks: Sequence[Callback],
-        pipeline: GPipe,
-        devices: Sequence[torch.device],
-        *,
-        workers: int,
-        replicas: int,
+        self, model: LightningModule, callbacks: Sequence[Callback], pipeline: GPipe, replicas: int
     ) -> None:
-        """Adapt everything else; for arguments see :func:`adapt_monitors`."""
-        replaced, root = self._replaced, pipeline.layout.outside
-        guard_logs(model, replaced)
-        adapt_finetuning(callbacks, replaced)
-        adapt_monitors(callbacks, replaced, devices, root, workers, replicas)
+        """Adapt everything else to a pipeline, of which there are so many replicas."""
+        guard_logs(model, self._replaced)
+        adapt_callbacks(callbacks, self._replaced, pipeline.layout, replicas)
         self._profiling.follow(profiler_of(model), pipeline)
         self._averages.follow(model)
 
     def on_train_batch_start(self, model: LightningModule) -> None:
-        """Adapt what callbacks make in the first batch of an epoch."""
         self._averages.follow_in_epoch(model)
 
     def rebalance(self, model: LightningModule) -> None:
-        """Adapt to layers that were moved."""
         self._averages.follow(model)
 
     def on_exception(self) -> None:
-        """End what would outlast a fit that has failed."""
         self._profiling.abort()
 
     def teardown(self) -> None:
-        """Leave everything as the user made it."""
         self._replaced.restore()
         self._averages.release()
         self._profiling.release()

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import (
 )
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.strategy.refusals import refuse_devices, refuse_precision
+from lightning_gpipe.strategy.refusals import check_environment
 from tests.support.lightning_modules import fitted
 
 
@@ -26,7 +26,7 @@ def test_accelerator_of_other_devices(kind: str) -> None:
     with pytest.raises(
         ValueError, match=rf"accelerator='cpu'.*accelerator='gpu'.*got \['{kind}'\]"
     ):
-        refuse_devices([torch.device(kind, 0)])
+        check_environment([torch.device(kind, 0)], None, Precision())
 
 
 def test_layer_sync(tmp_path: Path) -> None:
@@ -45,4 +45,4 @@ def test_precision_that_needs_other_packages(kind: type[Precision]) -> None:
     plugin = kind.__new__(kind)  # as if its package were installed
 
     with pytest.raises(ValueError, match=f"{kind.__name__} is for .*Write Trainer.precision="):
-        refuse_precision(plugin)
+        check_environment([], None, plugin)

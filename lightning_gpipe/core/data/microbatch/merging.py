@@ -89,7 +89,6 @@ def _texts_per_row(
 
 
 def _common_value(k: int, values: Sequence[Any]) -> Any:
-    """The value that is returned once, since it is the same for all micro-batches."""
     if not all(_same(value, values[0]) for value in values):
         found = [list(value) if isinstance(value, Entries) else value for value in values]
         raise ValueError(
@@ -150,7 +149,6 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Dense tensors that are equal if and only if the tensors are."""
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]

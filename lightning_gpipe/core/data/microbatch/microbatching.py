@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_gpipe.core.data.microbatch.division import Division
+
+class Division(NamedTuple):
+    """The sizes of the dim in which a mini-batch was split, and those of its other dims.
+
+    A layer that mixes a dim of one of the first sizes probably mixes rows.
+    """
+
+    sizes: tuple[int, ...]  # the number of rows of each micro-batch
+    widths: frozenset[int]  # the sizes of the other dims of tensors with rows
 
 
 class MicroBatching(ABC):

@@ -34,8 +34,7 @@ class RowOrder:
         return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
     def arrange(self, leaf: Any) -> Any:
-        """Put the rows of a tensor, or other entries, in this order."""
-        return leaf if self.permutation is None else _permuted(leaf, self.permutation)
+        return leaf if self.permutation is None else permuted(leaf, self.permutation)
 
     def restore(self, leaf: Any) -> Any:
         """Undo :meth:`arrange`."""
@@ -49,13 +48,7 @@ class RowOrder:
                 f"outputs must have the {len(self.lengths)} rows of the batch, to be put back in "
                 f"its order: got {found}. Write sort=False if the layers change the number of rows."
             )
-        return _permuted(leaf, self.permutation.argsort())
-
-
-def _permuted(leaf: Any, permutation: Tensor) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf[permutation.to(leaf.device)]
-    return permuted(leaf, permutation.tolist())
+        return permuted(leaf, self.permutation.argsort())
 
 
 def even_tokens(lengths: list[int], chunks: int) -> list[int]:

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.merging import merged
-from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.order import RowOrder, even_tokens
 from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries
 from lightning_gpipe.core.data.microbatch.rows import (
@@ -220,7 +219,6 @@ def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
 def _changed(
     tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None = None
 ) -> Any:
-    """Apply ``function`` to the tensors with rows in these entries of the tree, or in all."""
     names = entries(tree)
     if missing := [entry for entry in where or [] if entry not in names]:
         raise ValueError(f"the entries {missing} must exist: got {_names(tree)}.")
@@ -233,7 +231,6 @@ def _changed(
 
 
 def _reordered(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply ``function`` to all leaves of the tree with an entry per row."""
     leaves, spec = tree_flatten(tree)
     changed = [function(leaf) if has_entries(leaf) or has_rows(leaf) else leaf for leaf in leaves]
     return tree_unflatten(FlatTree(changed, spec))
@@ -259,7 +256,6 @@ def _is_integer(tensor: Tensor) -> bool:
 
 
 def _check_widths(outputs: Sequence[Any]) -> None:
-    """Raise if the micro-batches of an output differ in other dims than the rows."""
     for column in zip(*(tree_flatten(output).leaves for output in outputs), strict=False):
         widths = {x.shape[1:] for x in column if has_rows(x)}
         if len(widths) > 1:

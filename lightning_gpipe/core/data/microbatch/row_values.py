@@ -11,7 +11,7 @@ mini-batch with another number of rows, it is left whole; a user can mark other 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_gpipe.core.data.marks import is_per_row, is_whole, mark_per_row
-from lightning_gpipe.core.data.pytree import map_nodes, register_as_leaf, tree_flatten
+from lightning_gpipe.core.data.pytree import map_nodes, register_sequence, tree_flatten
 from lightning_gpipe.core.data.tensor_search import PLAIN, holds_tensor
 
 _CAPACITY = 256  # paths of lists; with more, all are forgotten
@@ -44,20 +44,21 @@ class RowTuple(tuple[Any, ...]):
     per_row = True
 
 
-def _as_leaf(value: RowList | RowTuple) -> Entries:
+def _leaves_of(value: RowList | RowTuple) -> list[Entries]:
     entries = Entries(value)
     entries.per_row = value.per_row
-    return entries
+    return [entries]
 
 
-def _from_leaf(kind: type[RowList | RowTuple], leaf: Any) -> RowList | RowTuple:
+def _from_leaves(kind: type[RowList | RowTuple], leaves: Iterable[Any]) -> RowList | RowTuple:
+    [leaf] = leaves
     value = kind(leaf)
     value.per_row = not isinstance(leaf, Entries) or leaf.per_row
     return value
 
 
 for _kind in (RowList, RowTuple):
-    register_as_leaf(_kind, _as_leaf, partial(_from_leaf, _kind))
+    register_sequence(_kind, _leaves_of, partial(_from_leaves, _kind))
 
 
 class RowValues:
@@ -109,15 +110,16 @@ def joined(values: Sequence[Any]) -> Any:
     return Entries(chain.from_iterable(values))
 
 
-def permuted(value: Any, order: Sequence[int]) -> Any:
-    """Return the entries in another order."""
+def permuted(value: Any, order: Tensor) -> Any:
+    """Return the rows of a tensor, or other entries, in another order."""
+    if isinstance(value, Tensor):
+        return value[order.to(value.device)]
     if isinstance(value, np.ndarray):
-        return _like(value, value[list(order)])
-    return Entries(value[k] for k in order)
+        return _like(value, value[order.tolist()])
+    return Entries(value[k] for k in order.tolist())
 
 
 def _like(value: Any, entries: Any) -> Any:
-    """Return some of the entries of ``value``, in its type."""
     if not isinstance(value, np.ndarray):
         return Entries(entries)
     return mark_per_row(entries) if is_per_row(value) else entries

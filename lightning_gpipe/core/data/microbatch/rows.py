@@ -17,9 +17,8 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data.marks import is_whole, whole
 from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
-from lightning_gpipe.core.data.microbatch.division import Division
 from lightning_gpipe.core.data.microbatch.merging import are_rows, concatenated, merged
-from lightning_gpipe.core.data.microbatch.microbatching import MicroBatching
+from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries, pieces_of
 from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
 
@@ -122,13 +121,11 @@ class Rows(MicroBatching):
         return division_of(microbatches, self._dim)
 
     def _sizes(self, batch: Any, m: int) -> list[int] | None:
-        """The number of rows of each micro-batch; None without the batch."""
         return None if batch is None else even_sizes(count_rows(batch, self._dim), m)
 
     def _output_dims(
         self, batch: Any, m: int, output: Any, columns: Sequence[Sequence[Any]]
     ) -> list[int]:
-        """The dim along which each leaf of the outputs is concatenated."""
         if self._output_dim is not None:
             return dims_of(output, self._output_dim)
         if self._dim == 0:
@@ -194,7 +191,6 @@ def has_rows(leaf: Any) -> bool:
 
 
 def _pieces(leaf: Any, sizes: list[int], dim: int) -> Sequence[Any]:
-    """The part of the leaf for each micro-batch."""
     if has_entries(leaf):
         return pieces_of(leaf, sizes)
     if not has_rows(leaf):

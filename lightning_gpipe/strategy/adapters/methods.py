@@ -1,0 +1,131 @@
+"""Methods of the user's module and callbacks, replaced while there is a pipeline.
+
+Layers must not log: they would do so for each micro-batch, on a worker's thread, which Lightning's
+collection of results is not made for, and once more for each recomputation.
+
+Finetuning callbacks compare unfrozen parameters with an optimizer's own by ``torch.equal``, which
+raises if their devices differ. So tensors are compared on the device of the first.
+
+DeviceStatsMonitor logs the statistics of the root device, and ThroughputMonitor compares the
+throughput of the process with the peak of one device. Here a process has the devices of a pipeline,
+and a pipeline may have several processes, which all work on the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    DeviceStatsMonitor,
+    ThroughputMonitor,
+)
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from lightning_gpipe.core.layout import Layout
+from lightning_gpipe.core.run import in_layers
+
+
+class ReplacedMethods:
+    """Methods of objects that others replace for a while."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[object, str, Any]] = []
+
+    def set(self, owner: object, name: str, value: Any) -> None:
+        vars(owner)[name] = value
+        self._replaced.append((owner, name, value))
+
+    def restore(self) -> None:
+        """Let the methods of the classes show again, unless the user's code has replaced them."""
+        for owner, name, value in self._replaced:
+            if vars(owner).get(name) is value:
+                del vars(owner)[name]
+        self._replaced = []
+
+
+def guard_logs(root: L.LightningModule, replaced: ReplacedMethods) -> None:
+    """Refuse what layers log with a LightningModule, or with one within it."""
+    for module in root.modules():
+        if isinstance(module, L.LightningModule):
+            replaced.set(module, "log", _GuardedLog(module))
+
+
+class _GuardedLog:
+    def __init__(self, module: L.LightningModule) -> None:
+        self._module = module
+        self._log = module.log
+
+    def __call__(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if in_layers():
+            raise RuntimeError(
+                f"a layer of the pipeline must not call log: got log({name!r}) of "
+                f"{type(self._module).__name__}, which would log each micro-batch, and again when "
+                "it is recomputed. Return the value from the layers, and log it in training_step."
+            )
+        self._log(name, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "log")  # a copy has the method of its class
+
+
+def adapt_callbacks(
+    callbacks: Iterable[Callback], replaced: ReplacedMethods, layout: Layout, replicas: int
+) -> None:
+    """Let callbacks that finetune or monitor do so on all devices of a pipeline."""
+    others = [device for device in dict.fromkeys(layout.devices_here) if device != layout.outside]
+    for callback in callbacks:
+        if isinstance(callback, BaseFinetuning):
+            function = partial(_compare_across_devices, callback.finetune_function)
+            replaced.set(callback, "finetune_function", function)
+        elif isinstance(callback, DeviceStatsMonitor) and others:
+            log = partial(_log_all, callback, callback._get_and_log_device_stats, others)
+            replaced.set(callback, "_get_and_log_device_stats", log)
+        elif isinstance(callback, ThroughputMonitor):
+            for throughput in callback._throughputs.values():
+                throughput.world_size = replicas  # no batch is counted twice
+                if callback.available_flops:
+                    throughput.available_flops = len(layout.devices) * callback.available_flops
+
+
+def _compare_across_devices(function: Callable[..., None], *args: Any) -> None:
+    with _EqualAcrossDevices():
+        function(*args)
+
+
+class _EqualAcrossDevices(TorchFunctionMode):
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.equal:
+            one, other = args
+            args = one, other.to(one.device)
+        return func(*args, **(kwargs or {}))
+
+
+def _log_all(
+    callback: DeviceStatsMonitor,
+    log: Callable[[Trainer, str], None],
+    others: Sequence[torch.device],
+    trainer: Trainer,
+    key: str,
+) -> None:
+    """Log the statistics of the root device as they are, and of the others under their names."""
+    log(trainer, key)
+    if not trainer._logger_connector.should_update_logs:
+        return
+    prefix = f"{type(callback).__qualname__}.{key}"
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for device in others:
+        stats = trainer.accelerator.get_device_stats(device)
+        for logger in trainer.loggers:
+            of_device = f"{prefix}{logger.group_separator}{device}{logger.group_separator}"
+            logger.log_metrics({of_device + name: x for name, x in stats.items()}, step=step)
