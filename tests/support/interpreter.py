@@ -30,7 +30,6 @@ class Interpreter:
         values: Sequence[Any],
         *,
         chunks: int | None = None,
-        stacked: bool = False,
     ) -> list[Any]:
         self.programs.append(program)
         rows = Rows()

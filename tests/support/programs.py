@@ -58,7 +58,6 @@ class Running:
         values: Sequence[Any],
         chunks: int | None = None,
         *,
-        stacked: bool = False,
         terms: bool = False,
     ) -> list[Any]:
         """Run the program in micro-batches, and merge its outputs."""

@@ -57,6 +57,8 @@ class FlatTree(NamedTuple):
 
         A tensor that appears twice stays one tensor.
         """
+        if len(self.leaves) == 1:
+            return _flat(([_detached(self.leaves[0])], self.spec))
         return self._mapped(_detached)
 
     def aliased(self) -> FlatTree:
@@ -64,11 +66,11 @@ class FlatTree(NamedTuple):
 
         So a layer that calls ``requires_grad_()`` does not change the caller's tensor.
         """
+        if len(self.leaves) == 1:
+            return _flat(([_aliased(self.leaves[0])], self.spec))
         return self._mapped(_aliased)
 
     def _mapped(self, function: Callable[[Any], Any]) -> FlatTree:
-        if len(self.leaves) == 1:
-            return _flat(([function(self.leaves[0])], self.spec))
         mapped = {id(leaf): function(leaf) for leaf in self.leaves}
         return FlatTree([mapped[id(leaf)] for leaf in self.leaves], self.spec)
 

@@ -157,7 +157,7 @@ class Journal:
 
     def reset(self) -> None:
         """Undo changes that an interrupt has left, before a run, while no other thread runs."""
-        self.unlock()
+        self._lock = threading.RLock()  # as unlock() does
         self._abandoned = False
         if self._entries:
             self.undo()

@@ -6,13 +6,9 @@ before anything has run.
 
 from lightning_gpipe.core.frontends.device_moves import (
     choose_devices,
-    forget,
-    forget_values,
-    move,
+    move_home,
     on_meta,
-    place,
-    place_around,
-    replaceable,
+    place_all,
     with_index,
 )
 from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
@@ -22,29 +18,24 @@ from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heavi
 from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
 from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
-from lightning_gpipe.core.frontends.stored import check_unread_weights, is_in_another_process
+from lightning_gpipe.core.frontends.stored import is_in_another_process
 
 __all__ = [
     "RunProgram",
     "StandIn",
     "candidates",
     "check_recordable",
-    "check_unread_weights",
     "choose_devices",
-    "forget",
-    "forget_values",
     "frontend_of",
     "heaviest",
     "is_in_another_process",
     "is_installed",
     "load_pretrained",
     "locate",
-    "move",
+    "move_home",
     "on_meta",
     "parameters_on_meta",
-    "place",
-    "place_around",
+    "place_all",
     "remove_dispatch_hooks",
-    "replaceable",
     "with_index",
 ]

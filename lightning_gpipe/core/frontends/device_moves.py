@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_gpipe.core.frontends.stored import (
     Source,
     await_value,
+    check_unread_weights,
     is_in_another_process,
     stored_value,
 )
+from lightning_gpipe.core.layout import META, Layout
 from lightning_gpipe.core.schedules import check_even
 
 
@@ -66,6 +68,56 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu") if device.type == "cpu" else device
+
+
+def place_all(root: nn.Module, layouts: Sequence[Layout]) -> None:
+    """Move the layers to their devices, and the rest of ``root`` to the device around them.
+
+    Layers of other processes are moved to the meta device.
+    """
+    check_unread_weights(root)
+    layers = {layer for layout in layouts for layer in layout.layers}
+    with replaceable(*root.modules()):
+        place_around(root, layers, layouts[0].outside)
+        for layout in layouts:
+            _place_stages(layout)
+        for layout in layouts:
+            move_home(layout)
+    for layout in layouts:
+        _check_values(layout)
+
+
+def _place_stages(layout: Layout) -> None:
+    homed = {id(p) for p, home in layout.homes.items() if home != META}
+    # All processes draw what they initialise from one generator, that of the CPU.
+    created_on = torch.device("cpu") if layout.spread else None
+    for j, partition in enumerate(layout.partitions):
+        for layer in partition.layers:
+            if layout.owner_of(j) == layout.rank:
+                place(layer, layout.device_of(j), created_on)
+            else:
+                forget(layer, homed)
+
+
+def move_home(layout: Layout) -> None:
+    """Move parameters to their homes."""
+    for parameter, device in layout.homes.items():
+        if device == META:
+            forget_values(parameter)
+        elif parameter.device != device:
+            move(parameter, device)
+
+
+def _check_values(layout: Layout) -> None:
+    """Refuse to be the home of parameters whose values another process has."""
+    here = [parameter for parameter, home in layout.homes.items() if home != META]
+    lost = [parameter for parameter in here if is_in_another_process(parameter)]
+    if lost:
+        raise ValueError(
+            "the parameters of a stage must have values in the process that runs it: got "
+            f"{len(lost)} whose values another process has, from an earlier pipeline. Cut the "
+            "model as before, or load its values from a checkpoint."
+        )
 
 
 def place(module: nn.Module, device: torch.device, created_on: torch.device | None = None) -> None:

@@ -22,11 +22,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from lightning_gpipe.core.frontends.install import InstalledForward, own_forward_of
-from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import Program
 
 
@@ -34,12 +33,7 @@ class RunProgram(Protocol):
     """Runs a program in micro-batches; the facade's."""
 
     def __call__(
-        self,
-        program: Program,
-        values: Sequence[Any],
-        *,
-        chunks: int | None = None,
-        stacked: bool = False,
+        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
         """Run a program; return its outputs, in order, merged over the micro-batches.
 
@@ -48,24 +42,19 @@ class RunProgram(Protocol):
             values: Its inputs, in order: pytrees, whose tensors are cut by rows unless they are
                 marked by :func:`~lightning_gpipe.whole`.
             chunks: The number of micro-batches; None is that of the facade.
-            stacked: Whether outputs without rows are stacked over the micro-batches. By default
-                they must be the same in all of them, and are returned once.
         """
 
 
 class OwnerProcesses(Protocol):
-    """The processes that own the stages; the facade's.
+    """The processes that own the stages; the engine's.
 
     All of them run the user's forward, on the same values, and so make the same program of it.
     Results that only the owner of a stage can compute are shared by :meth:`everywhere`.
     """
 
     @property
-    def outside(self) -> torch.device:
-        """The device of the modules around the stages in this process."""
-
-    def owns(self, j: int) -> bool:
-        """Return whether stage ``j`` is in this process."""
+    def layout(self) -> Layout:
+        """The layout, with the owner of each stage."""
 
     def tell(self, error: BaseException) -> None:
         """Send an error to the others, so that none waits; the user's code may catch it here."""

@@ -100,7 +100,7 @@ class Layers(Frontend):
             if self._processes is not None:
                 self._processes.tell(error)  # the user's code may catch it
             raise
-        [output] = run(self._program, [input], stacked=True)
+        [output] = run(self._program, [input])
         return output
 
     def _check_same(self) -> None:

@@ -16,14 +16,18 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
 from lightning_gpipe.core.faithful import not_compiled, rows_needed
-from lightning_gpipe.core.frontends import StandIn, remove_dispatch_hooks, with_index
+from lightning_gpipe.core.frontends import (
+    StandIn,
+    move_home,
+    place_all,
+    remove_dispatch_hooks,
+    with_index,
+)
 from lightning_gpipe.core.layout import Around, Layout, check_around
 from lightning_gpipe.core.pipeline.build import (
     attach_all,
     check_all_batch_norms,
     lay_out_all,
-    move_home,
-    place_all,
     rebuild,
     recut,
 )

@@ -70,7 +70,8 @@ class PipedModule:
     def attach(self, pipeline: Pipeline) -> None:
         """Let calls of the model run ``pipeline``, whose stages have the partitions."""
         self.pipeline = pipeline
-        self.frontend.install(self._run_program, pipeline if pipeline.layout.spread else None)
+        processes = pipeline.engine if pipeline.layout.spread else None
+        self.frontend.install(self._run_program, processes)
 
     def release(self) -> None:
         """Let the model run as without a pipeline."""
@@ -117,12 +118,7 @@ class PipedModule:
         )
 
     def _run_program(
-        self,
-        program: Program,
-        values: Sequence[Any],
-        *,
-        chunks: int | None = None,
-        stacked: bool = False,
+        self, program: Program, values: Sequence[Any], *, chunks: int | None = None
     ) -> list[Any]:
         """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`."""
         pipeline = self.pipeline
@@ -134,7 +130,9 @@ class PipedModule:
         self.runs += 1
         if self.check is not None:
             self.check(self, program, values)
-        return pipeline.run_program(program, values, chunks=chunks, stacked=stacked)
+        return pipeline.run_program(
+            program, values, chunks=chunks, stacked=self.frontend.takes_batch
+        )
 
 
 def _moved(value: Any, device: torch.device) -> Any:

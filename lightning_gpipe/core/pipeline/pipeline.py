@@ -113,23 +113,6 @@ class Pipeline:
         """The stages of this process, in order."""
         return self.engine.stages
 
-    @property
-    def outside(self) -> torch.device:
-        """The device of what is around the stages in this process."""
-        return self.layout.outside
-
-    def owns(self, j: int) -> bool:
-        """Return whether stage ``j`` is in this process."""
-        return self.layout.owner_of(j) == self.layout.rank
-
-    def tell(self, error: BaseException) -> None:
-        """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
-        self.engine.tell(error)
-
-    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
-        """See :class:`~lightning_gpipe.core.frontends.OwnerProcesses`."""
-        return self.engine.everywhere(j, compute)
-
     def run_program(
         self,
         program: Program,

@@ -38,12 +38,14 @@ class MutationGuard:
     def __init__(self, behavior: Behavior, leaves: list[Any], *, marked: bool) -> None:
         self._behavior = behavior
         self._inputs = self.leaves = leaves
-        guarded = [
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf))
-        ]
-        self._guarded, self._versions = tuple(guarded), _versions(leaves, guarded)
+        guarded: list[int] = []
+        versions: list[tuple[int, Tensor, int]] = []  # inference tensors have none
+        for k, leaf in enumerate(leaves):  # no comprehensions: one is made for every action
+            if isinstance(leaf, Tensor) and (not marked or is_whole(leaf) or is_aliased(leaf)):
+                guarded.append(k)
+                if not leaf.is_inference():
+                    versions.append((k, leaf, leaf._version))
+        self._guarded, self._versions = tuple(guarded), versions
         self._expected = behavior.edited_inputs.get(self._guarded)
         self.first = self._expected is None
         self._editors: dict[int, str] = {}

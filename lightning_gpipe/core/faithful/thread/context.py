@@ -184,7 +184,7 @@ def _top_hooks() -> Hooks | None:
 
 def _hooked(hooks: Hooks | None) -> Manager:
     """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
-    if _top_hooks() == hooks:
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks:  # on the hot path
         return NOTHING
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))

@@ -148,8 +148,8 @@ def _devices(
     stages = Counter(parameter for part in partitions for parameter in part.parameters)
     devices: list[torch.device | None] = []
     for partition in partitions:
-        if processes is not None and not processes.owns(partition.index):
-            devices.append(processes.outside)
+        if processes is not None and partition.index not in processes.layout.stages_here:
+            devices.append(processes.layout.outside)
             continue
         own = (x for x in partition.parameters if stages[x] == 1)
         buffers = (x for layer in partition.layers for x in layer.buffers())
