@@ -20,6 +20,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+import rich
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import Accelerator
@@ -42,7 +43,6 @@ from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
-from lightning_gpipe.core.show import show
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
@@ -375,7 +375,7 @@ class GPipeStrategy(ParallelStrategy):
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
         if piped.pipeline.profiles and self.is_global_zero:
-            show(piped.pipeline.listing())
+            rich.print(piped.pipeline.listing())
         self._steps = UserSteps(module, piped, verify=self.options.verify)
         self.model_to_device()
         self._checkpoints.load_part(module)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.frontends import candidates, is_installed, locate, on_meta
-from lightning_gpipe.core.layout import check_balance
+from lightning_gpipe.core.layout import check_balance, check_even
 from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
@@ -21,7 +21,6 @@ from lightning_gpipe.core.pipeline import (
     resolve,
     take_all,
 )
-from lightning_gpipe.core.schedules import check_even
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.processes import Processes

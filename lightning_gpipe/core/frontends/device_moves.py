@@ -25,8 +25,7 @@ from lightning_gpipe.core.frontends.stored import (
     is_in_another_process,
     stored_value,
 )
-from lightning_gpipe.core.layout import META, Layout
-from lightning_gpipe.core.schedules import check_even
+from lightning_gpipe.core.layout import META, Layout, check_even
 
 
 def choose_devices(

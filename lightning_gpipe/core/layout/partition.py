@@ -181,6 +181,16 @@ def check_balance(balance: Sequence[int], layers: int | None = None, name: str =
         )
 
 
+def check_even(stages: int, devices: int, way_out: str) -> None:
+    """Refuse a number of devices that does not divide the stages; ``way_out`` says what to do."""
+    if not devices or stages % devices:
+        raise ValueError(
+            "the number of stages must be a multiple of the number of devices, so that each device "
+            f"has equally many: got {counted(stages, 'stage')} for {counted(devices, 'device')}. "
+            f"{way_out}"
+        )
+
+
 def check_enough_layers(layers: int, stages: int, name: str = "module") -> None:
     """Refuse a number of stages that is less than 1, or greater than the number of layers."""
     if not 1 <= stages <= layers:

@@ -123,6 +123,9 @@ class Pipeline:
     ) -> list[Any]:
         """Run a program, see :class:`~lightning_gpipe.core.frontends.RunProgram`.
 
+        Outputs without rows are stacked over the micro-batches if ``stacked``; otherwise they must
+        be the same in all of them, and are returned once.
+
         Raises:
             ValueError: If an output has no row per sample and differs between micro-batches, and
                 is not to be stacked.

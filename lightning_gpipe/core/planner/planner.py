@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, Literal
 
 from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around
+from lightning_gpipe.core.layout import Around, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import Search
@@ -25,7 +25,6 @@ from lightning_gpipe.core.schedules import (
     ScheduleKind,
     ScheduleName,
     check_by_micro_batch,
-    check_even,
     counted,
     kinds_for,
     looped,

@@ -13,7 +13,6 @@ from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
 from lightning_gpipe.core.profile.single_layer import alone, gradients_for, tensors_in
 from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run import Stage
-from lightning_gpipe.core.schedules import CALLER
 
 Ends = tuple[int, int]  # the indices of the layer that makes a value, and of one that uses it
 
@@ -49,7 +48,7 @@ class Counting:
         first = FlatTree(run.first, inputs.spec)
         makers = [j - 1, *(route.source for route in arriving)]
         for maker, tree in zip(makers, parted(first, len(makers)), strict=True):
-            if maker != CALLER:
+            if maker >= 0:  # a layer, and not the caller
                 self.saved[maker, j] += sum(tree.leaves)
         flow.leave(run.outputs, leaving)
         self._bytes.keep(flow.leaves)

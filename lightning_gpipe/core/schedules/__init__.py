@@ -7,7 +7,6 @@ from lightning_gpipe.core.schedules.action import CALLER, Action, Kind, predeces
 from lightning_gpipe.core.schedules.patterns import Pattern, Visit
 from lightning_gpipe.core.schedules.placement import (
     Placing,
-    check_even,
     counted,
     folded,
     looped,
@@ -55,7 +54,6 @@ __all__ = [
     "Visit",
     "check_activation_checkpointing",
     "check_by_micro_batch",
-    "check_even",
     "check_planned",
     "check_schedule_name",
     "count_recomputed",

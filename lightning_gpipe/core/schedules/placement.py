@@ -41,16 +41,6 @@ def check_looped(name: str, placement: Sequence[int]) -> None:
         )
 
 
-def check_even(stages: int, devices: int, way_out: str) -> None:
-    """Refuse a number of devices that does not divide the stages; ``way_out`` says what to do."""
-    if not devices or stages % devices:
-        raise ValueError(
-            "the number of stages must be a multiple of the number of devices, so that each device "
-            f"has equally many: got {counted(stages, 'stage')} for {counted(devices, 'device')}. "
-            f"{way_out}"
-        )
-
-
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, as in ``1 stage`` or ``2 stages``."""
     return f"{number} {noun}{'s' * (number != 1)}"

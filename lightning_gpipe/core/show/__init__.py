@@ -3,7 +3,6 @@
 This is the only room that draws, on a terminal or into a file.
 """
 
-from rich import print as show
 from rich.table import Table
 
 from lightning_gpipe.core.show.picture import INSTALL, can_draw, check_can_draw, timeline_picture
@@ -19,7 +18,6 @@ __all__ = [
     "can_draw",
     "check_can_draw",
     "plan_picture",
-    "show",
     "show_plan",
     "skip_table",
     "stage_table",

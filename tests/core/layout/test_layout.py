@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.layout.layout import Layout, lay_out
-from lightning_gpipe.core.layout.partition import cut
+from lightning_gpipe.core.layout.partition import check_even, cut
 from lightning_gpipe.core.programs.route import Route, SkipName
-from lightning_gpipe.core.schedules.placement import check_even, looped, one_each
+from lightning_gpipe.core.schedules.placement import looped, one_each
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 X = SkipName(None, "x")
