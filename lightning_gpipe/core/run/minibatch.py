@@ -94,7 +94,7 @@ class MiniBatch(MiniBatchRun):
             self._drawn_from = generators.states
             if self.equipment.layout.spread:
                 self._label = self._label_now(len(microbatches), generators.number)
-            self.begin_work(self._program, microbatches[0], division)
+            self.begin_work(self._program, microbatches[0], division, terms=self._terms)
             self.choose_transport(self.context.modes or context.modes)
             library = self.begin_library_watch()
             try:
@@ -150,7 +150,7 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> list[FlatTree]:
         exchange = self._open(_FORWARD)
-        self.begin_passes(generators, values=self._ties.values(exchange), terms=self._terms)
+        self.begin_passes(generators, self._ties.values(exchange))
         self.timeline = self.new_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))

@@ -124,10 +124,15 @@ class MiniBatchRun:
         return self.library
 
     def begin_work(
-        self, program: Program, inputs: FlatTree, division: Callable[[], Division | None]
+        self,
+        program: Program,
+        inputs: FlatTree,
+        division: Callable[[], Division | None],
+        *,
+        terms: bool = False,
     ) -> None:
-        """Give the stages their parts of a program."""
-        self._works = [Work(stage, program) for stage in self.equipment.stages]
+        """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
+        self._works = [Work(stage, program, terms=terms) for stage in self.equipment.stages]
         self._watches = [
             stage.watches.begin((self.flags, inputs.spec, work.signature), division)
             if self.schedule.m > 1
@@ -136,11 +141,7 @@ class MiniBatchRun:
         ]
 
     def begin_passes(
-        self,
-        generators: SharedGenerators | None,
-        *,
-        values: Mapping[int, Tensor] = NO_VALUES,
-        terms: bool = False,
+        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] = NO_VALUES
     ) -> None:
         """Make new passes; again if forward runs again because layers draw.
 
@@ -165,7 +166,6 @@ class MiniBatchRun:
                 shadows[k],
                 self.used_leaves,
                 self._watches[k],
-                terms=terms,
                 split=self.schedule.split,
             )
             for k, stage in enumerate(stages)

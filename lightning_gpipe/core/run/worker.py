@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
-from lightning_gpipe.core.run.caller import term_route
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
@@ -105,7 +104,7 @@ class WorkerTask(RowTask):
         self._here = here
         self._forward = None if forward is context else forward
         self._now = timeline.clocks[w].now
-        self._m, self._n = phase.m, phase.n
+        self._m = phase.m
         self._forwards = phase.forwards
         self._record = timeline.records.append
         self._inline = timeline.inline
@@ -154,8 +153,6 @@ class WorkerTask(RowTask):
         arriving, leaving = stage_pass.work.arriving, stage_pass.work.leaving
         if action.kind is Kind.BACKWARD:
             run, arriving, leaving = stage_pass.backward, leaving, arriving
-            if stage_pass.terms:
-                arriving = (*arriving, term_route(action.j, self._n))
 
         value = exchange.receive(action)
         if arriving:
@@ -167,9 +164,6 @@ class WorkerTask(RowTask):
         start = self._now()
         result = run(action.i, value)
         self._record((self._w, action, start, self._now()))
-        if stage_pass.terms and action.kind is Kind.FORWARD:
-            terms = stage_pass.take_terms(action.i)
-            exchange.send(action._replace(j=self._n), terms, term_route(action.j, self._n))
         if leaving:
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
