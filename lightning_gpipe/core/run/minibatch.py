@@ -30,13 +30,26 @@ from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.other_processes import Telling
 from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.schedules import Action, Schedule, successor
-from lightning_gpipe.core.transport import Exchange, Label
+from lightning_gpipe.core.transport import Exchange, Label, Transport
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 _NO_GENERATORS = SharedGenerators(())
+
+
+class Telling:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
 
 
 class MiniBatch(MiniBatchRun):
@@ -176,7 +189,9 @@ class MiniBatch(MiniBatchRun):
         self._unfinished.settle()
         for stage in self.equipment.stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
-        self.check()
+        for stage_pass in self.passes:
+            stage_pass.lost_gradients.check()
+            stage_pass.check_unchanged()
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
             context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)

@@ -44,11 +44,7 @@ from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
-from lightning_gpipe.core.run.guards.forbidden_edits import (
-    check_edits,
-    check_hooks,
-    check_unchanged,
-)
+from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
@@ -61,12 +57,10 @@ class StagePass:
     """One mini-batch's pass through a stage; used by one worker at a time.
 
     Args:
-        stage: The stage.
-        work: Its work on each micro-batch.
+        work: The work of the stage on each micro-batch.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
-        randomness: The source of random numbers.
-        shadows: The shadows of its parameters, which collect the gradients.
+        shadows: The shadows of the parameters, which collect the gradients.
         used_leaves: Records which leaves took part.
         watch: Notices layers that mix rows; None in most mini-batches.
         split: Whether backward leaves the gradients of the weights to an action of their own.
@@ -100,8 +94,9 @@ class StagePass:
         # Whether a first forward needs no context manager but that of the shadows.
         self._bare = not (randomness.redirected or self.statistics or watch or work.terms)
         self._routed = bool(work.leaving)  # whether its outputs leave on several ways
-        ends = [stage.partition.index == 0, *(route.source == CALLER for route in work.arriving)]
-        self._from_caller = any(ends)
+        from_caller = CALLER in [route.source for route in work.arriving]
+        # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
+        self._marked = not (context.grad or from_caller or stage.partition.index == 0)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._activations: dict[int, Activations] = {}
@@ -193,7 +188,6 @@ class StagePass:
 
     def finish_forward(self) -> None:
         """Refuse forbidden edits, update running statistics, and record parameters' versions."""
-        check_hooks(self.stage, self.shadows)
         check_edits(self.stage, self.shadows)
         if self._watch is not None:
             self._watch.close()
@@ -209,18 +203,12 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        if managers := self._as_in_forward():
-            with together(managers):
-                self._run_again(i)
-        else:
-            self._run_again(i)
-
-    def _run_again(self, i: int) -> None:
         forward = self._activations[i]
-        # Without hooks that layers registered on the inputs in forward.
-        inputs = forward.inputs.detached()
-        hooks = self._context.saving()
-        outputs = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
+        with self._as_in_forward():
+            # Without hooks that layers registered on the inputs in forward.
+            inputs = forward.inputs.detached()
+            hooks = self._context.saving()
+            outputs = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
         sizes = self._sizes(outputs) if self._routed else ()
         if self.work.terms and sizes[-1] != forward.sizes[-1]:
             raise RuntimeError(
@@ -234,24 +222,23 @@ class StagePass:
         former = [old for old, new in leaves if old is not new]
         self._activations[i] = Activations(inputs, roots, sizes=sizes, former=former)
 
-    def _as_in_forward(self) -> list[Manager]:
-        """The context managers that restore the thread's and the modules' state of forward."""
+    def _as_in_forward(self) -> Manager:
+        """The context manager that restores the thread's and the modules' state of forward."""
         context = self._context
         if self._differs is None:  # the same for all micro-batches
             other_flags = self.stage.training_flags != self._flags
             self._differs = bool(context.missing() or context.modes or other_flags)
         if not self._differs:
-            return []
-        return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
+            return NOTHING
+        training = self.stage.training_as(self._flags)
+        return together([context.entered(), context.modes.entered(), training])
 
     def _run(
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
     ) -> FlatTree:
         """Run the layers; returns the outputs, joined with those that leave by routes."""
         stage, work = self.stage, self.work
-        # The caller must not find its tensors edited.
-        marked = not self._context.grad and not self._from_caller
-        guard = MutationGuard(behavior, inputs.leaves, marked=marked)
+        guard = MutationGuard(behavior, inputs.leaves, marked=self._marked)
         if guard.leaves is not inputs.leaves:
             inputs = FlatTree(guard.leaves, inputs.spec)
         arrived = tree_unflatten(inputs)

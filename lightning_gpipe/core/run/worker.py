@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import thread_time
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import record_function
@@ -25,9 +26,6 @@ from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
 from lightning_gpipe.core.skip import using_table
 from lightning_gpipe.core.transport import Cancelled, Exchange, Task
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class RowTask(Task):
@@ -158,9 +156,9 @@ class WorkerTask(RowTask):
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
-            run = _within(_profiler_name(action), run)
+            run = partial(_within, _profiler_name(action), run)
         if self._forward is not None and action.kind is Kind.FORWARD:
-            run = _within(self._forward.entered(), run)
+            run = partial(_within, self._forward.entered(), run)
         start = self._now()
         result = run(action.i, value)
         self._record((self._w, action, start, self._now()))
@@ -173,7 +171,7 @@ class WorkerTask(RowTask):
         stage_pass = self._passes[action.j]
         run = stage_pass.recompute if action.kind is Kind.RECOMPUTE else stage_pass.weights
         if self._profiled:
-            run = _within(_profiler_name(action), run)
+            run = partial(_within, _profiler_name(action), run)
         start = self._now()
         run(action.i)
         self._record((self._w, action, start, self._now()))
@@ -205,11 +203,7 @@ def _profiler_name(action: Action) -> Manager:
     return record_function(f"stage {action.j} {action.kind.verb} {action.i}")
 
 
-def _within(manager: Manager, run: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap ``run`` in a context manager."""
-
-    def run_within(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with manager:
-            return run(*args, **kwargs)
-
-    return run_within
+def _within(manager: Manager, run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run`` in a context manager."""
+    with manager:
+        return run(*args)

@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import requires_grad
-from lightning_gpipe.core.run.backward.graph import Graph
 from lightning_gpipe.core.run.backward.roots import (
+    Graph,
     Root,
     asking_for,
     run_backward,

@@ -15,20 +15,16 @@ from lightning_gpipe.core.run.activations import Activations
 from lightning_gpipe.core.run.stage import Stage, modules_in
 
 
-def check_hooks(stage: Stage, shadows: Shadows) -> None:
-    """Raise if a layer registered a hook on one of its parameters while it ran."""
-    parameter = shadows.hooked
-    if parameter is not None:
+def check_edits(stage: Stage, shadows: Shadows) -> None:
+    """Raise if a layer did to a parameter in forward what cannot be honoured: an edit or a hook."""
+    hooked = shadows.hooked
+    if hooked is not None:
         raise RuntimeError(
             "hooks on parameters must be registered outside of forward: got one on "
-            f"{stage.name_of(parameter)}, registered while {stage} ran, where it would see the "
+            f"{stage.name_of(hooked)}, registered while {stage} ran, where it would see the "
             "gradient of each micro-batch instead of the whole. Register it once, before the "
             "first step."
         )
-
-
-def check_edits(stage: Stage, shadows: Shadows) -> None:
-    """Raise if a layer edited a parameter in a way that cannot be honoured."""
     replaced = shadows.replaced
     if replaced is not None:
         raise RuntimeError(

@@ -21,7 +21,7 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     call_missing,
     first_call,
 )
-from lightning_gpipe.core.run.micro_batch_losses.known_gradients import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
