@@ -32,11 +32,6 @@ class Activations(NamedTuple):
     sizes: tuple[int, ...] = ()
     former: Sequence[Any] = ()
 
-    @property
-    def edited(self) -> bool:
-        """True if an input was edited since forward, although recomputation needs it."""
-        return self.roots is None and versions_in(self.inputs) != self.versions
-
 
 def versions_in(inputs: FlatTree) -> list[int]:
     """The version counters of the tensors among the leaves; inference tensors have none."""

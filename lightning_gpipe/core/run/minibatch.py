@@ -29,7 +29,6 @@ from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.schedules import Action, Schedule, successor
 from lightning_gpipe.core.transport import Exchange, Label, Transport
@@ -56,13 +55,10 @@ class MiniBatch(MiniBatchRun):
     """Runs the two phases of a schedule for one mini-batch.
 
     Attributes:
-        timeline: The record of its actions, once forward has begun.
         caller: The caller's end of the pipeline.
         leaves: After forward, the leaves that will have a gradient, each once: parameters, and
             leaves that layers captured from outside.
     """
-
-    timeline: Timeline
 
     def __init__(
         self,
@@ -164,7 +160,7 @@ class MiniBatch(MiniBatchRun):
     ) -> list[FlatTree]:
         exchange = self._open(_FORWARD)
         self.begin_passes(generators, self._ties.values(exchange))
-        self.timeline = self.new_timeline()
+        self.begin_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
         self._run_workers(exchange, chain.from_iterable(sent), context)
@@ -259,7 +255,7 @@ class MiniBatch(MiniBatchRun):
         """Send the caller's messages to the workers, and run these in ``context``."""
         for action, value, route in sent:
             exchange.send(action, value, route)
-        tasks = self.tasks(exchange, context, self.timeline, here=self.inline)
+        tasks = self.tasks(exchange, context)
         state = ThreadState.capture()
         try:
             if self.inline and state.grad != context.grad:

@@ -78,7 +78,10 @@ class MiniBatchRun:
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
+        timeline: The record of the actions, once it has begun.
     """
+
+    timeline: Timeline
 
     def __init__(
         self, equipment: Equipment, schedule: Schedule, execution: Execution, context: Context
@@ -171,10 +174,10 @@ class MiniBatchRun:
             for k, stage in enumerate(stages)
         ]
 
-    def new_timeline(self, *, caller: bool = False) -> Timeline:
-        """Return an empty record; ``caller``: the caller has a row of the schedule."""
+    def begin_timeline(self, *, caller: bool = False) -> None:
+        """Begin the record; ``caller``: the caller has a row of the schedule."""
         layout = self.equipment.layout
-        return Timeline(
+        self.timeline = Timeline(
             self.schedule,
             [clock_of(self.streams.on(layout.devices[w])) for w in layout.workers_here],
             layout.workers_here,
@@ -185,15 +188,12 @@ class MiniBatchRun:
         )
 
     def tasks(
-        self,
-        exchange: Exchange,
-        context: Context,
-        timeline: Timeline,
-        *,
-        forward: Context | None = None,
-        here: bool = False,
+        self, exchange: Exchange, context: Context, forward: Context | None = None
     ) -> list[WorkerTask]:
-        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`."""
+        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`.
+
+        With ``forward``, the caller's code runs on its thread in between, in another state.
+        """
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
         return [
@@ -204,9 +204,9 @@ class MiniBatchRun:
                 self.streams,
                 exchange,
                 context,
-                timeline,
+                self.timeline,
                 forward=forward,
-                here=here,
+                here=self.inline and forward is None,
             )
             for w in layout.workers_here
         ]

@@ -5,8 +5,7 @@ outputs are detached from it. So the graphs of different stages are never joined
 backward on its own thread, and to drop a micro-batch's activations is to free its graph. Values
 that come and leave by routes are further inputs and outputs, joined with the others.
 
-A pass holds everything that is alive between its forward and its backward. There are several at
-once if a user runs the pipeline twice before a backward.
+A pass holds all that lives from its forward to its backward. Several may be alive at once.
 """
 
 from __future__ import annotations

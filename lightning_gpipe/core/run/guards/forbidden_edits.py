@@ -11,7 +11,7 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_gpipe.core.faithful import Shadows
-from lightning_gpipe.core.run.activations import Activations
+from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.stage import Stage, modules_in
 
 
@@ -61,9 +61,10 @@ def check_unchanged(
     activations: Collection[Activations],
 ) -> None:
     """Raise if a recomputation would not compute what forward computed."""
-    if all(each.roots is not None for each in activations):
+    dropped = [each for each in activations if each.roots is None]
+    if not dropped:
         return
-    if any(each.edited for each in activations):
+    if any(versions_in(each.inputs) != each.versions for each in dropped):
         raise RuntimeError(
             f"the input of {stage} must not be edited between a forward and its backward: got an "
             "edit in place of a micro-batch, and its forward is yet to be recomputed. Edit a copy, "
@@ -71,7 +72,7 @@ def check_unchanged(
         )
     if shadows.edited:
         change = "parameters must not be edited", "an edit, such as an optimizer step"
-    elif any(each.saved is not None and each.saved.buffers.lost for each in activations):
+    elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
         change = "buffers must not be edited", "an edit"
     elif modules_in(stage.partition) != modules:
         change = "modules must not be added, removed or replaced", "other modules"
