@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Report, options
-from lightning_gpipe.core.run.backward.graph import Graph
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
-from lightning_gpipe.core.run.backward.roots import root_of, run_backward
+from lightning_gpipe.core.run.backward.roots import Graph, root_of, run_backward
 from lightning_gpipe.core.run.backward.split import Splits
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 

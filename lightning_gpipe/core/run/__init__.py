@@ -10,14 +10,13 @@ from lightning_gpipe.core.run.micro_batch_losses.coroutine import greenlets
 from lightning_gpipe.core.run.micro_batch_losses.losses import LOSS_WEIGHT, Losses, loss_and_weight
 from lightning_gpipe.core.run.micro_batch_losses.user_step import UserStep
 from lightning_gpipe.core.run.minibatch_run import pass_alone
-from lightning_gpipe.core.run.observe.observation import Observation, typical
 from lightning_gpipe.core.run.observe.threads_or_inline import (
     RunTimes,
     Threads,
     ThreadsOrInline,
     check_threads,
 )
-from lightning_gpipe.core.run.observe.timeline import Span, Timeline
+from lightning_gpipe.core.run.observe.timeline import Observation, Span, Timeline, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 

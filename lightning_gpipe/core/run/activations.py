@@ -20,7 +20,6 @@ class Activations(NamedTuple):
         roots: The roots of its graph; None if the graph was dropped.
         saved: If it will be recomputed: the state of the layers before forward.
         versions: If it will be recomputed: the version counters of the inputs.
-        terms: If it will be recomputed: the number of the leaves of its loss terms.
         sizes: The number of output leaves on each way; empty if there is only one way.
         former: If it was recomputed: the inputs of its first forward, in whose graph no backward
             may run.
@@ -30,14 +29,8 @@ class Activations(NamedTuple):
     roots: list[Root | None] | None
     saved: ModuleState | None = None
     versions: Sequence[int] = ()
-    terms: int = 0
     sizes: tuple[int, ...] = ()
     former: Sequence[Any] = ()
-
-    @property
-    def edited(self) -> bool:
-        """True if an input was edited since forward, although recomputation needs it."""
-        return self.roots is None and versions_in(self.inputs) != self.versions
 
 
 def versions_in(inputs: FlatTree) -> list[int]:

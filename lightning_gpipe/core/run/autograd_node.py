@@ -15,7 +15,7 @@ outputs to that scalar, and its backward only stores their gradients::
 
     micro-batches, parameters --> _Sources --(scalar on CPU)--> _Outputs --> outputs
 
-The loss of a step with a loss for each micro-batch is such a pair, too, see ``known_gradients``.
+The loss of a step with a loss for each micro-batch is such a pair, too, see ``losses``.
 
 If backward() is called within another backward, as by `torch.utils.checkpoint` with
 use_reentrant=True, that thread may be a device's thread after all. It must not be blocked, so the

@@ -21,20 +21,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, Term, join, parted, tree_unflatten
-from lightning_gpipe.core.programs import Program, Route, SkipName
+from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run.backward.sums import Gradients
-from lightning_gpipe.core.run.stage_borders import handed
+from lightning_gpipe.core.run.stage_borders import handed, term_route
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
 from lightning_gpipe.core.transport import Exchange
 
 Sent = tuple[Action, FlatTree, Route | None]  # the action that gets it, a value, its route
-
-_TERMS = SkipName(None, "loss terms")
-
-
-def term_route(j: int, n: int) -> Route:
-    """The route of the loss terms of stage ``j`` to the caller, after the last of ``n`` stages."""
-    return Route(_TERMS, source=j, target=n)
 
 
 class Caller:
@@ -48,7 +41,9 @@ class Caller:
         self._spread = None if direct else program
         self._gathered = None if program.outputs == program.parts[-1].gives else program
         self._returned = program.returned
-        self._terms = tuple(term_route(j, n) for j in range(n)) if terms else ()
+        self._terms = terms
+        of_terms = [term_route(j, n) for j in range(n)] if terms else []
+        self._routes = (*self._returned, *of_terms)  # by which outputs come back
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
@@ -70,23 +65,21 @@ class Caller:
         """Receive the output of micro-batch ``i``."""
         end = Action(Kind.FORWARD, i, self._n)
         output = exchange.receive(end)
-        routes = (*self._returned, *self._terms)
-        if not routes:
+        if not self._routes:
             return output
-        joined = join([output, *(exchange.receive(end, route) for route in routes)])
+        joined = join([output, *(exchange.receive(end, route) for route in self._routes)])
         self._structures[i] = joined.spec
         return joined
 
     def output_gradient(self, i: int, leaves: Gradients) -> Iterator[Sent]:
         """Yield the messages of the backward of micro-batch ``i``."""
-        routes = (*self._returned, *self._terms)
         to = Action(Kind.BACKWARD, i, self._n - 1)
-        if not routes:
+        if not self._routes:
             yield to, FlatTree(leaves), None
             return
-        main, *others = parted(FlatTree(leaves, self._structures[i]), 1 + len(routes))
+        main, *others = parted(FlatTree(leaves, self._structures[i]), 1 + len(self._routes))
         yield to, FlatTree(main.leaves), None
-        for route, tree in zip(routes, others, strict=True):
+        for route, tree in zip(self._routes, others, strict=True):
             yield to._replace(j=route.source), FlatTree(tree.leaves), route
 
     def input_gradient(self, exchange: Exchange, x: FlatTree, i: int) -> Gradients:
@@ -117,12 +110,12 @@ class Caller:
 
         An output is joined of the values of the program's outputs, in order.
         """
-        if not self._returned and not self._terms:
+        if not self._routes:
             return [self._output(each, ()) for each in outputs], []
         mains, handed_out = [], []
         for output in outputs:
             end = len(self._returned)
-            main, *others = parted(output, 1 + end + len(self._terms))
+            main, *others = parted(output, 1 + len(self._routes))
             mains.append(self._output(main, others[:end]))
             handed_out.append([term for tree in others[end:] for term in tree_unflatten(tree)])
         return mains, handed_out if self._terms else []

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from lightning_gpipe.core.data import Division, FlatTree, Term
+from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tree_unflatten
 from lightning_gpipe.core.faithful import Context, Draws, Journal, LibraryDraws
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.programs import Program
+from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.autograd_node import attach
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
@@ -28,22 +28,17 @@ from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
 from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
-from lightning_gpipe.core.run.minibatch import MiniBatch
+from lightning_gpipe.core.run.minibatch import MiniBatch, Telling
 from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.other_processes import Telling, everywhere
 from lightning_gpipe.core.run.stage import Stage, modules_in, training_flags_of
-from lightning_gpipe.core.schedules import Schedule
-from lightning_gpipe.core.transport import (
-    BETWEEN,
-    NO_RUN,
-    Label,
-    RankFailed,
-    Transport,
-)
+from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
+from lightning_gpipe.core.transport import BETWEEN, NO_RUN, Label, RankFailed, Transport
 
 Observer = Callable[[Timeline], None]
+
+_ANSWER = SkipName(None, "answer")
 
 
 class Engine:
@@ -76,15 +71,20 @@ class Engine:
         self.step = 0
         self.timeline: Timeline | None = None
         self.ways = ways
-        self._unfinished = UnfinishedMiniBatches()
         here = {stage.partition.index: stage for stage in self.stages}
-        self._modules = [
+        modules = [
             here.get(j) or modules_in(partition) for j, partition in enumerate(layout.partitions)
         ]
-        self._draws = Draws(layout.devices_here, spread=layout.spread)
-        self._library_draws = LibraryDraws()
+        self._equipment = Equipment(
+            self.stages,
+            layout,
+            transport,
+            Draws(layout.devices_here, spread=layout.spread),
+            LibraryDraws(),
+            UnfinishedMiniBatches(),
+            partial(training_flags_of, modules),
+        )
         self._side_channels = SideChannels(layout.partitions)
-        self._layout = layout
         self._parameters = sum(
             parameter.numel()
             for partition in layout.partitions
@@ -98,11 +98,11 @@ class Engine:
     @property
     def layout(self) -> Layout:
         """The layout of the stages."""
-        return self._layout
+        return self._equipment.layout
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        self._layout = layout
+        self._equipment = self._equipment._replace(layout=layout)
         for stage in self.stages:
             stage.follow(layout)
 
@@ -123,7 +123,7 @@ class Engine:
             For each micro-batch its output, joined of the values of the program's outputs, and with
             ``terms`` the loss terms of its layers in their order; both in the caller's graph.
         """
-        context = Context.capture(self._layout.devices_here)
+        context = Context.capture(self.layout.devices_here)
         minibatch = MiniBatch(
             self._equipment,
             schedule,
@@ -156,9 +156,9 @@ class Engine:
             and its result for each micro-batch, detached.
         """
         with self._transport.exclusive():
-            self._unfinished.settle()
-            outside = OutsideParameters(around, self._layout.outside, self._journal)
-        context = Context.capture(self._layout.devices_here)
+            self._equipment.unfinished.settle()
+            outside = OutsideParameters(around, self.layout.outside, self._journal)
+        context = Context.capture(self.layout.devices_here)
         execution = Execution([])
         if self.ways is not None:
             work = self._parameters / schedule.n
@@ -187,18 +187,6 @@ class Engine:
             observer(timeline)
 
     @property
-    def _equipment(self) -> Equipment:
-        return Equipment(
-            self.stages,
-            self._layout,
-            self._transport,
-            self._draws,
-            self._library_draws,
-            self._unfinished,
-            partial(training_flags_of, self._modules),
-        )
-
-    @property
     def found_way(self) -> RunTimes | None:
         """The measured times with and without threads for the kind of the latest mini-batch."""
         return None if self.ways is None else self.ways.times
@@ -216,13 +204,21 @@ class Engine:
         work = rows * self._parameters / schedule.n
         return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work, schedule.bubble)
 
-    def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
+    def everywhere(self, j: int, compute: Callable[[], Any], *, phase: int = BETWEEN) -> Any:
         """Return what ``compute`` returns in the process of stage ``j``, in all processes.
 
         It is a pytree. All processes call this in the same order, and raise if ``compute`` raises.
         """
-        label = Label(minibatch=self._transport.begun, phase=BETWEEN, step=self.step)
-        return everywhere(self._transport, self._layout, label, j, compute)
+        layout, transport = self.layout, self._transport
+        label = Label(minibatch=transport.begun, phase=phase, step=self.step)
+        to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
+        with self.telling():
+            exchange = transport.open(fill_drain(1, layout.placement).phase(0), label)
+            if layout.owner_of(j) == layout.rank:
+                exchange.send(to, tree_flatten(compute()), route)
+            result = tree_unflatten(exchange.receive(to, route))
+            exchange.settle()
+        return result
 
     @property
     def serial(self) -> int:
@@ -231,9 +227,8 @@ class Engine:
 
     def check_run(self, since: int) -> None:
         """Raise OutOfStep if only another process began a mini-batch since ``serial`` was this."""
-        if self._layout.spread and self.serial == since:
-            label = Label(minibatch=self._transport.begun, phase=NO_RUN, step=self.step)
-            everywhere(self._transport, self._layout, label, 0, lambda: None)
+        if self.layout.spread and self.serial == since:
+            self.everywhere(0, lambda: None, phase=NO_RUN)
 
     def observe(self, observer: Observer) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch, to which backward adds later."""
@@ -244,7 +239,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True if no mini-batch waits for its backward."""
-        return not self._unfinished.awaited
+        return not self._equipment.unfinished.awaited
 
     def succeed(self, other: Engine) -> None:
         """Take the place of another engine: its step and observers, whose handles hold."""
@@ -257,7 +252,7 @@ class Engine:
         timeline, observers = self.timeline, self._observers
         try:
             self._observers = OrderedDict()
-            with self._draws.unchanged():
+            with self._equipment.draws.unchanged():
                 yield
         finally:
             self.timeline, self._observers = timeline, observers

@@ -29,27 +29,36 @@ from lightning_gpipe.core.run.backward.sums import Gradients, sum_gradients
 from lightning_gpipe.core.run.caller import Caller, Sent, devices_of
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution
-from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.run.other_processes import Telling
 from lightning_gpipe.core.run.shared_parameters import Ties
 from lightning_gpipe.core.schedules import Action, Schedule, successor
-from lightning_gpipe.core.transport import Exchange, Label
+from lightning_gpipe.core.transport import Exchange, Label, Transport
 
 _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the mini-batch
 _NO_GENERATORS = SharedGenerators(())
+
+
+class Telling:
+    """Tells other processes of an error in a ``with`` block."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._transport.tell(error)
 
 
 class MiniBatch(MiniBatchRun):
     """Runs the two phases of a schedule for one mini-batch.
 
     Attributes:
-        timeline: The record of its actions, once forward has begun.
         caller: The caller's end of the pipeline.
         leaves: After forward, the leaves that will have a gradient, each once: parameters, and
             leaves that layers captured from outside.
     """
-
-    timeline: Timeline
 
     def __init__(
         self,
@@ -94,7 +103,7 @@ class MiniBatch(MiniBatchRun):
             self._drawn_from = generators.states
             if self.equipment.layout.spread:
                 self._label = self._label_now(len(microbatches), generators.number)
-            self.begin_work(self._program, microbatches[0], division)
+            self.begin_work(self._program, microbatches[0], division, terms=self._terms)
             self.choose_transport(self.context.modes or context.modes)
             library = self.begin_library_watch()
             try:
@@ -150,8 +159,8 @@ class MiniBatch(MiniBatchRun):
         generators: SharedGenerators | None,
     ) -> list[FlatTree]:
         exchange = self._open(_FORWARD)
-        self.begin_passes(generators, values=self._ties.values(exchange), terms=self._terms)
-        self.timeline = self.new_timeline()
+        self.begin_passes(generators, self._ties.values(exchange))
+        self.begin_timeline()
         self._entering = any(any(map(requires_grad, x.leaves)) for x in microbatches)
         sent = (self.caller.input(i, x) for i, x in enumerate(microbatches))
         self._run_workers(exchange, chain.from_iterable(sent), context)
@@ -176,7 +185,9 @@ class MiniBatch(MiniBatchRun):
         self._unfinished.settle()
         for stage in self.equipment.stages:
             stage.journal.reset()  # another mini-batch may have failed since forward
-        self.check()
+        for stage_pass in self.passes:
+            stage_pass.lost_gradients.check()
+            stage_pass.check_unchanged()
         with self.context.default_dtype_set() if self.schedule.recomputes else NOTHING:
             # Recomputation needs grad mode; backward itself runs without it.
             context = Context.capture(self.equipment.layout.devices_here)._replace(grad=True)
@@ -244,7 +255,7 @@ class MiniBatch(MiniBatchRun):
         """Send the caller's messages to the workers, and run these in ``context``."""
         for action, value, route in sent:
             exchange.send(action, value, route)
-        tasks = self.tasks(exchange, context, self.timeline, here=self.inline)
+        tasks = self.tasks(exchange, context)
         state = ThreadState.capture()
         try:
             if self.inline and state.grad != context.grad:

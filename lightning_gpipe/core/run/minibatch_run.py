@@ -78,7 +78,10 @@ class MiniBatchRun:
         session: A ``with`` block for each phase, in which no other mini-batch runs.
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
+        timeline: The record of the actions, once it has begun.
     """
+
+    timeline: Timeline
 
     def __init__(
         self, equipment: Equipment, schedule: Schedule, execution: Execution, context: Context
@@ -124,10 +127,15 @@ class MiniBatchRun:
         return self.library
 
     def begin_work(
-        self, program: Program, inputs: FlatTree, division: Callable[[], Division | None]
+        self,
+        program: Program,
+        inputs: FlatTree,
+        division: Callable[[], Division | None],
+        *,
+        terms: bool = False,
     ) -> None:
-        """Give the stages their parts of a program."""
-        self._works = [Work(stage, program) for stage in self.equipment.stages]
+        """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
+        self._works = [Work(stage, program, terms=terms) for stage in self.equipment.stages]
         self._watches = [
             stage.watches.begin((self.flags, inputs.spec, work.signature), division)
             if self.schedule.m > 1
@@ -136,11 +144,7 @@ class MiniBatchRun:
         ]
 
     def begin_passes(
-        self,
-        generators: SharedGenerators | None,
-        *,
-        values: Mapping[int, Tensor] = NO_VALUES,
-        terms: bool = False,
+        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] = NO_VALUES
     ) -> None:
         """Make new passes; again if forward runs again because layers draw.
 
@@ -165,16 +169,15 @@ class MiniBatchRun:
                 shadows[k],
                 self.used_leaves,
                 self._watches[k],
-                terms=terms,
                 split=self.schedule.split,
             )
             for k, stage in enumerate(stages)
         ]
 
-    def new_timeline(self, *, caller: bool = False) -> Timeline:
-        """Return an empty record; ``caller``: the caller has a row of the schedule."""
+    def begin_timeline(self, *, caller: bool = False) -> None:
+        """Begin the record; ``caller``: the caller has a row of the schedule."""
         layout = self.equipment.layout
-        return Timeline(
+        self.timeline = Timeline(
             self.schedule,
             [clock_of(self.streams.on(layout.devices[w])) for w in layout.workers_here],
             layout.workers_here,
@@ -185,15 +188,12 @@ class MiniBatchRun:
         )
 
     def tasks(
-        self,
-        exchange: Exchange,
-        context: Context,
-        timeline: Timeline,
-        *,
-        forward: Context | None = None,
-        here: bool = False,
+        self, exchange: Exchange, context: Context, forward: Context | None = None
     ) -> list[WorkerTask]:
-        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`."""
+        """Return the task of each worker of this process in a phase, see :class:`WorkerTask`.
+
+        With ``forward``, the caller's code runs on its thread in between, in another state.
+        """
         layout = self.equipment.layout
         pass_of = {each.stage.partition.index: each for each in self.passes}
         return [
@@ -204,9 +204,9 @@ class MiniBatchRun:
                 self.streams,
                 exchange,
                 context,
-                timeline,
+                self.timeline,
                 forward=forward,
-                here=here,
+                here=self.inline and forward is None,
             )
             for w in layout.workers_here
         ]
@@ -226,12 +226,6 @@ class MiniBatchRun:
             j = each.stage.partition.index
             private = None if generators is None else generators.private_in_backward(j)
             each.randomness.begin_backward(private)
-
-    def check(self) -> None:
-        """Raise if backward would not be that of forward."""
-        for stage_pass in self.passes:
-            stage_pass.lost_gradients.check()
-            stage_pass.check_unchanged()
 
     def take_gradients(self) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
         """Return the index of each stage with its pairs of a leaf and a gradient."""

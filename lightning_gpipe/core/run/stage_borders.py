@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, copy_marks, join, mark_aliased, memory, parted
-from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.programs import Route, SkipName
+
+_TERMS = SkipName(None, "loss terms")
+
+
+def term_route(j: int, n: int) -> Route:
+    """The route of the loss terms of stage ``j`` to the caller, after the last of ``n`` stages."""
+    return Route(_TERMS, source=j, target=n)
 
 
 def sent(outputs: FlatTree, j: int, leaving: Sequence[Route]) -> FlatTree:
@@ -16,7 +23,9 @@ def sent(outputs: FlatTree, j: int, leaving: Sequence[Route]) -> FlatTree:
     if not leaving:
         return outputs.detached()
     trees = parted(outputs, 1 + len(leaving))
-    shared = _shared(trees, [j + 1, *(route.target for route in leaving)])
+    # Loss terms, the last, may share memory with others: the caller takes them as they are.
+    targets = [route.target for route in leaving if route.name is not _TERMS]
+    shared = _shared(trees, [j + 1, *targets])
     # One by one, for each gets its gradient.
     return join([_marked(tree.detached(), tree, shared) for tree in trees])
 
@@ -31,7 +40,7 @@ def _shared(trees: Sequence[FlatTree], targets: Sequence[int]) -> set[int]:
     """The ids of the tensors whose memory goes to several targets."""
     targets_of: dict[int, set[int]] = {}
     memory_of: dict[int, int | None] = {}
-    for tree, target in zip(trees, targets, strict=True):
+    for tree, target in zip(trees, targets, strict=False):
         for leaf in tree.leaves:
             key = id(leaf)
             if key not in memory_of:

@@ -5,8 +5,7 @@ outputs are detached from it. So the graphs of different stages are never joined
 backward on its own thread, and to drop a micro-batch's activations is to free its graph. Values
 that come and leave by routes are further inputs and outputs, joined with the others.
 
-A pass holds everything that is alive between its forward and its backward. There are several at
-once if a user runs the pipeline twice before a backward.
+A pass holds all that lives from its forward to its backward. Several may be alive at once.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
 from lightning_gpipe.core.run.backward.roots import now, root_of, roots_of
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
-from lightning_gpipe.core.run.guards.forbidden_edits import (
-    check_edits,
-    check_hooks,
-    check_unchanged,
-)
+from lightning_gpipe.core.run.guards.forbidden_edits import check_edits, check_unchanged
 from lightning_gpipe.core.run.guards.lost_gradients import LostGradients
 from lightning_gpipe.core.run.guards.shared_objects import warn_of_attributes
 from lightning_gpipe.core.run.stage import Stage
@@ -56,22 +51,17 @@ from lightning_gpipe.core.run.stage_borders import apart, filled, gradients_in, 
 from lightning_gpipe.core.run.work import Work
 from lightning_gpipe.core.schedules import CALLER
 
-_NO_TERMS = tree_flatten([])
-
 
 class StagePass:
     """One mini-batch's pass through a stage; used by one worker at a time.
 
     Args:
-        stage: The stage.
-        work: Its work on each micro-batch.
+        work: The work of the stage on each micro-batch.
         context: The caller's thread-local state in forward.
         recomputed: The micro-batches whose activations are dropped.
-        randomness: The source of random numbers.
-        shadows: The shadows of its parameters, which collect the gradients.
+        shadows: The shadows of the parameters, which collect the gradients.
         used_leaves: Records which leaves took part.
         watch: Notices layers that mix rows; None in most mini-batches.
-        terms: Whether to collect loss terms.
         split: Whether backward leaves the gradients of the weights to an action of their own.
 
     Attributes:
@@ -90,29 +80,27 @@ class StagePass:
         used_leaves: UsedLeaves,
         watch: RowWatch | None = None,
         *,
-        terms: bool = False,
         split: bool = False,
     ) -> None:
         self.stage = stage
         self.work = work
         self.randomness = randomness
         self.shadows = shadows
-        self.terms = terms
         self.statistics = stage.statistics()
         self._context = context
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or watch or terms)
-        self._routed = bool(work.leaving or terms)  # whether its outputs leave on several ways
-        ends = [stage.partition.index == 0, *(route.source == CALLER for route in work.arriving)]
-        self._from_caller = any(ends)
+        self._bare = not (randomness.redirected or self.statistics or watch or work.terms)
+        self._routed = bool(work.leaving)  # whether its outputs leave on several ways
+        from_caller = CALLER in [route.source for route in work.arriving]
+        # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
+        self._marked = not (context.grad or from_caller or stage.partition.index == 0)
         self._modules = stage.modules
         self._flags = stage.training_flags
         self._activations: dict[int, Activations] = {}
         self._backward = StageBackward(used_leaves, stage.splits if split else None)
         self.lost_gradients = LostGradients(stage, shadows)
-        self._terms: dict[int, FlatTree] = {}
         self._latest: tuple[Any, Behavior] | None = None  # for the latest structure of inputs
         self._differs: bool | None = None  # whether the state in backward differs from forward's
 
@@ -124,8 +112,7 @@ class StagePass:
         """
         behavior = self._behavior(inputs)
         if not self._context.grad:
-            outputs, self._terms[i] = self._run(i, inputs, behavior, first=True)
-            return outputs
+            return self._run(i, inputs, behavior, first=True)
         since = now()
         searching = behavior.searching or self._backward.searching
         self.lost_gradients.watch_inputs(inputs.leaves)
@@ -135,29 +122,20 @@ class StagePass:
             saved, hooks = self.stage.state.capture(behavior), self._context.dropping()
         else:
             hooks = self._context.saving()
-        outputs, terms = self._run(i, inputs, behavior, first=True, hooks=hooks)
+        outputs = self._run(i, inputs, behavior, first=True, hooks=hooks)
         if saved is not None and self.stage.last:
             outputs = apart(outputs, inputs)
-        leaves = [*outputs.leaves, *terms.leaves]
-        roots = roots_of(leaves) if saved is None else None
-        needed = any(map(requires_grad, leaves)) if roots is None else bool(roots)
+        roots = roots_of(outputs.leaves) if saved is None else None
+        needed = any(map(requires_grad, outputs.leaves)) if roots is None else bool(roots)
         if needed and searching:  # before the comparison, because it tells what to save
-            self._backward.record(behavior, inputs.leaves, leaves, since)
-        if saved is None:
-            sizes = self._sizes(outputs, terms) if self._routed else ()
-            activations = Activations(inputs, roots, sizes=sizes)
-        else:
+            self._backward.record(behavior, inputs.leaves, outputs.leaves, since)
+        if saved is not None:
             saved.compare(behavior)
-            activations = Activations(inputs, None, saved, versions_in(inputs), len(terms.leaves))
         if needed:
-            self._activations[i] = activations
-        if self.terms:
-            self._terms[i] = terms.detached()
+            versions = () if saved is None else versions_in(inputs)
+            sizes = self._sizes(outputs) if self._routed else ()
+            self._activations[i] = Activations(inputs, roots, saved, versions, sizes)
         return sent(outputs, self.stage.partition.index, self.work.leaving)
-
-    def take_terms(self, i: int) -> FlatTree:
-        """Return the loss terms of micro-batch ``i``, detached like its outputs, and drop them."""
-        return self._terms.pop(i)
 
     def recompute(self, i: int) -> None:
         """Run the forward of micro-batch ``i`` again, to build its graph."""
@@ -167,9 +145,8 @@ class StagePass:
     def backward(self, i: int, gradients: FlatTree) -> FlatTree:
         """Compute the gradients of the inputs from those of the outputs, leaf by leaf.
 
-        Both are ordered as in :meth:`forward`, with those that travel by routes; ``gradients`` end
-        with those of the loss terms. A way without gradients may have no leaves. The gradients of
-        the parameters stay in :attr:`shadows`.
+        Both are ordered as in :meth:`forward`, with those that travel by routes. A way without
+        gradients may have no leaves. The gradients of the parameters stay in :attr:`shadows`.
         """
         activations = self._activations.pop(i, None)
         if activations is None:
@@ -210,7 +187,6 @@ class StagePass:
 
     def finish_forward(self) -> None:
         """Refuse forbidden edits, update running statistics, and record parameters' versions."""
-        check_hooks(self.stage, self.shadows)
         check_edits(self.stage, self.shadows)
         if self._watch is not None:
             self._watch.close()
@@ -226,49 +202,42 @@ class StagePass:
 
     def _repeat(self, i: int) -> None:
         RECOMPUTING.set(True)  # in the copied context variables
-        if managers := self._as_in_forward():
-            with together(managers):
-                self._run_again(i)
-        else:
-            self._run_again(i)
-
-    def _run_again(self, i: int) -> None:
         forward = self._activations[i]
-        # Without hooks that layers registered on the inputs in forward.
-        inputs = forward.inputs.detached()
-        hooks = self._context.saving()
-        outputs, terms = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
-        if len(terms.leaves) != forward.terms:
+        with self._as_in_forward():
+            # Without hooks that layers registered on the inputs in forward.
+            inputs = forward.inputs.detached()
+            hooks = self._context.saving()
+            outputs = self._run(i, inputs, self._behavior(inputs), first=False, hooks=hooks)
+        sizes = self._sizes(outputs) if self._routed else ()
+        if self.work.terms and sizes[-1] != forward.sizes[-1]:
             raise RuntimeError(
                 "a layer must hand out the same loss terms when its forward is recomputed: got "
                 f"others in {self.stage}. Do not let them depend on what forward changes."
             )
         self.lost_gradients.watch_inputs(inputs.leaves)
-        roots = list(map(root_of, (*outputs.leaves, *terms.leaves)))
-        sizes = self._sizes(outputs, terms) if self._routed else ()
+        roots = list(map(root_of, outputs.leaves))
         # What required no gradient is not detached, and a layer may ask for one now.
         leaves = zip(forward.inputs.leaves, inputs.leaves, strict=True)
         former = [old for old, new in leaves if old is not new]
         self._activations[i] = Activations(inputs, roots, sizes=sizes, former=former)
 
-    def _as_in_forward(self) -> list[Manager]:
-        """The context managers that restore the thread's and the modules' state of forward."""
+    def _as_in_forward(self) -> Manager:
+        """The context manager that restores the thread's and the modules' state of forward."""
         context = self._context
         if self._differs is None:  # the same for all micro-batches
             other_flags = self.stage.training_flags != self._flags
             self._differs = bool(context.missing() or context.modes or other_flags)
         if not self._differs:
-            return []
-        return [context.entered(), context.modes.entered(), self.stage.training_as(self._flags)]
+            return NOTHING
+        training = self.stage.training_as(self._flags)
+        return together([context.entered(), context.modes.entered(), training])
 
     def _run(
         self, i: int, inputs: FlatTree, behavior: Behavior, *, first: bool, hooks: Manager = NOTHING
-    ) -> tuple[FlatTree, FlatTree]:
-        """Run the layers; returns the outputs, joined with those by routes, and loss terms."""
+    ) -> FlatTree:
+        """Run the layers; returns the outputs, joined with those that leave by routes."""
         stage, work = self.stage, self.work
-        # The caller must not find its tensors edited.
-        marked = not self._context.grad and not self._from_caller
-        guard = MutationGuard(behavior, inputs.leaves, marked=marked)
+        guard = MutationGuard(behavior, inputs.leaves, marked=self._marked)
         if guard.leaves is not inputs.leaves:
             inputs = FlatTree(guard.leaves, inputs.spec)
         arrived = tree_unflatten(inputs)
@@ -284,11 +253,13 @@ class StagePass:
         guard.close()
         if guard.first:
             warn_of_attributes(stage, outputs.leaves)
+        if work.terms:
+            leaving.append(tree_flatten(terms))
         if leaving:
             for route, (leaves, _) in zip(stage.leaving, leaving, strict=False):  # those of skips
                 stage.skip_bytes[route.name] = sum(bytes_of(x) for x in leaves if x is not None)
             outputs = join([outputs, *leaving])
-        return outputs, tree_flatten(terms) if terms else _NO_TERMS
+        return outputs
 
     def _around(self, i: int, terms: list[Term], hooks: Manager, *, first: bool) -> Manager:
         """The context managers in which the layers run, without those that are not needed."""
@@ -300,7 +271,7 @@ class StagePass:
             managers.append(self.statistics.collecting(self.stage.journal, record=first))
         if self._watch is not None and first:
             managers.append(self._watch.watching(i, self.stage.journal))
-        if self.terms:
+        if self.work.terms:
             managers.append(receiving(terms.append))
         if not first:  # after the shadows, which replace frozen parameters too
             saved = self._activations[i].saved
@@ -308,10 +279,9 @@ class StagePass:
             managers += saved.swapped_in(self.stage.journal)
         return together(managers)
 
-    def _sizes(self, outputs: FlatTree, terms: FlatTree) -> tuple[int, ...]:
-        """The number of output leaves on each way, with that of the loss terms if any."""
-        trees = parted(outputs, 1 + len(self.work.leaving))
-        return tuple(len(tree.leaves) for tree in (*trees, *([terms] if self.terms else [])))
+    def _sizes(self, outputs: FlatTree) -> tuple[int, ...]:
+        """The number of output leaves on each way."""
+        return tuple(len(tree.leaves) for tree in parted(outputs, 1 + len(self.work.leaving)))
 
     def _behavior(self, inputs: FlatTree) -> Behavior:
         latest, spec = self._latest, inputs.spec

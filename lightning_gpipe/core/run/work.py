@@ -14,6 +14,7 @@ from lightning_gpipe.core.data import FlatTree, joined, tree_flatten
 from lightning_gpipe.core.faithful import MutationGuard, add_note
 from lightning_gpipe.core.programs import Program, Step
 from lightning_gpipe.core.run.stage import Stage
+from lightning_gpipe.core.run.stage_borders import term_route
 from lightning_gpipe.core.skip import in_flight, leaving_tensors, table_of, using_table
 
 
@@ -22,14 +23,18 @@ class Work:
 
     Attributes:
         arriving: All routes to the stage, in the order of what arrives.
-        leaving: All routes from it, in the order of what leaves.
+        leaving: All routes from it, in the order of what leaves; loss terms last.
+        terms: Whether the layers hand out loss terms, which leave by a route too.
         signature: Equal for work that makes the same calls.
     """
 
-    def __init__(self, stage: Stage, program: Program) -> None:
-        self._part = part = program.parts[stage.partition.index]
+    def __init__(self, stage: Stage, program: Program, *, terms: bool = False) -> None:
+        j = stage.partition.index
+        self._part = part = program.parts[j]
         self.arriving = (*stage.arriving, *part.arriving)
-        self.leaving = (*stage.leaving, *part.leaving)
+        of_terms = (term_route(j, program.n),) if terms else ()
+        self.leaving = (*stage.leaving, *part.leaving, *of_terms)
+        self.terms = terms
         self.signature = part.signature
         self._again = part.runs > 0  # so that a generated function pays
         part.runs += 1
@@ -45,7 +50,7 @@ class Work:
             guard: Notices edits in place of these values, after each step.
 
         Returns:
-            The value that goes on with the micro-batch, then the value of each route.
+            The value that goes on with the micro-batch, then that of each route; no loss terms.
         """
         if not self._skips:
             outputs = self._run(arrived, guard)

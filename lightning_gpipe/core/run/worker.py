@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextvars
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import thread_time
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.profiler import record_function
@@ -20,15 +21,11 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
-from lightning_gpipe.core.run.caller import term_route
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
 from lightning_gpipe.core.skip import using_table
 from lightning_gpipe.core.transport import Cancelled, Exchange, Task
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class RowTask(Task):
@@ -105,7 +102,7 @@ class WorkerTask(RowTask):
         self._here = here
         self._forward = None if forward is context else forward
         self._now = timeline.clocks[w].now
-        self._m, self._n = phase.m, phase.n
+        self._m = phase.m
         self._forwards = phase.forwards
         self._record = timeline.records.append
         self._inline = timeline.inline
@@ -154,22 +151,17 @@ class WorkerTask(RowTask):
         arriving, leaving = stage_pass.work.arriving, stage_pass.work.leaving
         if action.kind is Kind.BACKWARD:
             run, arriving, leaving = stage_pass.backward, leaving, arriving
-            if stage_pass.terms:
-                arriving = (*arriving, term_route(action.j, self._n))
 
         value = exchange.receive(action)
         if arriving:
             value = join([value, *(exchange.receive(action, route) for route in arriving)])
         if self._profiled:
-            run = _within(_profiler_name(action), run)
+            run = partial(_within, _profiler_name(action), run)
         if self._forward is not None and action.kind is Kind.FORWARD:
-            run = _within(self._forward.entered(), run)
+            run = partial(_within, self._forward.entered(), run)
         start = self._now()
         result = run(action.i, value)
         self._record((self._w, action, start, self._now()))
-        if stage_pass.terms and action.kind is Kind.FORWARD:
-            terms = stage_pass.take_terms(action.i)
-            exchange.send(action._replace(j=self._n), terms, term_route(action.j, self._n))
         if leaving:
             result = self._send_by_routes(action, result, leaving)
         exchange.send(successor(action), result)
@@ -179,7 +171,7 @@ class WorkerTask(RowTask):
         stage_pass = self._passes[action.j]
         run = stage_pass.recompute if action.kind is Kind.RECOMPUTE else stage_pass.weights
         if self._profiled:
-            run = _within(_profiler_name(action), run)
+            run = partial(_within, _profiler_name(action), run)
         start = self._now()
         run(action.i)
         self._record((self._w, action, start, self._now()))
@@ -211,11 +203,7 @@ def _profiler_name(action: Action) -> Manager:
     return record_function(f"stage {action.j} {action.kind.verb} {action.i}")
 
 
-def _within(manager: Manager, run: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap ``run`` in a context manager."""
-
-    def run_within(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with manager:
-            return run(*args, **kwargs)
-
-    return run_within
+def _within(manager: Manager, run: Callable[..., Any], *args: Any) -> Any:
+    """Call ``run`` in a context manager."""
+    with manager:
+        return run(*args)

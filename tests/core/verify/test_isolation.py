@@ -78,7 +78,7 @@ def state(pipeline: GPipe) -> dict[str, Any]:
         "hooks": {name: len(module._forward_hooks) for name, module in modules.items()},
         "rates": {name: getattr(module, "p", None) for name, module in modules.items()},
         "timeline": id(pipeline.timeline),
-        "draws": dict(pipeline.engine._draws._history),
+        "draws": dict(pipeline.engine._equipment.draws._history),
     }
 
 

@@ -1,16 +1,19 @@
-"""The roots of a backward through a stage, the leaves that it reaches, and its run."""
+"""The roots of a backward through a stage, its run, and the graph behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 Root = GradientEdge | Tensor
+Edge = tuple[int, int]  # the index of a node, and which of the gradients that enter it
+
+_LEAF = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # not in the stubs
 
 # Of a tuple, at once: one is made for each micro-batch on each stage.
 _edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
@@ -69,14 +72,7 @@ def gradients_of(
     starts, values = with_gradients(roots, gradients)
     if not starts or not leaves:
         return [None] * len(leaves)
-    return list(_run_to(leaves, starts, values, keep=True, accumulate=False))
-
-
-def run_backward_to(
-    leaves: Sequence[GradientEdge], roots: Sequence[Root], gradients: Sequence[Tensor]
-) -> None:
-    """Run backward to the edges of some leaves only; keeps the graph for the others."""
-    _run_to(leaves, roots, gradients, keep=True, accumulate=True)
+    return list(run_backward_to(leaves, starts, values, accumulate=False))
 
 
 def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> None:
@@ -88,17 +84,21 @@ def asking_for(edges: Sequence[GradientEdge], compute: Callable[[], None]) -> No
     leaf = torch.zeros((), device="cpu", requires_grad=True)
     leaf.register_hook(lambda _: compute())
     edge, gradient = get_gradient_edge(leaf), torch.zeros((), device="cpu")
-    _run_to((edge, *edges), (edge,), (gradient,), keep=False, accumulate=False)
+    run_backward_to((edge, *edges), (edge,), (gradient,), keep=False, accumulate=False)
 
 
-def _run_to(
+def run_backward_to(
     leaves: Sequence[Root],
     roots: Sequence[Root],
     gradients: Sequence[Tensor],
     *,
-    keep: bool,
-    accumulate: bool,
+    keep: bool = True,
+    accumulate: bool = True,
 ) -> Sequence[Tensor | None]:
+    """Run backward to some leaves only; ``keep`` the graph for the others.
+
+    Either accumulates their gradients, or returns them.
+    """
     results: Sequence[Tensor | None] = _engine_run_backward(
         tuple(roots),
         tuple(gradients),
@@ -186,3 +186,63 @@ def _shaped_as(output: Tensor, gradient: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(
         gradient.values(), jagged.offsets(), jagged.lengths()
     )
+
+
+class Graph(NamedTuple):
+    """The nodes behind some outputs.
+
+    Attributes:
+        nodes: Each node once: the outputs' first, every other one after one that leads to it.
+        roots: The edges from which backward starts.
+        inputs: The nodes of the inputs.
+        shape: Equal for graphs of the same nodes, joined alike, that end in the same inputs.
+    """
+
+    nodes: Sequence[Any]
+    roots: Sequence[Edge]
+    inputs: Sequence[int]
+    shape: Hashable
+
+    @classmethod
+    def behind(cls, roots: Iterable[Root], inputs: Iterable[Any]) -> Graph:
+        """Return the graph behind ``roots``, no leaves; about a microsecond for each node."""
+        input_ids = {id(leaf) for leaf in inputs if isinstance(leaf, Tensor)}
+        starts = [_edge_of(root) for root in roots]
+        nodes = list(dict.fromkeys(node for node, _ in starts))
+        index = {node: k for k, node in enumerate(nodes)}
+        edges = [(index[node], nr) for node, nr in starts]
+        shape: list[Any] = list(edges)
+        add, reached = shape.append, []
+        for position, node in enumerate(nodes):  # the loop appends to them
+            kind = type(node)
+            add(kind)
+            if kind is _LEAF:
+                if id(node.variable) in input_ids:
+                    add(True)
+                    reached.append(position)
+                continue
+            for child, nr in node.next_functions:
+                if child is None:
+                    add(None)
+                    continue
+                k = index.get(child)
+                if k is None:
+                    k = index[child] = len(nodes)
+                    nodes.append(child)
+                add(k)
+                add(nr)
+        return cls(nodes, edges, reached, tuple(shape))
+
+    def edge(self, edge: Edge) -> GradientEdge:
+        """Return an edge as autograd has it."""
+        k, nr = edge
+        return GradientEdge(self.nodes[k], nr)
+
+
+def is_leaf(node: Any) -> bool:
+    """Return whether a node accumulates the gradient of a leaf."""
+    return type(node) is _LEAF
+
+
+def _edge_of(root: Root) -> tuple[Any, int]:
+    return root.grad_fn if isinstance(root, Tensor) else root.node, root.output_nr

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_gpipe.core.run.backward.graph import Edge, Graph, is_leaf
-from lightning_gpipe.core.run.backward.roots import saved_by
+from lightning_gpipe.core.run.backward.roots import Edge, Graph, is_leaf, saved_by
 
 _COMPILED = "CompiledFunctionBackward"  # PyTorch makes a class of this name for each
 

@@ -23,8 +23,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.data import requires_grad
-from lightning_gpipe.core.run.backward.graph import Graph
 from lightning_gpipe.core.run.backward.roots import (
+    Graph,
     Root,
     asking_for,
     run_backward,
@@ -32,13 +32,7 @@ from lightning_gpipe.core.run.backward.roots import (
     saved_by,
     with_gradients,
 )
-from lightning_gpipe.core.run.backward.split import (
-    GraphPart,
-    Split,
-    Splits,
-    saved_tensors,
-    unpacked,
-)
+from lightning_gpipe.core.run.backward.split import Split, Splits, saved_tensors, unpacked
 
 
 class SplitBackward:
@@ -102,21 +96,18 @@ class SplitBackward:
         asking_for(exits, self._run_parts)
 
     def _run_parts(self) -> None:
+        """Run the operators of each part again, and then backward from their exits."""
         for part in self._split.parts:
-            self._run_part(part)
-
-    def _run_part(self, part: GraphPart) -> None:
-        """Run the operators of a part again, and then backward from their exits."""
-        roots: list[Root] = [self._starts[r][0] for r in part.roots]
-        gradients: list[Tensor | None] = [self._starts[r][1] for r in part.roots]
-        for operator in part.operators:
-            entered = self._entered.pop(operator.node, None)  # nothing, if it did not take part
-            if entered is not None:
-                computed = self._graph.nodes[operator.node](*entered)
-                computed = computed if isinstance(computed, tuple) else (computed,)
-                roots += [self._graph.edge(edge) for _, edge in operator.exits]
-                gradients += [computed[place] for place, _ in operator.exits]
-        run_backward(roots, gradients)
+            roots: list[Root] = [self._starts[r][0] for r in part.roots]
+            gradients: list[Tensor | None] = [self._starts[r][1] for r in part.roots]
+            for operator in part.operators:
+                entered = self._entered.pop(operator.node, None)
+                if entered is not None:  # it took part
+                    computed = self._graph.nodes[operator.node](*entered)
+                    computed = computed if isinstance(computed, tuple) else (computed,)
+                    roots += [self._graph.edge(edge) for _, edge in operator.exits]
+                    gradients += [computed[place] for place, _ in operator.exits]
+            run_backward(roots, gradients)
 
 
 def _record(

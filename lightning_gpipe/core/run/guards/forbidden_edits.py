@@ -11,24 +11,20 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_gpipe.core.faithful import Shadows
-from lightning_gpipe.core.run.activations import Activations
+from lightning_gpipe.core.run.activations import Activations, versions_in
 from lightning_gpipe.core.run.stage import Stage, modules_in
 
 
-def check_hooks(stage: Stage, shadows: Shadows) -> None:
-    """Raise if a layer registered a hook on one of its parameters while it ran."""
-    parameter = shadows.hooked
-    if parameter is not None:
+def check_edits(stage: Stage, shadows: Shadows) -> None:
+    """Raise if a layer did to a parameter in forward what cannot be honoured: an edit or a hook."""
+    hooked = shadows.hooked
+    if hooked is not None:
         raise RuntimeError(
             "hooks on parameters must be registered outside of forward: got one on "
-            f"{stage.name_of(parameter)}, registered while {stage} ran, where it would see the "
+            f"{stage.name_of(hooked)}, registered while {stage} ran, where it would see the "
             "gradient of each micro-batch instead of the whole. Register it once, before the "
             "first step."
         )
-
-
-def check_edits(stage: Stage, shadows: Shadows) -> None:
-    """Raise if a layer edited a parameter in a way that cannot be honoured."""
     replaced = shadows.replaced
     if replaced is not None:
         raise RuntimeError(
@@ -65,9 +61,10 @@ def check_unchanged(
     activations: Collection[Activations],
 ) -> None:
     """Raise if a recomputation would not compute what forward computed."""
-    if all(each.roots is not None for each in activations):
+    dropped = [each for each in activations if each.roots is None]
+    if not dropped:
         return
-    if any(each.edited for each in activations):
+    if any(versions_in(each.inputs) != each.versions for each in dropped):
         raise RuntimeError(
             f"the input of {stage} must not be edited between a forward and its backward: got an "
             "edit in place of a micro-batch, and its forward is yet to be recomputed. Edit a copy, "
@@ -75,7 +72,7 @@ def check_unchanged(
         )
     if shadows.edited:
         change = "parameters must not be edited", "an edit, such as an optimizer step"
-    elif any(each.saved is not None and each.saved.buffers.lost for each in activations):
+    elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
         change = "buffers must not be edited", "an edit"
     elif modules_in(stage.partition) != modules:
         change = "modules must not be added, removed or replaced", "other modules"

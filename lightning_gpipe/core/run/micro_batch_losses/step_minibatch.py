@@ -21,7 +21,7 @@ from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     call_missing,
     first_call,
 )
-from lightning_gpipe.core.run.micro_batch_losses.known_gradients import with_known_gradients
+from lightning_gpipe.core.run.micro_batch_losses.losses import with_known_gradients
 from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Call, UserStep
 from lightning_gpipe.core.run.minibatch_run import Equipment, MiniBatchRun
@@ -32,11 +32,7 @@ _CODE = -1  # the index of the caller's code where stages have theirs, for its r
 
 
 class StepMiniBatch(MiniBatchRun):
-    """Runs the only phase of a schedule, and the caller's code, for one mini-batch.
-
-    Attributes:
-        timeline: The record of its actions.
-    """
+    """Runs the only phase of a schedule, and the caller's code, for one mini-batch."""
 
     def __init__(
         self,
@@ -57,7 +53,7 @@ class StepMiniBatch(MiniBatchRun):
         # The code draws where its thread is, and on the device of what is around the stages.
         self.shared = self.shared and self.shared | {equipment.layout.outside}
         self.choose_transport(context.modes)
-        self.timeline = self.new_timeline(caller=True)
+        self.begin_timeline(caller=True)
 
     def run(self) -> Tensor | None:
         """Run the phase; returns the loss, None if the code returned None for all micro-batches."""
@@ -157,8 +153,7 @@ class StepMiniBatch(MiniBatchRun):
         self.begin_passes(generators)
         self.begin_backward(generators)
         exchange = self.transport.open(self.schedule.phase(0))
-        context, forward = self._context.without_autocast(), self._context
-        tasks = self.tasks(exchange, context, self.timeline, forward=forward)
+        tasks = self.tasks(exchange, self._context.without_autocast(), forward=self._context)
         caller = Caller(first.program)
         caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
         self.transport.run(exchange, tasks, caller_task)

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.run.backward import split
-from lightning_gpipe.core.run.backward.graph import Graph
 from lightning_gpipe.core.run.backward.leaves import UsedLeaves
-from lightning_gpipe.core.run.backward.roots import root_of
+from lightning_gpipe.core.run.backward.roots import Graph, root_of
 from lightning_gpipe.core.run.backward.split import Splits
 from lightning_gpipe.core.run.backward.stage_backward import StageBackward
 
