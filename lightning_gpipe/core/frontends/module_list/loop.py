@@ -27,9 +27,9 @@ from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.install import OwnerForward
 from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
-from lightning_gpipe.core.frontends.module_list.owners import OwnerForward
 from lightning_gpipe.core.layout import Partition, check_balance
 
 
