@@ -38,9 +38,6 @@ class Learner:
         caches: The rule for objects that blocks fill.
         samples: The values of the forward for a few rows.
         grad: Whether gradients are recorded.
-
-    Attributes:
-        single: Whether the program must run in one micro-batch.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class Learner:
         grad: bool,
     ) -> None:
         self.rows = first.size(0)
-        self.single = self.rows <= 1
         self._first, self._grad = first, grad
         self._knowledge, self._caches, self._samples = knowledge, caches, samples
 
@@ -71,7 +67,7 @@ class Learner:
         if knowledge is None:
             self._expect_filled(call, arguments)
         readings, unknown = self._readings(arguments, knowledge)
-        if knowledge is None or unknown or not (knowledge.complete or self.single):
+        if knowledge is None or unknown or not (knowledge.complete or self._samples.single):
             before = {} if knowledge is None else knowledge.readings
             knowledge, trial = self._rehearse(call, arguments, self._samples.few, readings, unknown)
             knowledge.readings = {**before, **knowledge.readings}
@@ -84,7 +80,7 @@ class Learner:
             return self.learn(call, empty, check)
         if knowledge.filled_objects:
             self._caches.one_by_one(call, knowledge.filled_objects, self.rows)
-            self._make_single()
+            self._samples.take_all()
             trial = None  # it may be that of a few rows
             readings, _ = self._readings(arguments, knowledge)
         self._check_objects(call, arguments.leaves, knowledge.filled_objects)
@@ -97,7 +93,7 @@ class Learner:
         """
         if tensor is self._first:
             return 1
-        if self.single or not reads_as_rows(tensor, self.rows):
+        if self._samples.single or not reads_as_rows(tensor, self.rows):
             return WHOLE
         if is_whole(tensor) or isinstance(tensor, nn.Parameter):
             return WHOLE
@@ -145,7 +141,7 @@ class Learner:
         if not any(True for _, value in arguments.objects for _ in tensors_within(value)):
             return
         if not self._grad:
-            self._make_single()
+            self._samples.take_all()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in arguments.leaves):
             whole = dict.fromkeys(self._readings(arguments, None)[0], WHOLE)
             knowledge, _ = self._rehearse(call, arguments, None, whole, [])
@@ -160,7 +156,7 @@ class Learner:
         filled_objects: Collection[Path] = (),
     ) -> None:
         """Refuse tensors with rows in objects, where they cannot be cut."""
-        for path, leaf in () if self.single else leaves:
+        for path, leaf in () if self._samples.single else leaves:
             if isinstance(leaf, Tensor) or path in filled_objects:
                 continue
             for tensor in tensors_within(leaf):
@@ -172,11 +168,6 @@ class Learner:
                         f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
                         "tensors, and construct it in the block."
                     )
-
-    def _make_single(self) -> None:
-        if not self.single:
-            self.single = True
-            self._samples.take_all()
 
 
 class CacheRule:

@@ -45,7 +45,7 @@ class Placeholder(Pending):
     @property
     def sizes(self) -> torch.Size:
         """The shape for the whole mini-batch."""
-        size: torch.Size = self.recording.shape_of(self.number)
+        size: torch.Size = self.recording.samples.shape_of(self.number)
         return size
 
     @classmethod

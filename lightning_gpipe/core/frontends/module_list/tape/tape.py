@@ -36,6 +36,7 @@ class TapeEntry:
     """
 
     call: RecordedCall
+    number: int  # of the value that it returns
     arguments: Any
     knowledge: Knowledge
     numbers: Sequence[int]  # of the values of the leaves that it returns
@@ -52,22 +53,18 @@ class Tape:
 
     Attributes:
         steps: The steps of calls, and those that prepare their arguments, by the results' numbers.
-        calls: Of the steps that are calls: the call, and the knowledge about its kind.
-        sources: The call of each value that is a leaf of a result, and the index of the leaf.
-        programs: Programs of all of it, by what they return.
+        calls: The call that returns a value, or has it as a leaf of its result.
+        programs: Programs of all of it, by what they return. With one, it changes no more.
         count: The number of values.
-        closed: Whether a program was made of it: it does not change any more.
         reusable: Whether another forward may follow it.
     """
 
     def __init__(self) -> None:
         self.entries: list[TapeEntry] = []
         self.steps: dict[int, Step] = {}
-        self.calls: dict[int, tuple[RecordedCall, Knowledge]] = {}
-        self.sources: dict[int, tuple[int, int]] = {}
+        self.calls: dict[int, TapeEntry] = {}
         self.programs: dict[Hashable, Program] = {}
         self.count = 0
-        self.closed = False
         self.reusable = True
 
     def new(self) -> int:
@@ -89,10 +86,11 @@ class Tape:
         self.steps[number] = Step(
             call.run, args, number, call.stage, kwargs, call.name, call.line, check
         )
-        self.calls[number] = call, knowledge
         numbers = self._pick(number, call, knowledge.result)
-        entry = TapeEntry(call, arguments.with_leaves(leaves), knowledge, numbers, self.count)
+        on_tape = arguments.with_leaves(leaves)
+        entry = TapeEntry(call, number, on_tape, knowledge, numbers, self.count)
         self.entries.append(entry)
+        self.calls |= dict.fromkeys([number, *numbers], entry)
         if objects:  # which live as long as their forward, and are others in the next
             self.reusable = False
         return number
@@ -101,15 +99,12 @@ class Tape:
         numbers = []
         for k, leaf in enumerate(result.leaves):
             number = source
-            if isinstance(leaf, TensorLeaf):
-                if not result.single:
-                    number = self.new()
-                    name = f"{call.name}[{k}]"
-                    args = (Value(source),)
-                    self.steps[number] = Step(
-                        itemgetter(k), args, number, call.stage, {}, name, call.line
-                    )
-                self.sources[number] = source, k
+            if isinstance(leaf, TensorLeaf) and not result.single:
+                number, name = self.new(), f"{call.name}[{k}]"
+                args = (Value(source),)
+                self.steps[number] = Step(
+                    itemgetter(k), args, number, call.stage, {}, name, call.line
+                )
             numbers.append(number)
         return numbers
 
@@ -120,11 +115,9 @@ class Tape:
         tape.count = count = tape.entries[-1].count if k else 0
         tape.steps = {number: step for number, step in self.steps.items() if number < count}
         tape.calls = {number: call for number, call in self.calls.items() if number < count}
-        tape.sources = {number: source for number, source in self.sources.items() if number < count}
         return tape
 
     def keep(self, key: Hashable, program: Program) -> None:
-        self.closed = True
         if len(self.programs) >= _PROGRAMS:
             self.programs.clear()
         self.programs[key] = program
