@@ -7,14 +7,13 @@ called all of them, in order, each once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.faithful import Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line
 from lightning_gpipe.core.frontends.module_list.blocks import Block
@@ -78,14 +77,9 @@ class BlockCalls:
         self._plain = False
         self.runs = 0
 
-    @contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> Manager:
         """Return a ``with`` block in which blocks run when they are called."""
-        before, self._plain = self._plain, True
-        try:
-            yield
-        finally:
-            self._plain = before
+        return Journal().changed([(vars(self), "_plain", True)])
 
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         session = self._session

@@ -27,11 +27,15 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     ReturnedArgument,
     TensorLeaf,
 )
-from lightning_gpipe.core.frontends.module_list.tape.comparison import same_arguments
 from lightning_gpipe.core.frontends.module_list.tape.outside_tensors import OutsideTensors
 from lightning_gpipe.core.frontends.module_list.tape.packing import without_objects
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.tape import History, Tape, TapeEntry
+from lightning_gpipe.core.frontends.module_list.tape.tape import (
+    History,
+    Tape,
+    TapeEntry,
+    same_arguments,
+)
 from lightning_gpipe.core.programs import Value
 
 

@@ -49,8 +49,7 @@ class Learner:
         *,
         grad: bool,
     ) -> None:
-        self.rows = first.size(0)
-        self._first, self._grad = first, grad
+        self._first, self._rows, self._grad = first, samples.rows, grad
         self._knowledge, self._caches, self._samples = knowledge, caches, samples
 
     def learn(
@@ -79,7 +78,7 @@ class Learner:
             empty = Arguments(self._caches.without(call, arguments.tree, knowledge.filled_objects))
             return self.learn(call, empty, check)
         if knowledge.filled_objects:
-            self._caches.one_by_one(call, knowledge.filled_objects, self.rows)
+            self._caches.one_by_one(call, knowledge.filled_objects, self._rows)
             self._samples.take_all()
             trial = None  # it may be that of a few rows
             readings, _ = self._readings(arguments, knowledge)
@@ -93,11 +92,11 @@ class Learner:
         """
         if tensor is self._first:
             return 1
-        if self._samples.single or not reads_as_rows(tensor, self.rows):
+        if self._samples.single or not reads_as_rows(tensor, self._rows):
             return WHOLE
         if is_whole(tensor) or isinstance(tensor, nn.Parameter):
             return WHOLE
-        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self.rows) else None
+        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self._rows) else None
 
     def _rehearse(
         self,
@@ -110,7 +109,7 @@ class Learner:
         for _, leaf in arguments.leaves:  # other stages may have to compute it first
             if isinstance(leaf, Placeholder):
                 _ = self._samples[leaf.number]
-        rehearsal = Rehearsal(call, arguments, self.rows, few, self._samples)
+        rehearsal = Rehearsal(call, arguments, few, self._samples)
         learned: tuple[Knowledge, Trial] = self._samples.rehearse(
             call.stage, partial(rehearsal.learn, readings, unknown)
         )
@@ -160,11 +159,11 @@ class Learner:
             if isinstance(leaf, Tensor) or path in filled_objects:
                 continue
             for tensor in tensors_within(leaf):
-                if not is_whole(tensor) and reads_as_rows(tensor, self.rows):
+                if not is_whole(tensor) and reads_as_rows(tensor, self._rows):
                     raise TypeError(
                         "the tensors that blocks are called with must be arguments themselves, or "
                         "in tuples, lists and dicts, to be cut into micro-batches: got one of "
-                        f"shape {tuple(tensor.shape)}, with {self.rows} rows, in "
+                        f"shape {tuple(tensor.shape)}, with {self._rows} rows, in "
                         f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
                         "tensors, and construct it in the block."
                     )

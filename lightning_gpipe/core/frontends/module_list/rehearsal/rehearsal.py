@@ -66,14 +66,12 @@ class Rehearsal:
         self,
         call: RecordedCall,
         arguments: Arguments,
-        rows: int,
         few: int | None,
         samples: Samples,
     ) -> None:
         self._call = call
         self._arguments = arguments
-        self._rows, self._few = rows, few
-        self._samples = samples
+        self._few, self._samples, self._rows = few, samples, samples.rows
         self._leaves = dict(arguments.leaves)
 
     def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:

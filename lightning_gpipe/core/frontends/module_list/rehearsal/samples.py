@@ -17,8 +17,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     map_leaves,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
-from lightning_gpipe.core.frontends.module_list.tape.comparison import is_plain
-from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
+from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Step, Value
 
@@ -62,7 +61,7 @@ class Samples:
         rehearse: Rehearse,
     ) -> None:
         self.tape = tape
-        self._inputs, self._rows, self.rehearse = inputs, rows, rehearse
+        self._inputs, self.rows, self.rehearse = inputs, rows, rehearse
         self.few: int | None = None
         if rows > 1:
             self.few = 3 if rows == 2 else 2  # so that a whole tensor does not fit
@@ -122,7 +121,7 @@ class Samples:
         if number in self._inputs:
             tensor, reading = self._inputs[number]
             # An input with several entries per row is stored by rows: see OutsideTensors.
-            return few_of(tensor, min(reading, 1), self._rows, self.few)
+            return few_of(tensor, min(reading, 1), self.rows, self.few)
         step = self.tape.steps[number]
         entry = self.tape.calls.get(number)
         if entry is None or number != entry.number:
@@ -157,4 +156,4 @@ class Samples:
     def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
         if not reading or self.few is None:
             return shape
-        return torch.Size([reading * self._rows, *shape[1:]])
+        return torch.Size([reading * self.rows, *shape[1:]])

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.tape.arguments import Reading
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
-from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor
-from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
+from lightning_gpipe.core.frontends.module_list.tape.tape import OutsideTensor, Tape
 from lightning_gpipe.core.programs import Step, Value
 
 Read = Callable[[Tensor, Reading | None], Reading | None]
