@@ -135,8 +135,13 @@ def check_recordable(module: nn.Module) -> None:
 def check_free(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that runs as a pipeline already."""
     if is_installed(module):
-        raise RuntimeError(
-            f"a module has one pipeline at a time: {name} is the pipeline of another Trainer, "
-            "whose fit or evaluation has not ended. Evaluate in that Trainer's own loop, or give "
-            "this one copy.deepcopy(model)."
-        )
+        raise second_pipeline(name)
+
+
+def second_pipeline(name: str) -> RuntimeError:
+    """Return the error for a module that runs in a pipeline already."""
+    return RuntimeError(
+        f"a module has one pipeline at a time: {name} is in another one, of another Trainer whose "
+        "fit or evaluation has not ended, or of a module around or within it. Evaluate in that "
+        "Trainer's own loop, or give this one copy.deepcopy(model)."
+    )

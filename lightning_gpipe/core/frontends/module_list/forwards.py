@@ -54,9 +54,6 @@ class BlockCalls:
         title: The name of the nn.ModuleList in errors.
         run: Runs programs.
         processes: The processes that own the stages, if this one does not own all of them.
-
-    Attributes:
-        runs: The number of times that the blocks ran as a pipeline.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class BlockCalls:
         self._caches = CacheRule(spread=processes is not None)
         self._session = _Session()
         self._plain = False
-        self.runs = 0
+        self._ran = False
 
     def plain(self) -> Manager:
         """Return a ``with`` block in which blocks run when they are called."""
@@ -89,7 +86,7 @@ class BlockCalls:
             result = forward()
             if session.recording is not None and session.depth == depth:
                 self._refuse_unfinished(session)
-            if module is self._owners[-1] and not (self.runs or self._plain):
+            if module is self._owners[-1] and not (self._ran or self._plain):
                 raise RuntimeError(
                     f"the forward of {type(module).__name__} must call the blocks of "
                     f"{self._title}, each as block(x): it has ended without, so that nothing ran "
@@ -120,7 +117,7 @@ class BlockCalls:
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
                 run_recorded(recording, self._run, self._stages)
-                self.runs += 1
+                self._ran = True
             return result
         except BaseException as error:
             session.drop("A call of these blocks has failed.")

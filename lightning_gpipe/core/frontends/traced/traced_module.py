@@ -41,6 +41,9 @@ class Traced(Frontend):
         UnsupportedForward: If its forward cannot be traced.
     """
 
+    _stage_modules: StageModules
+    _programs: _Programs
+
     def __init__(self, model: nn.Module, path: str) -> None:
         super().__init__(model, path)
         self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
@@ -54,8 +57,6 @@ class Traced(Frontend):
                 f"{self._name} must call modules in its forward, between which it can be cut: got "
                 "none. Pipeline the module that holds it."
             )
-        self._stage_modules: StageModules | None = None
-        self._programs = _Programs()
 
     @property
     @override
@@ -104,7 +105,6 @@ class Traced(Frontend):
         return self._own_forward or MethodType(type(self._module).forward, self._module)
 
     def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        assert self._stage_modules is not None, "it was cut"
         kind, tensors = CallKind.of(args, kwargs)
         program = self._programs.find(kind)
         if _has_any_global_hook():
