@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Report, options
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
+from lightning_gpipe.core.frontends.pretrained import load_pretrained
 
 AT_MOST = 1.15
 WAYS = ("load_pretrained", "joined")

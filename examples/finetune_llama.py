@@ -33,8 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from examples.char_lm import TEXT, split, unigram_loss
 from examples.report import Measurements, options_parser, report, start, trainer_arguments
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
-from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 
 
 def trained_tokenizer(text: str, vocabulary: int) -> PreTrainedTokenizerFast:

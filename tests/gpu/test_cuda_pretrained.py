@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
-from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stored import Stored
 from tests.gpu.models import DEVICES, ON_GPU, batch
 

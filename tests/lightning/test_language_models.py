@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipeStrategy
 from lightning_gpipe.commands.fit import main
-from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained import parameters_on_meta
 from tests.support.language_models import NETWORKS, LanguageModel, Looped, Text
 from tests.support.lightning_modules import trainer, weights
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
-from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from tests.support.language_models import llama, rows
 from tests.support.lightning_modules import trainer
 

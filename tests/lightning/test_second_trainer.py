@@ -93,9 +93,9 @@ def test_second_pipeline_of_a_module(tmp_path: Path) -> None:
     pipelined = fitted(tmp_path, strategy(), devices=2, callbacks=[callback])
 
     assert callback.results == [
-        "a module has one pipeline at a time: Classifier.layers is the pipeline of another "
-        "Trainer, whose fit or evaluation has not ended. Evaluate in that Trainer's own loop, or "
-        "give this one copy.deepcopy(model)."
+        "a module has one pipeline at a time: Classifier.layers is in another one, of another "
+        "Trainer whose fit or evaluation has not ended, or of a module around or within it. "
+        "Evaluate in that Trainer's own loop, or give this one copy.deepcopy(model)."
     ]
     assert callback.piped == [True] * 9
     assert_same_weights(pipelined, plain)

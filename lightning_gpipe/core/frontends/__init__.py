@@ -15,8 +15,7 @@ from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
 from lightning_gpipe.core.frontends.frontend import RunProgram
 from lightning_gpipe.core.frontends.install import check_recordable, is_installed
 from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, locate
-from lightning_gpipe.core.frontends.pretrained.loading import load_pretrained
-from lightning_gpipe.core.frontends.pretrained.parameters_on_meta import parameters_on_meta
+from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
 from lightning_gpipe.core.frontends.stored import is_in_another_process
 

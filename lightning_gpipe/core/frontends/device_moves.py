@@ -202,13 +202,8 @@ def place_around(root: nn.Module, inner: Collection[nn.Module], device: torch.de
         return
     for child in root.children():
         place_around(child, inner, device)
-    place_own(root, device)
-
-
-def place_own(module: nn.Module, device: torch.device) -> None:
-    """Move the parameters and buffers of ``module`` itself, not those of the modules in it."""
-    _materialise(module, device)
-    module._apply(lambda tensor: tensor.to(device), recurse=False)
+    _materialise(root, device)
+    root._apply(lambda tensor: tensor.to(device), recurse=False)
 
 
 def on_meta(module: nn.Module) -> bool:

@@ -8,27 +8,23 @@ attribute ``forward``, which is not copied with it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 from torch import nn
 
-from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.faithful import is_traced, not_compiled
 
 
-class InstalledForward:
-    """The forward of a module that runs as a pipeline."""
+class _ReplacedForward:
+    """A forward that a module has for a time in place of its own."""
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._run = run
         self._own = module.__dict__.get("forward")  # one that a user assigned to this object
-
-    @not_compiled  # nor is the code of `run` around the pipeline
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
 
     @property
     def __code__(self) -> CodeType:
@@ -36,12 +32,22 @@ class InstalledForward:
         code: CodeType = getattr(self._own or type(self._module).forward, "__code__")  # noqa: B009
         return code
 
+    def install(self) -> None:
+        """Have calls of the module come here."""
+        self._module.__dict__["forward"] = self
+
     def remove(self) -> None:
-        """Restore the module's own forward, unless another pipeline was installed."""
-        if self._module.__dict__.get("forward") is self:
+        """Undo :meth:`install`, whatever was installed since."""
+        outer = self._module.__dict__.get("forward")
+        if outer is not self:
+            while isinstance(outer, _ReplacedForward) and outer._own is not self:
+                outer = outer._own
+            if isinstance(outer, _ReplacedForward):
+                outer._own = self._own
+        elif self._own is None:
             del self._module.__dict__["forward"]
-            if self._own is not None:
-                self._module.forward = self._own
+        else:
+            self._module.__dict__["forward"] = self._own
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._own is not None:
@@ -55,11 +61,44 @@ def _identity(forward: Any) -> Any:
     return forward
 
 
+class InstalledForward(_ReplacedForward):
+    """The forward of a module that runs as a pipeline."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self._run = run
+
+    @not_compiled  # nor is the code of `run` around the pipeline
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+class OwnerForward(_ReplacedForward):
+    """The forward of a module that holds the blocks of a pipeline.
+
+    A call of it calls ``around`` with a function that runs the module's own forward.
+    """
+
+    def __init__(self, module: nn.Module, around: Callable[[Callable[[], Any]], Any]) -> None:
+        super().__init__(module)
+        self._around = around
+        # With its signature, which libraries read.
+        functools.update_wrapper(self, module.forward, updated=())
+
+    @not_compiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own or MethodType(type(self._module).forward, self._module)
+        if is_traced((args, kwargs), self._module.parameters()):
+            check_recordable(self._module)
+            return own(*args, **kwargs)
+        return self._around(lambda: own(*args, **kwargs))
+
+
 def install(module: nn.Module, run: Callable[..., Any], name: str = "module") -> InstalledForward:
     """Make ``module`` call ``run`` instead of its forward; errors call it ``name``."""
     check_free(module, name)
     installed = InstalledForward(module, run)
-    module.forward = installed
+    installed.install()
     return installed
 
 
@@ -74,7 +113,7 @@ def own_forward_of(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        module.forward = installed
+        installed.install()
 
 
 def is_installed(module: nn.Module) -> bool:
@@ -96,8 +135,13 @@ def check_recordable(module: nn.Module) -> None:
 def check_free(module: nn.Module, name: str = "module") -> None:
     """Refuse a module that runs as a pipeline already."""
     if is_installed(module):
-        raise RuntimeError(
-            f"a module has one pipeline at a time: {name} is the pipeline of another Trainer, "
-            "whose fit or evaluation has not ended. Evaluate in that Trainer's own loop, or give "
-            "this one copy.deepcopy(model)."
-        )
+        raise second_pipeline(name)
+
+
+def second_pipeline(name: str) -> RuntimeError:
+    """Return the error for a module that runs in a pipeline already."""
+    return RuntimeError(
+        f"a module has one pipeline at a time: {name} is in another one, of another Trainer whose "
+        "fit or evaluation has not ended, or of a module around or within it. Evaluate in that "
+        "Trainer's own loop, or give this one copy.deepcopy(model)."
+    )

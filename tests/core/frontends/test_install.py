@@ -109,7 +109,7 @@ def test_removed_pipeline_leaves_the_plain_module(
 
 
 def test_second_pipeline_of_a_module(model: Model, pipeline: GPipe) -> None:
-    with pytest.raises(RuntimeError, match="one pipeline at a time: Model.body is the pipeline of"):
+    with pytest.raises(RuntimeError, match="one pipeline at a time: Model.body is in another one"):
         install(model.body, pipeline.forward, "Model.body")
 
 

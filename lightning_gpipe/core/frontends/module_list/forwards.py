@@ -7,14 +7,13 @@ called all of them, in order, each once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.faithful import Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.lines import calling_line
 from lightning_gpipe.core.frontends.module_list.blocks import Block
@@ -55,9 +54,6 @@ class BlockCalls:
         title: The name of the nn.ModuleList in errors.
         run: Runs programs.
         processes: The processes that own the stages, if this one does not own all of them.
-
-    Attributes:
-        runs: The number of times that the blocks ran as a pipeline.
     """
 
     def __init__(
@@ -76,16 +72,11 @@ class BlockCalls:
         self._caches = CacheRule(spread=processes is not None)
         self._session = _Session()
         self._plain = False
-        self.runs = 0
+        self._ran = False
 
-    @contextmanager
-    def plain(self) -> Iterator[None]:
+    def plain(self) -> Manager:
         """Return a ``with`` block in which blocks run when they are called."""
-        before, self._plain = self._plain, True
-        try:
-            yield
-        finally:
-            self._plain = before
+        return Journal().changed([(vars(self), "_plain", True)])
 
     def forward(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         session = self._session
@@ -95,7 +86,7 @@ class BlockCalls:
             result = forward()
             if session.recording is not None and session.depth == depth:
                 self._refuse_unfinished(session)
-            if module is self._owners[-1] and not (self.runs or self._plain):
+            if module is self._owners[-1] and not (self._ran or self._plain):
                 raise RuntimeError(
                     f"the forward of {type(module).__name__} must call the blocks of "
                     f"{self._title}, each as block(x): it has ended without, so that nothing ran "
@@ -126,7 +117,7 @@ class BlockCalls:
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
                 run_recorded(recording, self._run, self._stages)
-                self.runs += 1
+                self._ran = True
             return result
         except BaseException as error:
             session.drop("A call of these blocks has failed.")

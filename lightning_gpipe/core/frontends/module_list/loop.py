@@ -27,9 +27,9 @@ from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
+from lightning_gpipe.core.frontends.install import OwnerForward, second_pipeline
 from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
-from lightning_gpipe.core.frontends.module_list.owners import OwnerForward
 from lightning_gpipe.core.layout import Partition, check_balance
 
 
@@ -57,7 +57,8 @@ class Loop(Frontend):
         _check_blocks(module, self._title)
         self._names = [f"{path}.{key}" for key in module._modules]
         self._modules = [child for child in module._modules.values() if child is not None]
-        self._owners = _owners(model, path)
+        names = path.split(".")
+        self._owners = [model.get_submodule(".".join(names[:k])) for k in range(len(names))]
         self._partitions: list[Partition] = []
         self._blocks: list[Block] = []
         self._forwards: list[OwnerForward] = []
@@ -66,10 +67,6 @@ class Loop(Frontend):
     def __getstate__(self) -> dict[str, Any]:
         # Nothing is installed in a copy.
         return {**self.__dict__, "_blocks": [], "_forwards": [], "_calls": None}
-
-    @property
-    def runs(self) -> int:
-        return 0 if self._calls is None else self._calls.runs
 
     @property
     @override
@@ -98,7 +95,9 @@ class Loop(Frontend):
     @override
     def install(self, run: RunProgram, processes: OwnerProcesses | None = None) -> None:
         assert self._partitions, "partitions() comes before install()"
-        self._check_free()
+        for name, module in zip(self._names, self._modules, strict=True):
+            if is_installed(module):
+                raise second_pipeline(name)
         devices = _devices(self._partitions, processes)
         self._blocks = [
             Block(module, k, self._names[k], partition.index, devices[partition.index])
@@ -126,16 +125,6 @@ class Loop(Frontend):
     def plain(self) -> AbstractContextManager[None]:
         return nullcontext() if self._calls is None else self._calls.plain()
 
-    def _check_free(self) -> None:
-        for name, module in zip(self._names, self._modules, strict=True):
-            if is_installed(module):
-                raise RuntimeError(
-                    f"a module has one pipeline at a time: {name} is in another one, of another "
-                    "Trainer whose fit or evaluation has not ended, or of a module around or "
-                    "within it. Evaluate in that Trainer's own loop, or give this one "
-                    "copy.deepcopy(model)."
-                )
-
 
 def _devices(
     partitions: Sequence[Partition], processes: OwnerProcesses | None
@@ -156,12 +145,6 @@ def _devices(
         tensors = chain(own, buffers, partition.parameters)
         devices.append(next((x.device for x in tensors), None))
     return devices
-
-
-def _owners(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules from the model to the one that holds the nn.ModuleList."""
-    names = path.split(".")
-    return [model.get_submodule(".".join(names[:k])) for k in range(len(names))]
 
 
 def _check_blocks(module: nn.Module, name: str) -> None:

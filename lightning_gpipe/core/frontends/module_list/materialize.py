@@ -32,9 +32,9 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
     inputs = (recording.inputs[number] for number in program.inputs)
     arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
     with unchecked(), running():
-        values = run(program, arguments, chunks=1 if recording.single else None)
+        values = run(program, arguments, chunks=1 if recording.samples.single else None)
     names = {number: recording.tape.steps[number].name for number in wanted}
-    rows, single = recording.rows, recording.single
+    rows, single = recording.rows, recording.samples.single
     recording.remember()
     recording.end("The pipeline of these blocks has run, without this value.")
     for (number, placeholder), value in zip(wanted.items(), values, strict=True):
@@ -44,7 +44,7 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
 
 def _program(recording: LoopRecording, wanted: Mapping[int, Placeholder], n: int) -> Program:
     """Return the program of a recording that returns these values."""
-    tape, single = recording.tape, recording.single
+    tape, single = recording.tape, recording.samples.single
     key = single, tuple(wanted)
     if key not in tape.programs:
         steps = list(tape.steps.values())

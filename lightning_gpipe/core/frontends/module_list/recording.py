@@ -27,11 +27,15 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     ReturnedArgument,
     TensorLeaf,
 )
-from lightning_gpipe.core.frontends.module_list.tape.comparison import same_arguments
 from lightning_gpipe.core.frontends.module_list.tape.outside_tensors import OutsideTensors
 from lightning_gpipe.core.frontends.module_list.tape.packing import without_objects
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.frontends.module_list.tape.tape import History, Tape, TapeEntry
+from lightning_gpipe.core.frontends.module_list.tape.tape import (
+    History,
+    Tape,
+    TapeEntry,
+    same_arguments,
+)
 from lightning_gpipe.core.programs import Value
 
 
@@ -49,6 +53,7 @@ class LoopRecording:
     Attributes:
         tape: The calls so far.
         inputs: The tensors from outside by number, and how they are cut.
+        samples: The values for a few rows.
         end_reason: Why nothing can be recorded any more; empty before that.
     """
 
@@ -69,8 +74,8 @@ class LoopRecording:
         self.state = state
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
-        self._samples = Samples(self.tape, self.inputs, self.rows, rehearse)
-        self._learner = Learner(first, history.knowledge, caches, self._samples, grad=state.grad)
+        self.samples = Samples(self.tape, self.inputs, self.rows, rehearse)
+        self._learner = Learner(first, history.knowledge, caches, self.samples, grad=state.grad)
         self.outsides = OutsideTensors(self.inputs, self.rows, self._learner.reading)
         self._count = 0  # the number of calls so far
         self._first_kind: Hashable = None  # of call
@@ -81,11 +86,6 @@ class LoopRecording:
     def alive(self) -> list[Placeholder]:
         """The placeholders that something still refers to, in order."""
         return [x for ref in self._placeholders if (x := ref()) is not None]
-
-    @property
-    def single(self) -> bool:
-        """True if the program must run in one micro-batch."""
-        return self._learner.single
 
     def remember(self) -> None:
         """Let later forwards follow the tape, now that all of it has run."""
@@ -98,7 +98,7 @@ class LoopRecording:
         self._placeholders = []
         self._use(Tape())
         self.outsides.clear()
-        self._samples.clear()
+        self.samples.clear()
 
     def follow(
         self, run: Any, kind: Hashable, line: str, arguments: tuple[Any, Any]
@@ -133,7 +133,7 @@ class LoopRecording:
         """
         self._latest = call
         if not self._count:
-            self._first_kind = self.single, kind_of_call(call, Arguments(arguments))
+            self._first_kind = self.samples.single, kind_of_call(call, Arguments(arguments))
             self._use(self._history.tape(self._first_kind))
         entry = self.follow(call.run, call.kind, call.line, arguments)
         if entry is None:
@@ -156,7 +156,7 @@ class LoopRecording:
             raise operators.refused(func, line, operators.EDITS_OUTSIDE)
 
         def check(knowledge: Knowledge, trial: Trial) -> None:
-            few = self._samples.few
+            few = self.samples.few
             if why := operators.objection(knowledge, trial, (args, kwargs), self.rows, few):
                 raise operators.refused(func, line, why)
 
@@ -174,9 +174,6 @@ class LoopRecording:
 
     def needs_value(self, func: Callable[..., Any]) -> RuntimeError:
         return operators.needs_value(func, current_line())
-
-    def shape_of(self, number: int) -> torch.Size:
-        return self._samples.shape_of(number)
 
     def answer(self, entry: TapeEntry, arguments: tuple[Any, Any]) -> Any:
         """Return what the user's forward gets for a call on the tape."""
@@ -203,14 +200,14 @@ class LoopRecording:
     ) -> tuple[TapeEntry, tuple[Any, Any]]:
         """The entry of a call that the tape does not have as it is, and its arguments there."""
         parts = without_objects(
-            call, arguments, None if self.single or not self.grad else self.rows
+            call, arguments, None if self.samples.single or not self.grad else self.rows
         )
         if parts is not None:
             call, arguments = parts
             entry = self.follow(call.run, call.kind, call.line, arguments)
             if entry is not None:
                 return entry, arguments
-        if self.tape.closed:
+        if self.tape.programs:
             self._use(self.tape.until(self._count))
             self.outsides.number_as_on(self.tape)
         knowledge, known, readings, trial = self._learner.learn(call, Arguments(arguments), check)
@@ -222,13 +219,13 @@ class LoopRecording:
         if trial is not None:
             flat = knowledge.result.flat(trial.result)
             assert flat is not None, "the structure is that of this result"
-            self._samples[number] = flat[0] if knowledge.result.single else flat
+            self.samples[number] = flat[0] if knowledge.result.single else flat
         self._count += 1
         return self.tape.entries[-1], arguments
 
     def _use(self, tape: Tape) -> None:
         self.tape = tape
-        self._samples.tape = tape
+        self.samples.tape = tape
 
     def _describe(
         self,

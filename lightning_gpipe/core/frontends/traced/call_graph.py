@@ -75,12 +75,12 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
             error = raised
         finally:
             changed = before.restore()
+        if graph is not None and not changed:
+            return _graph(root, graph, tracer.returned, whole)
         if error is not None:
             line = line_of(error)
             why = f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"
             failed = tracer.failed
-        elif graph is not None and not changed:
-            return _graph(root, graph, tracer.returned, whole)
         else:  # the last module, in the order of the tree, whose attributes its forward changed
             failed = [module for module in root.modules() if module in changed][-1]
             names = [f"{type(m).__name__}.{name}" for m, own in changed.items() for name in own]

@@ -72,7 +72,7 @@ def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
         if target is None:
             continue
         here = stages[edit]
-        aliases = _aliases(graph, target, order[edit], order)
+        aliases = _aliases(graph, edit, target, order)
         for alias in aliases:
             if alias.op == "get_attr":
                 raise UnsupportedForward(
@@ -81,7 +81,7 @@ def check_edits(graph: CallGraph, stages: Mapping[fx.Node, int]) -> None:
                     f"{edit.meta['line']} changes {alias.target}. Do it outside of the model, or "
                     "in a module of its own, which runs as one layer."
                 )
-        near = _aliases(graph, target, order[edit], order, stages, here)
+        near = _aliases(graph, edit, target, order, stages)
         for alias in aliases - {target}:
             for user in alias.users:
                 if order[user] <= order[edit] or user not in stages:
@@ -110,24 +110,23 @@ def _edits(graph: CallGraph, node: fx.Node) -> bool:
 
 def _aliases(
     graph: CallGraph,
-    start: fx.Node,
-    before: int,
+    edit: fx.Node,
+    target: fx.Node,
     order: Mapping[fx.Node, int],
     stages: Mapping[fx.Node, int] | None = None,
-    stage: int = 0,
 ) -> set[fx.Node]:
-    """Return the values before step ``before`` that may share memory with ``start``.
+    """Return the values before an edit of ``target`` that may share memory with it.
 
-    With ``stages``, the stage of each step, only by views that ``stage`` makes.
+    With ``stages``, the stage of each step, only by views that the edit's stage makes.
     """
-    aliases, waiting = set(), [start]
+    aliases, waiting = set(), [target]
     while waiting:
         node = waiting.pop()
-        if node in aliases or node not in order or order[node] >= before:
+        if node in aliases or node not in order or order[node] >= order[edit]:
             continue
         aliases.add(node)
         for other, view in _links(graph, node):
-            if stages is None or stages.get(view) == stage:
+            if stages is None or stages.get(view) == stages[edit]:
                 waiting.append(other)
     return aliases
 

@@ -58,13 +58,10 @@ def leads(graph: CallGraph) -> list[int]:
     indices, k = [], -1  # the latest call
     for node in graph.nodes:
         following = calls[k + 1] if k + 1 < len(calls) else None
-        if node is following:
-            k += 1
-            indices.append(k)
-        elif following is not None and _enters(node, following, calls[k] if k >= 0 else None):
-            indices.append(k + 1)
-        else:
-            indices.append(max(k, 0))
+        latest = calls[k] if k >= 0 else None
+        ahead = following is not None and (node is following or _enters(node, following, latest))
+        indices.append(k + 1 if ahead else max(k, 0))
+        k += node is following
     return indices
 
 

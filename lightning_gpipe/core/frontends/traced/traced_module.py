@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import MethodType
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
+from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.faithful import Journal, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
@@ -40,6 +41,9 @@ class Traced(Frontend):
         UnsupportedForward: If its forward cannot be traced.
     """
 
+    _stage_modules: StageModules
+    _programs: _Programs
+
     def __init__(self, model: nn.Module, path: str) -> None:
         super().__init__(model, path)
         self._name = f"{type(model).__name__}.{path}" if path else type(model).__name__
@@ -53,9 +57,6 @@ class Traced(Frontend):
                 f"{self._name} must call modules in its forward, between which it can be cut: got "
                 "none. Pipeline the module that holds it."
             )
-        self._costs = list(_costs(self._graphs[0], self._units))
-        self._stage_modules: StageModules | None = None
-        self._programs = _Programs()
 
     @property
     @override
@@ -64,7 +65,7 @@ class Traced(Frontend):
 
     @override
     def costs(self) -> list[int]:
-        return self._costs
+        return parameter_costs(_modules_of(self._graphs[0], unit) for unit in self._units)
 
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
@@ -104,7 +105,6 @@ class Traced(Frontend):
         return self._own_forward or MethodType(type(self._module).forward, self._module)
 
     def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        assert self._stage_modules is not None, "it was cut"
         kind, tensors = CallKind.of(args, kwargs)
         program = self._programs.find(kind)
         if _has_any_global_hook():
@@ -182,13 +182,9 @@ class _Programs:
         return kind, tuple(module.training for module in self._modules), Modes.now()
 
 
-def _costs(graph: CallGraph, units: Sequence[Unit]) -> Iterator[int]:
-    """Yield the number of elements of the parameters of each unit that no earlier one has."""
-    seen: set[nn.Parameter] = set()
+def _modules_of(graph: CallGraph, unit: Unit) -> nn.Module:
+    """Return the layers of a unit, and the parameters that its steps read."""
     named = dict(graph.root.named_parameters())
-    for unit in units:
-        parameters = {p for call in unit.calls for p in graph.layer(call).parameters()}
-        reads = (str(source.target) for node in unit.nodes for source in node.all_input_nodes)
-        parameters.update(named[path] for path in reads if path in named)
-        yield sum(p.numel() for p in parameters - seen)
-        seen |= parameters
+    paths = (str(source.target) for node in unit.nodes for source in node.all_input_nodes)
+    read = nn.ParameterList(named[path] for path in paths if path in named)
+    return nn.ModuleList([*map(graph.layer, unit.calls), read])

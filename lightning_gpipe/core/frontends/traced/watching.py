@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import RandomState
+from lightning_gpipe.core.faithful import Journal, Manager, RandomState
 from lightning_gpipe.core.frontends.lines import is_users
 
 _DEVICES = ("cpu", "cuda")
@@ -155,8 +155,7 @@ def watch(tracer: fx.Tracer) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _any_arguments(tracer: fx.Tracer) -> Iterator[None]:
+def _any_arguments(tracer: fx.Tracer) -> Manager:
     """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,13 +170,7 @@ def _any_arguments(tracer: fx.Tracer) -> Iterator[None]:
     # these would be on its list for good.
     with torch.device("cpu"):
         torch.empty(0)
-    try:
-        for name, function in AUTOWRAPPED.items():
-            setattr(torch, name, recording(function))
-        yield
-    finally:
-        for name, function in AUTOWRAPPED.items():
-            setattr(torch, name, function)
+    return Journal().changed((vars(torch), name, recording(f)) for name, f in AUTOWRAPPED.items())
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from tests.support.models import assert_same_step
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_output_and_gradients_are_those_of_the_plain_model(stages: int):
     plain = GPT()
-    model = copy.deepcopy(plain)
-    with looped(model, stages=stages) as loop:
+    model, run = copy.deepcopy(plain), Interpreter()
+    with looped(model, stages=stages, run=run):
         assert_same_step(model, plain, tokens())
-        assert loop.runs == 1
+    assert len(run.programs) == 1
 
 
 def test_hidden_states_are_tensors_with_gradients():
@@ -371,10 +371,10 @@ def test_two_stacks_of_one_model():
             return self.decoder(self.encoder(x))
 
     plain = Two()
-    model = copy.deepcopy(plain)
-    with looped(model, "encoder.blocks") as one, looped(model, "decoder.blocks") as other:
+    model, one, other = copy.deepcopy(plain), Interpreter(), Interpreter()
+    with looped(model, "encoder.blocks", run=one), looped(model, "decoder.blocks", run=other):
         assert_same_step(model, plain, states())
-        assert one.runs == other.runs == 1
+    assert len(one.programs) == len(other.programs) == 1
     assert not [each for each in model.modules() if "_call_impl" in vars(each)]
 
 
@@ -388,13 +388,13 @@ def test_front_ends_of_two_stacks_are_removed_in_any_order():
             return by_index(self.other, by_index(self.one, x))
 
     model = Two()
-    loops = [Loop(model, "one"), Loop(model, "other")]
-    for loop in loops:
+    loops, runs = [Loop(model, "one"), Loop(model, "other")], [Interpreter(), Interpreter()]
+    for loop, run in zip(loops, runs, strict=True):
         loop.partitions([2, 2])
-        loop.install(Interpreter())
+        loop.install(run)
     loops[0].remove()
     model(states())
-    assert [loop.runs for loop in loops] == [0, 1]
+    assert [len(run.programs) for run in runs] == [0, 1]
     loops[1].remove()
     assert not [each for each in model.modules() if "_call_impl" in vars(each)]
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_gpipe.core.data import receiving
-from lightning_gpipe.core.faithful import RECOMPUTING, ModuleState, RandomState
+from lightning_gpipe.core.faithful import RECOMPUTING, Journal, ModuleState, RandomState
 from lightning_gpipe.core.frontends.module_list.blocks import running
 from lightning_gpipe.core.layout import within
 
 
-class WithoutEffects:
+class WithoutEffects(ExitStack):
     """Restores the state of modules and of random number generators at the end of a ``with`` block.
 
     The modules, and all within them, run without gradients, as in a recomputation:
@@ -26,38 +28,31 @@ class WithoutEffects:
     # A class: see Note [Context managers are classes].
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        super().__init__()
         self._modules = tuple(inner for module in modules for inner in module.modules())
         self._device = device
 
-    def __enter__(self) -> None:
-        self._random_state = RandomState.capture([self._device])
-        self._state = ModuleState.capture(self._modules, parameters=True)
-        self._token = RECOMPUTING.set(True)
+    @override
+    def __enter__(self) -> Self:
+        self.callback(torch.clear_autocast_cache)  # its copies of weights have no graph
+        self.callback(RandomState.capture([self._device]).restore)
+        self.callback(ModuleState.capture(self._modules, parameters=True).restore)
+        self.callback(RECOMPUTING.reset, RECOMPUTING.set(True))
         # The parameters on another device, of a stage that shares them.
-        self._elsewhere = [
-            (module, name, p)
+        elsewhere = [
+            (module._parameters, name, p)
             for module in self._modules
             for name, p in module._parameters.items()
             if p is not None and not p.is_meta and p.device != self._device
         ]
-        copies = {p: _on(p, self._device) for _, _, p in self._elsewhere}
-        for module, name, parameter in self._elsewhere:
-            module._parameters[name] = copies[parameter]
+        copies = {p: _on(p, self._device) for _, _, p in elsewhere}
+        moved = Journal().changed([(slots, name, copies[p]) for slots, name, p in elsewhere])
         # Warnings come again when the pipeline runs.
-        self._managers = (running(), torch.no_grad(), receiving(_drop), warnings.catch_warnings())
-        for manager in self._managers:
-            manager.__enter__()
+        no_warnings = warnings.catch_warnings()
+        for manager in (moved, running(), torch.no_grad(), receiving(_drop), no_warnings):
+            self.enter_context(manager)
         warnings.simplefilter("ignore")
-
-    def __exit__(self, *error: Any) -> None:
-        for manager in reversed(self._managers):
-            manager.__exit__(*error)
-        RECOMPUTING.reset(self._token)
-        for module, name, parameter in self._elsewhere:
-            module._parameters[name] = parameter
-        self._state.restore()
-        self._random_state.restore()
-        torch.clear_autocast_cache()  # its copies of weights have no graph
+        return self
 
 
 def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -38,9 +38,6 @@ class Learner:
         caches: The rule for objects that blocks fill.
         samples: The values of the forward for a few rows.
         grad: Whether gradients are recorded.
-
-    Attributes:
-        single: Whether the program must run in one micro-batch.
     """
 
     def __init__(
@@ -52,9 +49,7 @@ class Learner:
         *,
         grad: bool,
     ) -> None:
-        self.rows = first.size(0)
-        self.single = self.rows <= 1
-        self._first, self._grad = first, grad
+        self._first, self._rows, self._grad = first, samples.rows, grad
         self._knowledge, self._caches, self._samples = knowledge, caches, samples
 
     def learn(
@@ -71,7 +66,7 @@ class Learner:
         if knowledge is None:
             self._expect_filled(call, arguments)
         readings, unknown = self._readings(arguments, knowledge)
-        if knowledge is None or unknown or not (knowledge.complete or self.single):
+        if knowledge is None or unknown or not (knowledge.complete or self._samples.single):
             before = {} if knowledge is None else knowledge.readings
             knowledge, trial = self._rehearse(call, arguments, self._samples.few, readings, unknown)
             knowledge.readings = {**before, **knowledge.readings}
@@ -83,8 +78,8 @@ class Learner:
             empty = Arguments(self._caches.without(call, arguments.tree, knowledge.filled_objects))
             return self.learn(call, empty, check)
         if knowledge.filled_objects:
-            self._caches.one_by_one(call, knowledge.filled_objects, self.rows)
-            self._make_single()
+            self._caches.one_by_one(call, knowledge.filled_objects, self._rows)
+            self._samples.take_all()
             trial = None  # it may be that of a few rows
             readings, _ = self._readings(arguments, knowledge)
         self._check_objects(call, arguments.leaves, knowledge.filled_objects)
@@ -97,11 +92,11 @@ class Learner:
         """
         if tensor is self._first:
             return 1
-        if self.single or not reads_as_rows(tensor, self.rows):
+        if self._samples.single or not reads_as_rows(tensor, self._rows):
             return WHOLE
         if is_whole(tensor) or isinstance(tensor, nn.Parameter):
             return WHOLE
-        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self.rows) else None
+        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self._rows) else None
 
     def _rehearse(
         self,
@@ -114,7 +109,7 @@ class Learner:
         for _, leaf in arguments.leaves:  # other stages may have to compute it first
             if isinstance(leaf, Placeholder):
                 _ = self._samples[leaf.number]
-        rehearsal = Rehearsal(call, arguments, self.rows, few, self._samples)
+        rehearsal = Rehearsal(call, arguments, few, self._samples)
         learned: tuple[Knowledge, Trial] = self._samples.rehearse(
             call.stage, partial(rehearsal.learn, readings, unknown)
         )
@@ -145,7 +140,7 @@ class Learner:
         if not any(True for _, value in arguments.objects for _ in tensors_within(value)):
             return
         if not self._grad:
-            self._make_single()
+            self._samples.take_all()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in arguments.leaves):
             whole = dict.fromkeys(self._readings(arguments, None)[0], WHOLE)
             knowledge, _ = self._rehearse(call, arguments, None, whole, [])
@@ -160,23 +155,18 @@ class Learner:
         filled_objects: Collection[Path] = (),
     ) -> None:
         """Refuse tensors with rows in objects, where they cannot be cut."""
-        for path, leaf in () if self.single else leaves:
+        for path, leaf in () if self._samples.single else leaves:
             if isinstance(leaf, Tensor) or path in filled_objects:
                 continue
             for tensor in tensors_within(leaf):
-                if not is_whole(tensor) and reads_as_rows(tensor, self.rows):
+                if not is_whole(tensor) and reads_as_rows(tensor, self._rows):
                     raise TypeError(
                         "the tensors that blocks are called with must be arguments themselves, or "
                         "in tuples, lists and dicts, to be cut into micro-batches: got one of "
-                        f"shape {tuple(tensor.shape)}, with {self.rows} rows, in "
+                        f"shape {tuple(tensor.shape)}, with {self._rows} rows, in "
                         f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
                         "tensors, and construct it in the block."
                     )
-
-    def _make_single(self) -> None:
-        if not self.single:
-            self.single = True
-            self._samples.take_all()
 
 
 class CacheRule:

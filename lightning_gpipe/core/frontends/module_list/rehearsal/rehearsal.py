@@ -66,14 +66,12 @@ class Rehearsal:
         self,
         call: RecordedCall,
         arguments: Arguments,
-        rows: int,
         few: int | None,
         samples: Samples,
     ) -> None:
         self._call = call
         self._arguments = arguments
-        self._rows, self._few = rows, few
-        self._samples = samples
+        self._few, self._samples, self._rows = few, samples, samples.rows
         self._leaves = dict(arguments.leaves)
 
     def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:
@@ -196,10 +194,11 @@ class Rehearsal:
             )
             return error
         cut = self._shapes_of(path for path, reading in readings.items() if reading != WHOLE)
+        first_line = next(iter(str(error).splitlines()), "").rstrip(".")
         return ValueError(
             "the rows of what a block is called with must be in dim 0, so that it can be cut: "
             f"{self._call} runs on all {self._rows} rows, and on {self._few} of them it raises "
-            f"{type(error).__name__}: {_first_line(error)}. Cut was {cut}; whole was "
+            f"{type(error).__name__}: {first_line}. Cut was {cut}; whole was "
             f"{whole or 'nothing'}. A model whose sequence comes before its rows cannot be cut in "
             "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
             "lightning_gpipe."
@@ -218,10 +217,6 @@ class Rehearsal:
     def _shapes_of(self, paths: Iterable[Path]) -> str:
         shapes = [(self._call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
         return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "").rstrip(".")
 
 
 def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:

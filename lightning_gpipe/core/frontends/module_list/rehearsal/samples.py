@@ -17,8 +17,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     map_leaves,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
-from lightning_gpipe.core.frontends.module_list.tape.comparison import is_plain
-from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
+from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Step, Value
 
@@ -62,12 +61,17 @@ class Samples:
         rehearse: Rehearse,
     ) -> None:
         self.tape = tape
-        self._inputs, self._rows, self.rehearse = inputs, rows, rehearse
+        self._inputs, self.rows, self.rehearse = inputs, rows, rehearse
         self.few: int | None = None
         if rows > 1:
             self.few = 3 if rows == 2 else 2  # so that a whole tensor does not fit
         self._values: dict[int, Any] = {}
         self._values_of_kinds: dict[Any, Any] = {}
+
+    @property
+    def single(self) -> bool:
+        """True if the program must run in one micro-batch."""
+        return self.few is None
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._values:
@@ -76,17 +80,15 @@ class Samples:
 
     def __setitem__(self, number: int, value: Any) -> None:
         self._values[number] = value
-        if number in self.tape.calls:
-            self._values_of_kinds[self._kind(number)] = value
+        self._values_of_kinds[self._kind(number)] = value
 
     def shape_of(self, number: int) -> torch.Size:
         if number in self._inputs:
             return self._inputs[number][0].shape
-        if number not in self.tape.sources:  # made of an input
+        entry = self.tape.calls.get(number)
+        if entry is None:  # made of an input
             return self._scaled(self[number].shape, 1)
-        source, k = self.tape.sources[number]
-        _, knowledge = self.tape.calls[source]
-        step = self.tape.steps[source]
+        knowledge, step = entry.knowledge, self.tape.steps[entry.number]
         leaves = leaves_in((step.args, dict(step.kwargs)))
         key = tuple(
             self.shape_of(x.number) if isinstance(x, Value) else repr(x) if is_plain(x) else None
@@ -95,20 +97,22 @@ class Samples:
         if key not in knowledge.shapes:
             if len(knowledge.shapes) >= _SHAPES:
                 knowledge.shapes.clear()
-            sample = self[source]
+            sample = self[entry.number]
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
             knowledge.shapes[key] = [
                 self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
                 for x, leaf in pairs
             ]
-        shape = knowledge.shapes[key][k]
+        shape = knowledge.shapes[key][entry.numbers.index(number)]
         assert shape is not None, "placeholders stand for tensors"
         return shape
 
     def take_all(self) -> None:
-        self.few = None
-        self.clear()
+        """Have the values of all rows from now on."""
+        if not self.single:
+            self.few = None
+            self.clear()
 
     def clear(self) -> None:
         self._values, self._values_of_kinds = {}, {}
@@ -117,13 +121,14 @@ class Samples:
         if number in self._inputs:
             tensor, reading = self._inputs[number]
             # An input with several entries per row is stored by rows: see OutsideTensors.
-            return few_of(tensor, min(reading, 1), self._rows, self.few)
+            return few_of(tensor, min(reading, 1), self.rows, self.few)
         step = self.tape.steps[number]
-        if number not in self.tape.calls:
+        entry = self.tape.calls.get(number)
+        if entry is None or number != entry.number:
             return step({value: self[value] for value in step.needs})
         kind = self._kind(number)
         if kind not in self._values_of_kinds:
-            self._values_of_kinds[kind] = self._run(step, self.tape.calls[number][0])
+            self._values_of_kinds[kind] = self._run(step, entry.call)
         return self._values_of_kinds[kind]
 
     def _run(self, step: Step, call: RecordedCall) -> Any:
@@ -146,9 +151,9 @@ class Samples:
         step = self.tape.steps[number]
         leaves = (leaf for _, leaf in leaves_in((step.args, dict(step.kwargs))))
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
-        return id(self.tape.calls[number][1]), shapes
+        return id(self.tape.calls[number].knowledge), shapes
 
     def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
         if not reading or self.few is None:
             return shape
-        return torch.Size([reading * self._rows, *shape[1:]])
+        return torch.Size([reading * self.rows, *shape[1:]])

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.tape.arguments import Reading
 from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall
-from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor
-from lightning_gpipe.core.frontends.module_list.tape.tape import Tape
+from lightning_gpipe.core.frontends.module_list.tape.tape import OutsideTensor, Tape
 from lightning_gpipe.core.programs import Step, Value
 
 Read = Callable[[Tensor, Reading | None], Reading | None]
@@ -84,20 +83,18 @@ class OutsideTensors:
             self._make_input(self._numbers[key], tensor, reading)
         source = number = self._numbers[key]
         if reading > 1:  # a stage gets it with several entries per row
-            number = self._flatten((*key, call.stage), source, call, tape)
+            here = *key, call.stage
+            if here not in self._numbers:
+                self._numbers[here] = number = tape.new()
+                args = (Value(source), 0, 1)
+                step = Step(torch.flatten, args, number, call.stage, {}, "flatten", call.line)
+                tape.steps[number] = step
+            number = self._numbers[here]
         return OutsideTensor(number, source, reading, learned_reading, tensor.dtype, tensor.dim())
 
     def clear(self) -> None:
         for tensors in (self._inputs, self._tensors, self._numbers, self.accepted):
             tensors.clear()
-
-    def _flatten(self, key: Hashable, source: int, call: RecordedCall, tape: Tape) -> int:
-        if key not in self._numbers:
-            self._numbers[key] = number = tape.new()
-            args = (Value(source), 0, 1)
-            step = Step(torch.flatten, args, number, call.stage, {}, "flatten", call.line)
-            tape.steps[number] = step
-        return self._numbers[key]
 
     def _make_input(self, number: int, tensor: Tensor, reading: Reading) -> None:
         self._tensors[number] = tensor

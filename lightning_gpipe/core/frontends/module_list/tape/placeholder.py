@@ -33,8 +33,9 @@ class Placeholder(Pending):
 
     @staticmethod
     def __new__(cls, recording: Any, number: int, leaf: TensorLeaf) -> Placeholder:
-        # Nothing reads these sizes: every access from Python comes to __torch_function__.
-        tensor = Tensor._make_wrapper_subclass(cls, (0,), dtype=leaf.dtype, device=recording.device)
+        # Nothing reads these sizes, only their number: see _ATTRIBUTES.
+        sizes, device = (0,) * leaf.dims, recording.device
+        tensor = Tensor._make_wrapper_subclass(cls, sizes, dtype=leaf.dtype, device=device)
         tensor.recording, tensor.number, tensor.leaf = recording, number, leaf
         return tensor
 
@@ -44,7 +45,7 @@ class Placeholder(Pending):
     @property
     def sizes(self) -> torch.Size:
         """The shape for the whole mini-batch."""
-        size: torch.Size = self.recording.shape_of(self.number)
+        size: torch.Size = self.recording.samples.shape_of(self.number)
         return size
 
     @classmethod
@@ -56,6 +57,9 @@ class Placeholder(Pending):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if func in _OWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         attribute = _ATTRIBUTES.get(func)
         if attribute is not None and isinstance(args[0], Placeholder):
             return attribute(args[0], *args[1:], **kwargs)
@@ -87,40 +91,25 @@ def _size(x: Placeholder, dim: int | None = None) -> Any:
     return x.sizes if dim is None else x.sizes[dim]
 
 
-def _index(device: torch.device) -> int | None:
-    return -1 if device.type == "cpu" else device.index
-
-
 def _requires_grad(x: Placeholder) -> bool:
     return x.recording.grad and (x.leaf.dtype.is_floating_point or x.leaf.dtype.is_complex)
 
 
-def _false(*_: Any) -> bool:
-    return False
-
-
-_FALSE = ("is_sparse", "is_nested", "is_quantized", "is_meta", "is_mps", "is_xpu")
 _ATTRIBUTES: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda x, *_: x.sizes,  # type: ignore[attr-defined]
     Tensor.size: _size,
     Tensor.__len__: lambda x: x.sizes[0],
     **dict.fromkeys((Tensor.numel, Tensor.nelement, torch.numel), lambda x: x.sizes.numel()),
-    Tensor.ndim.__get__: lambda x, *_: x.leaf.dims,  # type: ignore[attr-defined]
-    **dict.fromkeys((Tensor.dim, Tensor.ndimension), lambda x: x.leaf.dims),
-    Tensor.dtype.__get__: lambda x, *_: x.leaf.dtype,  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda x, *_: x.recording.device,
-    Tensor.get_device: lambda x: _index(x.recording.device),
-    Tensor.is_cuda.__get__: lambda x, *_: x.recording.device.type == "cuda",  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda x, *_: x.recording.device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_floating_point: lambda x: x.leaf.dtype.is_floating_point,
-    torch.is_floating_point: lambda x: x.leaf.dtype.is_floating_point,
-    Tensor.is_complex: lambda x: x.leaf.dtype.is_complex,
-    torch.is_complex: lambda x: x.leaf.dtype.is_complex,
-    Tensor.element_size: lambda x: x.leaf.dtype.itemsize,
-    Tensor.itemsize.__get__: lambda x, *_: x.leaf.dtype.itemsize,  # type: ignore[attr-defined]
     Tensor.requires_grad.__get__: lambda x, *_: _requires_grad(x),  # type: ignore[attr-defined]
     Tensor.is_leaf.__get__: lambda x, *_: not _requires_grad(x),  # type: ignore[attr-defined]
-    Tensor.layout.__get__: lambda x, *_: torch.strided,  # type: ignore[attr-defined]
-    **{getattr(Tensor, name).__get__: _false for name in _FALSE},
-    Tensor.__hash__: lambda x: id(x),
-}  # fmt: skip
+}
+_OWN_ATTRIBUTES = (
+    "dtype device layout ndim itemsize is_cpu is_cuda is_meta is_mps is_xpu is_nested is_quantized "
+    "is_sparse"
+)
+_OWN_METHODS = "dim ndimension get_device element_size is_floating_point is_complex __hash__"
+_OWN = frozenset(
+    {torch.is_floating_point, torch.is_complex}
+    | {getattr(Tensor, name).__get__ for name in _OWN_ATTRIBUTES.split()}
+    | {getattr(Tensor, name) for name in _OWN_METHODS.split()}
+)

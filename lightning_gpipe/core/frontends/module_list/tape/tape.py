@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any
 
-from lightning_gpipe.core.frontends.module_list.tape.arguments import Arguments, leaves_in
+import torch
+from torch import Tensor
+
+from lightning_gpipe.core.frontends.module_list.tape.arguments import (
+    Arguments,
+    Reading,
+    is_named,
+    leaves_in,
+)
 from lightning_gpipe.core.frontends.module_list.tape.calls import (
     Knowledge,
     RecordedCall,
@@ -21,11 +29,31 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     TensorLeaf,
     checked_result,
 )
-from lightning_gpipe.core.frontends.module_list.tape.comparison import OutsideTensor
+from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.programs import Program, Step, Value
 
 _PROGRAMS = 8  # that are kept of a tape: one for each choice of values that the forward keeps
 _TAPES = 16  # that are kept of a history: one for each kind of arguments of the first block
+
+
+@dataclass(frozen=True)
+class OutsideTensor:
+    """Stands for a tensor from outside in the arguments of a recorded call."""
+
+    number: int  # of the value that the step gets
+    source: int  # the number of the input: another one if the stage must reshape it
+    reading: Reading
+    learned_reading: Reading | None  # None if the shape tells
+    dtype: torch.dtype
+    dims: int
+
+    @cached_property
+    def key(self) -> tuple[int, Reading | None]:
+        """Equal for those that accept the same tensors."""
+        return self.source, self.learned_reading
+
+    def fits(self, tensor: Tensor) -> bool:
+        return tensor.dtype is self.dtype and tensor.dim() == self.dims
 
 
 @dataclass(frozen=True)
@@ -36,6 +64,7 @@ class TapeEntry:
     """
 
     call: RecordedCall
+    number: int  # of the value that it returns
     arguments: Any
     knowledge: Knowledge
     numbers: Sequence[int]  # of the values of the leaves that it returns
@@ -52,22 +81,18 @@ class Tape:
 
     Attributes:
         steps: The steps of calls, and those that prepare their arguments, by the results' numbers.
-        calls: Of the steps that are calls: the call, and the knowledge about its kind.
-        sources: The call of each value that is a leaf of a result, and the index of the leaf.
-        programs: Programs of all of it, by what they return.
+        calls: The call that returns a value, or has it as a leaf of its result.
+        programs: Programs of all of it, by what they return. With one, it changes no more.
         count: The number of values.
-        closed: Whether a program was made of it: it does not change any more.
         reusable: Whether another forward may follow it.
     """
 
     def __init__(self) -> None:
         self.entries: list[TapeEntry] = []
         self.steps: dict[int, Step] = {}
-        self.calls: dict[int, tuple[RecordedCall, Knowledge]] = {}
-        self.sources: dict[int, tuple[int, int]] = {}
+        self.calls: dict[int, TapeEntry] = {}
         self.programs: dict[Hashable, Program] = {}
         self.count = 0
-        self.closed = False
         self.reusable = True
 
     def new(self) -> int:
@@ -89,10 +114,11 @@ class Tape:
         self.steps[number] = Step(
             call.run, args, number, call.stage, kwargs, call.name, call.line, check
         )
-        self.calls[number] = call, knowledge
         numbers = self._pick(number, call, knowledge.result)
-        entry = TapeEntry(call, arguments.with_leaves(leaves), knowledge, numbers, self.count)
+        on_tape = arguments.with_leaves(leaves)
+        entry = TapeEntry(call, number, on_tape, knowledge, numbers, self.count)
         self.entries.append(entry)
+        self.calls |= dict.fromkeys([number, *numbers], entry)
         if objects:  # which live as long as their forward, and are others in the next
             self.reusable = False
         return number
@@ -101,15 +127,12 @@ class Tape:
         numbers = []
         for k, leaf in enumerate(result.leaves):
             number = source
-            if isinstance(leaf, TensorLeaf):
-                if not result.single:
-                    number = self.new()
-                    name = f"{call.name}[{k}]"
-                    args = (Value(source),)
-                    self.steps[number] = Step(
-                        itemgetter(k), args, number, call.stage, {}, name, call.line
-                    )
-                self.sources[number] = source, k
+            if isinstance(leaf, TensorLeaf) and not result.single:
+                number, name = self.new(), f"{call.name}[{k}]"
+                args = (Value(source),)
+                self.steps[number] = Step(
+                    itemgetter(k), args, number, call.stage, {}, name, call.line
+                )
             numbers.append(number)
         return numbers
 
@@ -120,11 +143,9 @@ class Tape:
         tape.count = count = tape.entries[-1].count if k else 0
         tape.steps = {number: step for number, step in self.steps.items() if number < count}
         tape.calls = {number: call for number, call in self.calls.items() if number < count}
-        tape.sources = {number: source for number, source in self.sources.items() if number < count}
         return tape
 
     def keep(self, key: Hashable, program: Program) -> None:
-        self.closed = True
         if len(self.programs) >= _PROGRAMS:
             self.programs.clear()
         self.programs[key] = program
@@ -147,3 +168,51 @@ class History:
         if len(self._tapes) >= _TAPES and first not in self._tapes:
             self._tapes.clear()
         self._tapes[first] = tape
+
+
+def same_arguments(expected: Any, tree: Any, recording: Any) -> bool:
+    """Return whether the arguments of a call are those of a recorded one.
+
+    These have a Value for a placeholder, and an :class:`OutsideTensor` for a tensor from outside.
+    ``recording`` is the LoopRecording that follows a tape.
+    """
+    kind = type(expected)
+    if kind is Value:
+        return (
+            type(tree) is Placeholder
+            and tree.number == expected.number
+            and tree.recording is recording
+        )
+    if kind is OutsideTensor:
+        if not isinstance(tree, Tensor) or type(tree) is Placeholder:
+            return False
+        # Most often all blocks get the same ones.
+        outsides = recording.outsides
+        return outsides.accepted.get(expected.key) is tree or outsides.is_as(tree, expected)
+    if kind is dict:
+        if type(tree) is not dict or tuple(tree) != tuple(expected):
+            return False
+        items, others = expected.values(), tree.values()
+    elif kind is tuple or kind is list or is_named(expected):
+        if type(tree) is not kind or len(tree) != len(expected):
+            return False
+        items, others = expected, tree
+    else:
+        plain = type(tree) is kind and is_plain(expected) and is_plain(tree)
+        return plain and bool(expected == tree)
+    for item, other in zip(items, others, strict=True):
+        if item is not other and not same_arguments(item, other, recording):
+            return False
+    return True
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether two equal constants of this type mean the same."""
+    if type(value) is slice:
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return type(value) in _PLAIN
+
+
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+)

@@ -1,4 +1,7 @@
-"""Gives the tensors of a model the values in a folder.
+"""Builds a model without the memory of its parameters, and gives it the values in a folder.
+
+Under ``torch.device("meta")`` buffers have no values either, and those that no file has, such as
+the frequencies of rotary embeddings, are computed in the constructor alone.
 
 The usual way is to read all files into one state dict and to copy it: a host needs the memory of
 the model twice. Here each tensor is read alone, onto its device if it has one, and if it is on the
@@ -9,10 +12,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from threading import get_ident
+from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_gpipe.core.frontends.device_moves import initialiser
 from lightning_gpipe.core.frontends.stored import (
@@ -22,6 +30,33 @@ from lightning_gpipe.core.frontends.stored import (
     first_few,
     open_tensors,
 )
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Put the parameters of modules that this thread builds in a ``with`` block on the meta device.
+
+    A parameter moves there as soon as a module has it, so the host has one of them at a time.
+    Buffers have the values that the module's constructor gives them. Parameters of other classes
+    than ``nn.Parameter`` stay as they are.
+    """
+    thread = get_ident()
+    # A tied parameter is registered several times; to hold it would hold its memory.
+    replacements: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    # PyTorch declares that such a hook returns nothing, and takes a parameter from it.
+    def on_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> Any:
+        if type(parameter) is not nn.Parameter or parameter.is_meta or get_ident() != thread:
+            return None  # registered as it is
+        if parameter not in replacements:
+            replacements[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        return replacements[parameter]
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def load_pretrained(
@@ -75,7 +110,8 @@ def load_pretrained(
             f"{name} is {tuple(tensor.shape)}, {tensor.dtype} in the model, and in the files "
             f"{value.shape}, {'floating point' if value.floating else 'integer'}"
             for name, tensor in names.items()
-            if (value := values.get(id(tensor))) is not None and not _fits(tensor, value)
+            if (value := values.get(id(tensor))) is not None
+            and (tensor.shape, tensor.is_floating_point()) != (value.shape, value.floating)
         ],
     }
     _check(path, faults)
@@ -90,10 +126,6 @@ def load_pretrained(
     for tensor in {id(tensor): tensor for tensor in names.values()}.values():
         if not tensor.is_meta and id(tensor) in values:
             values[id(tensor)].read_into(tensor)
-
-
-def _fits(tensor: Tensor, value: Stored) -> bool:
-    return tuple(tensor.shape) == value.shape and tensor.is_floating_point() == value.floating
 
 
 def _check(path: str | Path, faults: Mapping[str, list[str]]) -> None:
