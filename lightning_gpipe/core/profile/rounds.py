@@ -23,9 +23,14 @@ from torch import Tensor, nn
 from lightning_gpipe.core.balance import CarriedValue, LinearCost
 from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
 from lightning_gpipe.core.profile.counting import Counting, ends_of
-from lightning_gpipe.core.profile.flow import Flow
 from lightning_gpipe.core.profile.meters import Meter
-from lightning_gpipe.core.profile.single_layer import alone, gradients_for, noted, on_its_device
+from lightning_gpipe.core.profile.single_layer import (
+    Flow,
+    alone,
+    gradients_for,
+    noted,
+    on_its_device,
+)
 from lightning_gpipe.core.programs import Program, chain
 from lightning_gpipe.core.run import Stage
 
