@@ -144,8 +144,7 @@ class _Workers:
         workers, i, j, place = workers[ready], i[ready], j[ready], place[ready]
         if not len(workers):
             return
-        dropped = self._dropped[i]
-        if kind is Kind.BACKWARD and dropped.any():
+        if kind is Kind.BACKWARD and (dropped := self._dropped[i]).any():
             yield self._run(Kind.RECOMPUTE, workers[dropped], i[dropped], j[dropped])
         wave = self._run(kind, workers, i, j, self._arrival[i, place])
         self._arrival[i, place + 1] = wave.end
@@ -212,14 +211,14 @@ def end_and_peaks(
     worker_of = np.array(placement)
     now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
     total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
-    end = 0.0
+    end = np.zeros_like(total)  # of each worker's latest action
     for wave in waves:
-        end = max(end, float(wave.end.max()))
         change, workers = changes(wave), worker_of[wave.j]
+        end[workers] = wave.end
         now[wave.j] += change
-        total[workers] += change.sum(axis=1)
+        total[workers] += change[:, 0] + change[:, 1]  # faster than a sum over so short an axis
         risen = total > peak
         if risen.any():
             peak[risen] = total[risen]
             at_peak[risen[worker_of]] = now[risen[worker_of]]
-    return end, at_peak
+    return float(end.max()), at_peak
