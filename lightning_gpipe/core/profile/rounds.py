@@ -24,13 +24,7 @@ from lightning_gpipe.core.balance import CarriedValue, LinearCost
 from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
 from lightning_gpipe.core.profile.counting import Counting, ends_of
 from lightning_gpipe.core.profile.meters import Meter
-from lightning_gpipe.core.profile.single_layer import (
-    Flow,
-    alone,
-    gradients_for,
-    noted,
-    on_its_device,
-)
+from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, on_its_device
 from lightning_gpipe.core.programs import Program, chain
 from lightning_gpipe.core.run import Stage
 
@@ -121,7 +115,7 @@ class Rounds:
         }
         for stage in self._stages:
             for rows, flow in flows.items():
-                with on_its_device(stage), noted(stage, rows):
+                with on_its_device(stage, rows):
                     visit(stage, rows, flow)
 
     def _count(self, stage: Stage, rows: int, flow: Flow) -> None:

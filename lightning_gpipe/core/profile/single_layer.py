@@ -8,22 +8,15 @@ one layer at a time, so that the model may be larger than the device, and need n
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import (
-    FlatTree,
-    bytes_of,
-    copy_marks,
-    join,
-    parted,
-    requires_grad,
-    tree_flatten,
-)
+from lightning_gpipe.core.data import FlatTree, bytes_of, join, parted, requires_grad, tree_flatten
 from lightning_gpipe.core.faithful import Write, add_note
+from lightning_gpipe.core.profile.walk import change_tensors, current
 from lightning_gpipe.core.programs import Program, Route, RouteName
 from lightning_gpipe.core.run import Stage, StagePass, pass_alone
 from lightning_gpipe.core.skip import using_table
@@ -42,8 +35,8 @@ def alone(
 
 
 @contextmanager
-def on_its_device(stage: Stage) -> Iterator[None]:
-    """Give a stage copies of its buffers on its device, in a ``with`` block."""
+def on_its_device(stage: Stage, rows: int) -> Iterator[None]:
+    """Give a stage copies of its buffers on its device in a ``with`` block; note errors."""
     copies: dict[Tensor, Tensor] = {}
     writes: list[Write] = []
     for module in stage.modules:
@@ -52,25 +45,18 @@ def on_its_device(stage: Stage) -> Iterator[None]:
                 if buffer not in copies:
                     copies[buffer] = buffer.detach().to(stage.device, copy=True)
                 writes.append((module._buffers, name, copies[buffer]))
-    cuda = stage.device.type == "cuda"
-    with stage.journal.changed(writes), torch.cuda.device(stage.device) if cuda else nullcontext():
-        yield
-
-
-@contextmanager
-def noted(stage: Stage, rows: int) -> Iterator[None]:
-    """Add a note to an error of a layer."""
-    try:
-        yield
-    except Exception as error:
-        names = ", ".join(title for _, title in stage.titled) or str(stage.partition)
-        add_note(
-            error,
-            f"raised in {names}, which ran by itself on a micro-batch of {rows} rows, on "
-            f"{stage.device}, to measure what it costs. Pass an input that the model takes, or "
-            "choose a balance that needs no measurement: a list, or 'parameters'.",
-        )
-        raise
+    with stage.journal.changed(writes), current(stage.device):
+        try:
+            yield
+        except Exception as error:
+            names = ", ".join(title for _, title in stage.titled) or str(stage.partition)
+            add_note(
+                error,
+                f"raised in {names}, which ran by itself on a micro-batch of {rows} rows, on "
+                f"{stage.device}, to measure what it costs. Pass an input that the model takes, or "
+                "choose a balance that needs no measurement: a list, or 'parameters'.",
+            )
+            raise
 
 
 def gradients_for(outputs: FlatTree) -> FlatTree:
@@ -93,7 +79,7 @@ class Flow:
         self._device = device
         self._by_route: dict[tuple[RouteName, int], FlatTree] = {}
         inputs = [microbatch] if len(program.inputs) == 1 else microbatch
-        trees = (self._copied(tree_flatten(value)) for value in inputs)
+        trees = (tree_flatten(change_tensors(value, self._copied)) for value in inputs)
         values = dict(zip(program.inputs, trees, strict=True))
         self._main = join([values[number] for number in program.first])
         for route in program.given:
@@ -129,16 +115,9 @@ class Flow:
         for tree in (self._main, *self._by_route.values()):
             yield from tree.leaves
 
-    def _copied(self, tree: FlatTree) -> FlatTree:
-        """Copy the tensors to the device."""
-
-        def copied(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            copy = leaf.detach().to(self._device, copy=True)
-            return copy_marks(leaf, copy.requires_grad_(leaf.requires_grad))
-
-        return FlatTree(list(map(copied, tree.leaves)), tree.spec)
+    def _copied(self, x: Tensor) -> Tensor:
+        """Return a copy on the device, in no graph."""
+        return x.detach().to(self._device, copy=True).requires_grad_(x.requires_grad)
 
 
 def _bytes(tree: FlatTree) -> int:
