@@ -186,16 +186,13 @@ class Times:
         if split:
             with alone(stage, program, split=True) as single:
                 both = [single.forward(i, inputs.detached()) for i in (0, 1)]
-                parts = []
-                for i in (1, 0):
-                    _, of_inputs = meter(partial(single.backward, i, gradients_for(both[i])))
-                    _, of_weights = meter(partial(single.weights, i))
-                    parts.append((of_inputs, of_weights))
+                _, first_inputs = meter(partial(single.backward, 1, gradients_for(both[1])))
+                _, first_weights = meter(partial(single.weights, 1))
+                _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
+                _, later_weights = meter(partial(single.weights, 0))
                 _keep_alive(gradients, single.take_gradients())
-            for name, (first, later) in zip(
-                ("inputs", "weights"), zip(*parts, strict=True), strict=True
-            ):
-                self._backward[name].append((first, later))
+            self._backward["inputs"].append((first_inputs, later_inputs))
+            self._backward["weights"].append((first_weights, later_weights))
         return outputs
 
     def of(self, chunks: int) -> dict[str, float]:
