@@ -18,8 +18,8 @@ from lightning_gpipe.core.schedules import (
     Schedule,
     ScheduleKind,
     looped,
-    one_each,
 )
+from tests.support.placements import one_each
 
 Span = tuple[float, float]
 
