@@ -3,8 +3,9 @@
 import re
 import tomllib
 
-from lightning_gpipe.core.schedules import fill_drain, one_each
+from lightning_gpipe.core.schedules import fill_drain
 from tests.support.pages import README, ROOT, blocks, prose
+from tests.support.placements import one_each
 
 
 def indexed(text: str) -> str:

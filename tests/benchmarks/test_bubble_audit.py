@@ -14,7 +14,8 @@ from benchmarks.harness.thread_clock import thread_clocks
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.run.observe.clocks import HostClock
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain
+from tests.support.placements import one_each
 
 KINDS = {kind.letter: kind for kind in Kind}
 

@@ -46,8 +46,8 @@ def test_layers_and_loss_are_reported(
     layers, loss = verdicts(caplog)
     assert layers.startswith("verified: a plain run and one in 4 micro-batches agree.")
     assert loss.startswith(
-        "verified: a step on the whole batch and one for each of 4 micro-batches, weighted by "
-        "rows, agree."
+        "verified: a step on the whole batch and one for each of 4 micro-batches (weighted by "
+        "rows) agree."
     )
 
 
@@ -83,7 +83,7 @@ def test_loss_that_is_no_mean_ends_the_fit_before_the_first_step(tmp_path: Path)
 def test_loss_weight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fitted(tmp_path, build=Weighted, **piped())
 
-    assert "weighted by loss_weight, agree." in verdicts(caplog)[-1]
+    assert "(weighted by loss_weight) agree." in verdicts(caplog)[-1]
 
 
 def test_layer_that_mixes_rows_is_named(tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_model_that_loops_over_its_layers(tmp_path: Path, caplog: pytest.LogCapt
 
     layers, loss = verdicts(caplog)
     assert "and with the model's own forward" in layers
-    assert "micro-batches, weighted by rows, agree." in loss
+    assert "micro-batches (weighted by rows) agree." in loss

@@ -23,13 +23,13 @@ from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
 from lightning_gpipe.core.planner.waves import (
     FREES,
     Bytes,
-    MicroBatchTimes,
+    Durations,
     Wave,
     end_and_peaks,
     memory_changes,
     waves,
 )
-from lightning_gpipe.core.schedules import Action
+from lightning_gpipe.core.schedules import Action, Kind
 
 
 class PlannedSpan(NamedTuple):
@@ -179,17 +179,17 @@ class Prediction:
             one_loss=not order.by_micro_batch,
         )
 
-    def _times(self, rows: int, recomputed: bool) -> MicroBatchTimes:
+    def _times(self, rows: int, recomputed: bool) -> Durations:
         speed = np.array([place.speed for place in self.places])
-        costs = self._costs[rows]
-        forward, dropping, backward, weights = (
-            np.array([getattr(cost, name) for cost in costs]) / speed
-            for name in ("forward", "dropping", "backward", "weights")
-        )
-        parts = backward, weights if self.settings.order.split else None
+        names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward"}
         if recomputed:
-            return MicroBatchTimes(dropping, forward, *parts)
-        return MicroBatchTimes(forward, None, *parts)
+            names |= {Kind.FORWARD: "dropping", Kind.RECOMPUTE: "forward"}
+        if self.settings.order.split:
+            names[Kind.WEIGHTS] = "weights"
+        return {
+            kind: np.array([getattr(cost, name) for cost in self._costs[rows]]) / speed
+            for kind, name in names.items()
+        }
 
     @cached_property
     def _changes(self) -> Callable[[Wave], Bytes]:

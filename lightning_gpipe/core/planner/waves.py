@@ -25,24 +25,10 @@ from lightning_gpipe.core.schedules import Kind, Pattern, Visit
 FREES = frozenset({Kind.BACKWARD, Kind.WEIGHTS})  # at their ends; others add at their starts
 
 Times = NDArray[np.float64]  # one for each stage, or for each action
+# Of the actions on a micro-batch, on each stage; without kinds that there are none of.
+Durations = Mapping[Kind, Times]
 Indices = NDArray[np.int64]
 Bytes = NDArray[np.float64]  # of shape (..., 2): of activations, and of boundaries
-
-
-class MicroBatchTimes(NamedTuple):
-    """The duration of each action on a micro-batch, on each stage.
-
-    Attributes:
-        forward: The forward.
-        recomputation: The recomputation; None if there is none.
-        backward: The backward.
-        weights: The gradients of the weights; None if they are a part of backward.
-    """
-
-    forward: Times
-    recomputation: Times | None
-    backward: Times
-    weights: Times | None = None
 
 
 class Wave(NamedTuple):
@@ -62,7 +48,7 @@ class Wave(NamedTuple):
 
 
 def waves(
-    patterns: Sequence[Pattern], times: Sequence[MicroBatchTimes], *, one_loss: bool
+    patterns: Sequence[Pattern], times: Sequence[Durations], *, one_loss: bool
 ) -> Iterator[Wave]:
     """Yield all actions of a mini-batch, those of each worker in its order.
 
@@ -85,15 +71,14 @@ def waves(
 class _Workers:
     """The progress of the workers in their rows, and the times of their latest actions."""
 
-    def __init__(self, patterns: Sequence[Pattern], times: Sequence[MicroBatchTimes]) -> None:
-        nothing = np.zeros_like(times[0].forward)
-        kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS)
+    def __init__(self, patterns: Sequence[Pattern], times: Sequence[Durations]) -> None:
+        nothing = np.zeros_like(times[0][Kind.FORWARD])
         self._costs = {
-            kind: np.stack([nothing if part is None else part for part in parts])
-            for kind, parts in zip(kinds, zip(*times, strict=True), strict=True)
+            kind: np.stack([each.get(kind, nothing) for each in times])
+            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHTS)
         }
-        self._dropped = np.array([each.recomputation is not None for each in times])
-        self._split = times[0].weights is not None
+        self._dropped = np.array([Kind.RECOMPUTE in each for each in times])
+        self._split = Kind.WEIGHTS in times[0]
         self._visits = {
             Kind.FORWARD: _visits([pattern.forwards for pattern in patterns]),
             Kind.BACKWARD: _visits([pattern.backwards for pattern in patterns]),
@@ -144,8 +129,7 @@ class _Workers:
         workers, i, j, place = workers[ready], i[ready], j[ready], place[ready]
         if not len(workers):
             return
-        dropped = self._dropped[i]
-        if kind is Kind.BACKWARD and dropped.any():
+        if kind is Kind.BACKWARD and (dropped := self._dropped[i]).any():
             yield self._run(Kind.RECOMPUTE, workers[dropped], i[dropped], j[dropped])
         wave = self._run(kind, workers, i, j, self._arrival[i, place])
         self._arrival[i, place + 1] = wave.end
@@ -212,14 +196,14 @@ def end_and_peaks(
     worker_of = np.array(placement)
     now, at_peak = np.zeros((len(placement), 2)), np.zeros((len(placement), 2))
     total, peak = np.zeros(worker_of.max() + 1), np.zeros(worker_of.max() + 1)
-    end = 0.0
+    end = np.zeros_like(total)  # of each worker's latest action
     for wave in waves:
-        end = max(end, float(wave.end.max()))
         change, workers = changes(wave), worker_of[wave.j]
+        end[workers] = wave.end
         now[wave.j] += change
-        total[workers] += change.sum(axis=1)
+        total[workers] += change[:, 0] + change[:, 1]  # faster than a sum over so short an axis
         risen = total > peak
         if risen.any():
             peak[risen] = total[risen]
             at_peak[risen[worker_of]] = now[risen[worker_of]]
-    return end, at_peak
+    return float(end.max()), at_peak

@@ -7,10 +7,9 @@ from functools import partial
 
 from lightning_gpipe.core.data import FlatTree, parted, requires_grad
 from lightning_gpipe.core.profile.alike import Alike, LayerRun
-from lightning_gpipe.core.profile.flow import Flow
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
-from lightning_gpipe.core.profile.single_layer import alone, gradients_for, tensors_in
+from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, tensors_in
 from lightning_gpipe.core.programs import Program, Route
 from lightning_gpipe.core.run import Stage
 

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from lightning_gpipe.core.balance import CarriedValue, LinearCost
 from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
 from lightning_gpipe.core.profile.counting import Counting, ends_of
-from lightning_gpipe.core.profile.flow import Flow
 from lightning_gpipe.core.profile.meters import Meter
-from lightning_gpipe.core.profile.single_layer import alone, gradients_for, noted, on_its_device
+from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, on_its_device
 from lightning_gpipe.core.programs import Program, chain
 from lightning_gpipe.core.run import Stage
 
@@ -116,7 +115,7 @@ class Rounds:
         }
         for stage in self._stages:
             for rows, flow in flows.items():
-                with on_its_device(stage), noted(stage, rows):
+                with on_its_device(stage, rows):
                     visit(stage, rows, flow)
 
     def _count(self, stage: Stage, rows: int, flow: Flow) -> None:
@@ -187,16 +186,13 @@ class Times:
         if split:
             with alone(stage, program, split=True) as single:
                 both = [single.forward(i, inputs.detached()) for i in (0, 1)]
-                parts = []
-                for i in (1, 0):
-                    _, of_inputs = meter(partial(single.backward, i, gradients_for(both[i])))
-                    _, of_weights = meter(partial(single.weights, i))
-                    parts.append((of_inputs, of_weights))
+                _, first_inputs = meter(partial(single.backward, 1, gradients_for(both[1])))
+                _, first_weights = meter(partial(single.weights, 1))
+                _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
+                _, later_weights = meter(partial(single.weights, 0))
                 _keep_alive(gradients, single.take_gradients())
-            for name, (first, later) in zip(
-                ("inputs", "weights"), zip(*parts, strict=True), strict=True
-            ):
-                self._backward[name].append((first, later))
+            self._backward["inputs"].append((first_inputs, later_inputs))
+            self._backward["weights"].append((first_weights, later_weights))
         return outputs
 
     def of(self, chunks: int) -> dict[str, float]:

@@ -49,7 +49,7 @@ def walk_program(
         for route in stage.arriving:
             if route.name in skips:  # else an earlier part of the stage has popped it
                 skips[route.name] = _moved(skips[route.name], None, stage.device)
-        with following(stage), _current(stage.device), using_table(skips):
+        with following(stage), current(stage.device), using_table(skips):
             made = visit(k, partial(_run, part), needed)
         known |= made
         sources |= dict.fromkeys(made, stage.device)
@@ -86,5 +86,6 @@ def _moved(x: Any, source: torch.device | None, target: torch.device) -> Any:
     )
 
 
-def _current(device: torch.device) -> AbstractContextManager[Any]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a CUDA device the current one in a ``with`` block."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -10,7 +10,6 @@ from lightning_gpipe.core.schedules.placement import (
     counted,
     folded,
     looped,
-    one_each,
 )
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
@@ -64,7 +63,6 @@ __all__ = [
     "kind_of",
     "kinds_for",
     "looped",
-    "one_each",
     "predecessors",
     "schedule_for",
     "successor",

@@ -7,11 +7,6 @@ from collections.abc import Callable, Sequence
 Placing = Callable[[int, int], tuple[int, ...]]  # of the numbers of stages and of workers
 
 
-def one_each(n: int) -> tuple[int, ...]:
-    """A worker for each of ``n`` stages."""
-    return tuple(range(n))
-
-
 def looped(n: int, workers: int) -> tuple[int, ...]:
     """Stage j runs on worker j mod ``workers``: with two, stages 0 to 3 on 0, 1, 0, 1."""
     return tuple(j % workers for j in range(n))

@@ -107,11 +107,11 @@ def beyond(
 
 def same_shapes(plain: Values, pipelined: Values) -> bool:
     """Return whether two groups of values have the same names and shapes."""
-
-    def shapes(group: Values) -> dict[str, torch.Size | None]:
-        return {name: None if value is None else value.shape for name, value in group.items()}
-
-    return shapes(plain) == shapes(pipelined)
+    groups = [
+        {name: None if value is None else value.shape for name, value in group.items()}
+        for group in (plain, pipelined)
+    ]
+    return groups[0] == groups[1]
 
 
 def _measure(plain: Tensor | None, pipelined: Tensor | None) -> tuple[float, float | None, str]:

@@ -13,13 +13,15 @@ reverse order, and only its gradients of parameters can be compared::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
 
-from lightning_gpipe.core.verify.compare import Deviation, beyond, same_shapes
+from lightning_gpipe.core.verify.compare import Deviation, beyond, deviations, same_shapes
 from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
@@ -73,91 +75,104 @@ class Difference:
     reason: str | None
 
 
-# Called with a plain run, another run and perhaps a plain run with rounding errors added: then a
-# deviation that is not much larger than the effect of these errors counts as rounding too.
-Search = Callable[[Run, Run, Run | None], Difference | None]
+class Comparison(NamedTuple):
+    """The comparison of a run with a plain one.
+
+    Attributes:
+        compared: The deviation of each value, by kind.
+        tolerance: The largest relative deviation that counts as rounding.
+        difference: The first value that deviates by more, or None.
+        unrepeatable: The first one that does so between two plain runs, or None.
+    """
+
+    compared: Mapping[str, list[Deviation]]
+    tolerance: float
+    difference: Difference | None
+    unrepeatable: Difference | None
 
 
-def compare(
-    plain: Run,
-    other: Run,
-    rerun: Callable[[bool], Run],
-    search: Search,
-    repeat_search: Search | None = None,
-) -> tuple[Difference | None, Difference | None]:
-    """Return the first difference of a run, and the first one between two plain runs.
+class Search:
+    """Searches for the first difference between two runs, with the unit of an output.
 
-    Each is None if there is none. More plain runs are made only if there is a difference.
+    With a ``perturbed`` plain run, to which rounding errors were added, a deviation that is not
+    much larger than their effect counts as rounding.
 
     Args:
-        plain, other: A plain run, and the run that is compared with it.
-        rerun: Makes another plain run, with rounding errors added if its argument is True.
-        search, repeat_search: Find the first difference, the latter between two plain runs.
+        tolerance: The largest relative deviation that counts as rounding.
+        titles: The names of the units.
+        reason: The known reason for a difference.
     """
-    difference = search(plain, other, None)
-    if difference is None:
-        return None, None
-    unrepeatable = (repeat_search or search)(plain, rerun(False), None)
-    if difference.reason is not None or unrepeatable is not None:
-        return difference, unrepeatable
-    left = search(plain, other, rerun(True))
-    return left or replace(difference, reason=_AMPLIFIED), None
 
+    def __init__(
+        self, tolerance: float, titles: Sequence[str] = (), reason: str | None = None
+    ) -> None:
+        self._tolerance = tolerance
+        self._titles = titles
+        self._reason = reason
 
-def first_kind(
-    tolerance: float, plain: Run, other: Run, perturbed: Run | None
-) -> tuple[str, list[Deviation]] | None:
-    """Return the first kind of values that deviate by more than rounding, and their deviations."""
-    for kind, values in plain.values.items():
-        amplified = None if perturbed is None else perturbed.values[kind]
-        if deviations := beyond(values, other.values[kind], tolerance, amplified):
-            return kind, deviations
-    return None
+    def compare(self, plain: Run, other: Run, rerun: Callable[[bool], Run]) -> Comparison:
+        """Compare a run with a plain one.
 
+        If they differ, ``rerun`` makes more plain runs, with rounding errors added if it is called
+        with True.
+        """
+        difference, unrepeatable = self.first(plain, other), None
+        if difference is not None:
+            unrepeatable = self.first_unrepeated(plain, rerun(False))
+            if difference.reason is None and unrepeatable is None:
+                left = self.first(plain, other, rerun(True))
+                difference = left or replace(difference, reason=_AMPLIFIED)
+        compared = {
+            kind: deviations(values, other.values[kind]) for kind, values in plain.values.items()
+        }
+        return Comparison(compared, self._tolerance, difference, unrepeatable)
 
-def first_unit(
-    tolerance: float, plain: Run, other: Run, perturbed: Run | None
-) -> tuple[range, Deviation | None]:
-    """Return the first unit whose output deviates by more than rounding, with its deviation.
+    def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
+        """Return the first deviation that is more than rounding, if there is one."""
+        differing = self._kind(plain, other, perturbed)
+        if differing is None:
+            return None
+        kind, [deviation, *_] = differing
+        value = _WORDS[kind].format(deviation.name)
+        units, of_unit = self._unit(plain, other, perturbed)
+        if kind == OUTPUT and of_unit is not None:
+            deviation, value = of_unit, f"the output of {self._titles[units[-1]]}"
+        return Difference(kind, deviation, None, range(0), value, self._reason)
 
-    Before it come the units after the last one that agrees. If no output deviates, all units after
-    that are returned, and None.
-    """
-    agreeing = -1
-    for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):
-        if not values or not others or not same_shapes(values, others):
-            continue
-        amplified = None if perturbed is None else perturbed.units[k]
-        if deviations := beyond(values, others, tolerance, amplified):
-            return range(agreeing + 1, k + 1), deviations[0]
-        agreeing = k
-    return range(agreeing + 1, len(plain.units)), None
+    def first_unrepeated(self, plain: Run, again: Run) -> Difference | None:
+        """Return the first deviation between two plain runs that is more than rounding."""
+        return self.first(plain, again)
 
-
-def first_difference(
-    tolerance: float,
-    reason: str | None,
-    titles: Sequence[str],
-    plain: Run,
-    other: Run,
-    perturbed: Run | None,
-) -> Difference | None:
-    """Return the first deviation that is more than rounding, with the unit of an output.
-
-    ``reason`` is the known reason for a difference, ``titles`` are the names of the units.
-    """
-    differing = first_kind(tolerance, plain, other, perturbed)
-    if differing is None:
+    def _kind(
+        self, plain: Run, other: Run, perturbed: Run | None
+    ) -> tuple[str, list[Deviation]] | None:
+        """Return the first kind of values that deviate by more than rounding, with these."""
+        for kind, values in plain.values.items():
+            amplified = None if perturbed is None else perturbed.values[kind]
+            if differing := beyond(values, other.values[kind], self._tolerance, amplified):
+                return kind, differing
         return None
-    kind, [deviation, *_] = differing
-    value = _WORDS[kind].format(deviation.name)
-    units, of_unit = first_unit(tolerance, plain, other, perturbed)
-    if kind == OUTPUT and of_unit is not None:
-        deviation, value = of_unit, f"the output of {titles[units[-1]]}"
-    return Difference(kind, deviation, None, range(0), value, reason)
+
+    def _unit(
+        self, plain: Run, other: Run, perturbed: Run | None
+    ) -> tuple[range, Deviation | None]:
+        """Return the first unit whose output deviates by more than rounding, with its deviation.
+
+        Before it come the units after the last one that agrees. If no output deviates, all units
+        after that are returned, and None.
+        """
+        agreeing = -1
+        for k, (values, others) in enumerate(zip(plain.units, other.units, strict=True)):
+            if not values or not others or not same_shapes(values, others):
+                continue
+            amplified = None if perturbed is None else perturbed.units[k]
+            if differing := beyond(values, others, self._tolerance, amplified):
+                return range(agreeing + 1, k + 1), differing[0]
+            agreeing = k
+        return range(agreeing + 1, len(plain.units)), None
 
 
-class UnitSearch:
+class UnitSearch(Search):
     """Searches for the first difference, and for the units that can be its cause.
 
     Args:
@@ -166,29 +181,28 @@ class UnitSearch:
     """
 
     def __init__(self, subject: VerifiedProgram, tolerance: float) -> None:
+        super().__init__(tolerance, [unit.title for unit in subject.units])
         self._subject = subject
-        self._tolerance = tolerance
 
-    def first(self, plain: Run, other: Run, perturbed: Run | None) -> Difference | None:
-        """Return the first deviation that is more than rounding, if there is one."""
+    @override
+    def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
         units = range(len(plain.units))
         unverified = units
         if beyond(plain.values[OUTPUT], other.values[OUTPUT], self._tolerance):
-            unverified, deviation = first_unit(self._tolerance, plain, other, perturbed)
+            unverified, deviation = self._unit(plain, other, perturbed)
             if deviation is not None:
                 return self._located(plain, OUTPUT, deviation, unverified[-1], unverified)
-        differing = first_kind(self._tolerance, plain, other, perturbed)
+        differing = self._kind(plain, other, perturbed)
         if differing is None:
             return None
-        kind, deviations = differing
-        deviation = deviations[0]
+        kind, [deviation, *_] = differing
         k: int | None = None
         if kind == OUTPUT:
             # If all units agree, the difference is in tensors that were not compared.
             suspects = unverified or units
             k = units[-1] if len(suspects) == 1 else None
         elif kind == GRADIENTS:
-            deviation = deviations[-1]  # the last layer comes first in backward
+            deviation = differing[1][-1]  # the last layer comes first in backward
             k = self._subject.owner_of(deviation.name)
             suspects = range(k, self._next_with_gradient(plain, k) + 1)
         elif kind == BUFFERS:
@@ -205,11 +219,11 @@ class UnitSearch:
             return replace(difference, reason=_NO_MEAN)
         return difference
 
-    def first_unrepeated(self, plain: Run, again: Run, perturbed: Run | None) -> Difference | None:
-        """Return the first deviation between two plain runs that is more than rounding."""
-        difference = self.first(plain, again, perturbed)
+    @override
+    def first_unrepeated(self, plain: Run, again: Run) -> Difference | None:
+        difference = self.first(plain, again)
         # The first unit that does not repeat, even if later ones, as normalisations, conceal it.
-        suspects, deviation = first_unit(self._tolerance, plain, again, perturbed)
+        suspects, deviation = self._unit(plain, again, None)
         if difference is None or deviation is None:
             return difference
         return self._located(plain, OUTPUT, deviation, suspects[-1], suspects)
@@ -217,14 +231,13 @@ class UnitSearch:
     def _located(
         self, plain: Run, kind: str, deviation: Deviation, k: int | None, suspects: range
     ) -> Difference:
-        units = self._subject.units
         # A deviation within the tolerance in forward may exceed it in backward.
-        reason = self._reason(plain, suspects.stop if kind == OUTPUT else len(units))
-        title = "" if k is None else f" of {units[k].title}"
+        reason = self._reason_in(plain, suspects.stop if kind == OUTPUT else len(self._titles))
+        title = "" if k is None else f" of {self._titles[k]}"
         value = _WORDS[kind].format(deviation.name) + title
         return Difference(kind, deviation, k, suspects, value, reason)
 
-    def _reason(self, plain: Run, end: int) -> str | None:
+    def _reason_in(self, plain: Run, end: int) -> str | None:
         """Return the units before ``end`` whose results depend on the micro-batches, and why."""
         reasons = []
         for k, unit in enumerate(self._subject.units[:end]):

@@ -21,6 +21,7 @@ from lightning_gpipe.core.faithful import (
     Manager,
     Write,
     preserved,
+    together,
 )
 from lightning_gpipe.core.pipeline import Pipeline
 
@@ -35,13 +36,11 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Iterator[None]:
+def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
     """Restore at the end of a ``with`` block what running modules and pipelines has changed."""
-    with preserved(modules, pipelines[0].layout.devices), ExitStack() as stack:
-        for pipeline in pipelines:
-            stack.enter_context(pipeline.engine.unchanged())
-        yield
+    devices = pipelines[0].layout.devices
+    engines = [pipeline.engine.unchanged() for pipeline in pipelines]
+    return together([preserved(modules, devices), *engines])
 
 
 def without_dropout(modules: Iterable[nn.Module], journal: Journal) -> Manager:

@@ -24,11 +24,7 @@ from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
-from lightning_gpipe.core.verify.difference import (
-    Difference,
-    compare,
-    first_difference,
-)
+from lightning_gpipe.core.verify.difference import Comparison, Search
 from lightning_gpipe.core.verify.isolation import (
     isolated,
     saving_as_caller,
@@ -79,19 +75,18 @@ class WholeCall:
                     title = f"{step.name} ({type(layer).__name__})"
                     self.titles.setdefault(layer, []).append(title)
 
-    def compare(self, tolerance: float | None) -> tuple[Difference | None, Difference | None]:
-        """Return the first difference, and the first one between two runs of the own forward."""
+    def compare(self, tolerance: float | None) -> Comparison:
+        """Compare the call, with mini-batches in one piece, with the own forward."""
         devices = self._layout.devices
         with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
             one_piece = [(Attributes(pipeline), "chunks", 1) for pipeline in self.pipelines]
             with self.isolated(), self._journal.changed(one_piece):
                 piped = self._run()
             plain = self._own_run(piped)
-            if tolerance is None:
-                tolerance = tolerance_for(plain, self.module.parameters(), devices)
+            tolerance = tolerance_for(tolerance, plain, self.module.parameters(), devices)
             titles = list(chain.from_iterable(self.titles.values()))
-            search = partial(first_difference, tolerance, _DRAWS if self._drew else None, titles)
-            return compare(plain, piped, partial(self._own_run, piped), search)
+            search = Search(tolerance, titles, _DRAWS if self._drew else None)
+            return search.compare(plain, piped, partial(self._own_run, piped))
 
     def isolated(self) -> Manager:
         """Restore at the end of a ``with`` block what calls have changed."""

@@ -96,20 +96,19 @@ class Verdict(ABC):
     @abstractmethod
     def __str__(self) -> str: ...
 
-    def _message(
-        self, *, subject: str, reruns: str, rule: str, runs: str, cure: str, extent: str = ""
-    ) -> str:
-        """Return the message of a difference: ``reruns`` must repeat, ``runs`` must not differ."""
+    def _message(self, subject: str, rule: str, runs: str, cure: str, also: str = "") -> str:
+        """Return the message: by the rule, ``runs`` must agree, if those of the subject repeat."""
+        if self.difference is None:
+            return f"verified: {runs} agree{also}. {self.extent}"
         if self.unrepeatable is not None:
             return (
-                f"{subject} must compute the same from the same batch to be verified: between "
-                f"{reruns}, {_value(self.unrepeatable)}{_suspects(self.unrepeatable)}{_REPEAT}"
+                f"{subject} must compute the same from the same batch to be verified: between two "
+                f"plain runs, {_value(self.unrepeatable)}{_suspects(self.unrepeatable)}{_REPEAT}"
             )
-        assert self.difference is not None, "the runs differ"
         if self.difference.reason is not None:
             cure = f"There is a known reason: {self.difference.reason}."
         start = "verified" if self.explained else rule
-        return f"{start}: between {runs}, {_value(self.difference)}{cure}{extent}"
+        return f"{start}: between {runs}, {_value(self.difference)}{cure}\n{self.extent}"
 
 
 @dataclass(frozen=True)
@@ -139,26 +138,20 @@ class Parity(Verdict):
 
     @override
     def __str__(self) -> str:
-        runs = f"a plain run and one in {self.microbatches} micro-batches"
-        if self.difference is None:
-            also = ", and with the model's own forward" if self.of_programs else ""
-            message = f"verified: {runs} agree{also}. {self.extent}"
-        elif self.of_programs:
+        if self.of_programs and self.difference is not None:
             message = self._message(
-                subject="a forward",
-                reruns="two runs of it",
-                rule="what a pipeline runs of a forward must compute what the forward computes",
-                runs="the model's own forward and its pipeline, both on the whole batch",
-                cure=_READS_BETWEEN,
+                "a forward",
+                "what a pipeline runs of a forward must compute what the forward computes",
+                "the model's own forward and its pipeline, both on the whole batch",
+                _READS_BETWEEN,
             )
         else:
             message = self._message(
-                subject="the layers of a pipeline",
-                reruns="two plain runs",
-                rule="a pipeline must compute what its layers compute on the whole batch",
-                runs=runs,
-                cure=_suspects(self.difference) + _CURES.get(self.difference.kind, ""),
-                extent=f"\n{self.extent}",
+                "the layers of a pipeline",
+                "a pipeline must compute what its layers compute on the whole batch",
+                f"a plain run and one in {self.microbatches} micro-batches",
+                _cure(self.difference),
+                ", and with the model's own forward" if self.of_programs else "",
             )
         return "\n".join([message, *map(_aside, self.asides)])
 
@@ -179,20 +172,14 @@ class LossParity(Verdict):
 
     @override
     def __str__(self) -> str:
-        runs = (
-            f"a step on the whole batch and one for each of {self.microbatches} micro-batches, "
-            f"weighted by {LOSS_WEIGHT if self.weighted else 'rows'}"
-        )
-        if self.difference is None:
-            return f"verified: {runs}, agree. {self.extent}"
+        weights = LOSS_WEIGHT if self.weighted else "rows"
         cure = (_OF_WEIGHTS if self.weighted else _OF_A_MEAN) + _OF_A_CONTRAST
         return self._message(
-            subject="a step",
-            reruns="two runs of it",
-            rule="the losses of micro-batches must make that of the batch",
-            runs=runs,
-            cure=_OF_A_SUM if self.summed else cure,
-            extent=f"\n{self.extent}",
+            "a step",
+            "the losses of micro-batches must make that of the batch",
+            f"a step on the whole batch and one for each of {self.microbatches} micro-batches "
+            f"(weighted by {weights})",
+            _OF_A_SUM if self.summed else cure,
         )
 
 
@@ -224,6 +211,10 @@ class StepParity:
 
 def _value(difference: Difference) -> str:
     return f"{difference.value} {difference.deviation}. "
+
+
+def _cure(difference: Difference | None) -> str:
+    return _suspects(difference) + _CURES.get(difference.kind, "") if difference else ""
 
 
 def _suspects(difference: Difference) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import Rows, collect_loss_terms, named_leaves
 from lightning_gpipe.core.faithful import Context, RandomState, add_note
 from lightning_gpipe.core.profile import change_tensors
-from lightning_gpipe.core.verify.compare import tolerance_of
+from lightning_gpipe.core.verify.compare import perturbing, tolerance_of
 from lightning_gpipe.core.verify.named_values import (
     BUFFERS,
     GRADIENTS,
@@ -83,17 +83,12 @@ def run_pipelined(subject: VerifiedProgram, input: Any) -> Run:
     return Run(values, units, microbatches=m, mask=mask)
 
 
-def run_plain(
-    subject: VerifiedProgram,
-    input: Any,
-    mask: Mask,
-    *,
-    change: Callable[[Tensor], Tensor] | None = None,
-) -> Run:
+def run_plain(subject: VerifiedProgram, input: Any, mask: Mask, *, perturb: bool = False) -> Run:
     """Run the units one after another on the whole batch, each on its stage's device.
 
-    ``change`` is applied to each tensor that a unit returns.
+    With ``perturb``, rounding errors are added to what a unit returns.
     """
+    change = perturbing()
     x, leaves = copied(input)
     units: list[Values | None] = []
     drew = set()
@@ -116,7 +111,7 @@ def run_plain(
             term_units.setdefault(name, []).append(k)
         if before.differences():
             drew.add(k)
-        if change is not None:
+        if perturb:
             made = change_tensors(made, change)
         units.append(inexact(on_cpu(unpacked(list(made.values())))))
         return made
@@ -214,10 +209,14 @@ def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:
     ]
 
 
-def tolerance_for(run: Run, parameters: Iterable[Tensor], devices: Sequence[torch.device]) -> float:
-    """Return the tolerance by the lowest precision of autocast, parameters and values of a run."""
+def tolerance_for(
+    tolerance: float | None, run: Run, parameters: Iterable[Tensor], devices: Sequence[torch.device]
+) -> float:
+    """Return the tolerance; None is the lowest precision of autocast, parameters and a run."""
+    if tolerance is not None:
+        return tolerance
     casts = {cast.dtype for cast in Context.capture(devices).autocast if cast.enabled}
-    groups = [*run.values.values(), *(unit for unit in run.units if unit is not None)]
+    groups = [*run.values.values(), *filter(None, run.units)]
     values = {value.dtype for group in groups for value in group.values() if value is not None}
     dtypes = casts | {parameter.dtype for parameter in parameters} | values
     return tolerance_of(dtypes, on_cuda=any(device.type == "cuda" for device in devices))

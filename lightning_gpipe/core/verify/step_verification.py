@@ -11,10 +11,8 @@ in the first of these runs, and reported apart: any other difference is due to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,19 +23,14 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.schedules import ByMicroBatch
-from lightning_gpipe.core.verify.compare import deviations, perturbed
-from lightning_gpipe.core.verify.difference import (
-    BY_MICRO_BATCH,
-    compare,
-    first_difference,
-    normalises_by_batch,
-)
+from lightning_gpipe.core.verify.compare import perturbed
+from lightning_gpipe.core.verify.difference import BY_MICRO_BATCH, Search, normalises_by_batch
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
     isolated,
     without_dropout,
 )
-from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, Values, on_cpu
+from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, gradients_of, tolerance_for
 from lightning_gpipe.core.verify.verification import FirstBatchVerifier
@@ -88,24 +81,15 @@ def verify_step(
         if not runs.losses:
             return None
         whole = runs.whole(parities=parities)
-        if tolerance is None:
-            tolerance = tolerance_for(whole, runs.parameters.values(), runs.devices)
+        tolerance = tolerance_for(tolerance, whole, runs.parameters.values(), runs.devices)
         value = whole.values[LOSS][""]
         assert value is not None, "the step does not skip the batch"
         loss = float(value)
         summed = abs(sum(runs.losses) - loss) <= tolerance * abs(loss)
         # If the loss is a sum, that is the cause.
-        search = partial(first_difference, tolerance, None if summed else runs.reason(), ())
-        difference, unrepeatable = compare(whole, pieces, runs.whole, search)
-    loss_parity = LossParity(
-        len(runs.losses),
-        {kind: deviations(whole.values[kind], pieces.values[kind]) for kind in whole.values},
-        tolerance,
-        difference,
-        unrepeatable,
-        summed=summed,
-        weighted=runs.weighted,
-    )
+        search = Search(tolerance, reason=None if summed else runs.reason())
+        comparison = search.compare(whole, pieces, runs.whole)
+    loss_parity = LossParity(len(runs.losses), *comparison, summed=summed, weighted=runs.weighted)
     return StepParity(tuple(parities), loss_parity)
 
 
@@ -131,10 +115,16 @@ class StepRuns:
         self._batch = batch
         self._around = around
         self._scale = scale
-        models = [pipeline] if around is None else [around, pipeline]
-        self._names = list(chain.from_iterable(model.named_modules() for model in models))
-        self.modules = list(dict.fromkeys(module for _, module in self._names))
-        self.parameters = _named_parameters(models)
+        models = nn.ModuleList([pipeline] if around is None else [around, pipeline])
+        # Without the index of a model.
+        self._names = [(name.partition(".")[2], each) for name, each in models.named_modules()]
+        self.modules = list(models.modules())
+        self.parameters: dict[str, nn.Parameter] = {}
+        for path, parameter in models.named_parameters():
+            _, _, name = path.partition(".")
+            if parameter.requires_grad:
+                unique = f"{name} of the pipeline" if name in self.parameters else name
+                self.parameters[unique] = parameter
         self.devices = pipeline.layout.devices
         self.losses: list[float] = []
         self.weighted = False
@@ -190,26 +180,13 @@ class StepRuns:
 
     def _run(self, loss: Tensor | None) -> Run:
         """Return the loss, and the gradients of all parameters, which are not accumulated."""
-        values: dict[str, Values] = {LOSS: {}, GRADIENTS: {}}
-        if loss is not None:
-            seed = torch.as_tensor(self._scale).to(loss)
-            roots = [loss] if loss.requires_grad else []
-            sources = list(self.parameters.values())
-            gradients = gradients_of(roots, sources, [seed.expand_as(loss)], self.devices)
-            scale = float(seed)
-            scaled = [None if gradient is None else gradient / scale for gradient in gradients]
-            values = {
-                LOSS: {"": on_cpu(loss)},
-                GRADIENTS: dict(zip(self.parameters, scaled, strict=True)),
-            }
-        return Run(values)
-
-
-def _named_parameters(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
-    named: dict[str, nn.Parameter] = {}
-    known: set[nn.Parameter] = set()
-    for name, parameter in chain.from_iterable(model.named_parameters() for model in models):
-        if parameter.requires_grad and parameter not in known:
-            known.add(parameter)
-            named[f"{name} of the pipeline" if name in named else name] = parameter
-    return named
+        if loss is None:
+            return Run({LOSS: {}, GRADIENTS: {}})
+        seed = torch.as_tensor(self._scale).to(loss)
+        roots = [loss] if loss.requires_grad else []
+        sources = list(self.parameters.values())
+        gradients = gradients_of(roots, sources, [seed.expand_as(loss)], self.devices)
+        scale = float(seed)
+        scaled = [None if gradient is None else gradient / scale for gradient in gradients]
+        values = dict(zip(self.parameters, scaled, strict=True))
+        return Run({LOSS: {"": on_cpu(loss)}, GRADIENTS: values})

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from lightning_gpipe.core.layout import layers_of
@@ -43,6 +42,7 @@ class VerifiedProgram:
         sequential: The nn.Sequential whose layers the program calls; None for another program.
 
     Attributes:
+        devices: The device of each worker.
         kind: ``"layer"`` or ``"stage"``.
         module: The module that holds the units.
         units: The layers or stages, in order.
@@ -53,6 +53,7 @@ class VerifiedProgram:
     ) -> None:
         stages = pipeline.stages
         self.pipeline = pipeline
+        self.devices = pipeline.layout.devices
         self._program = program
         if sequential is not None:
             self.kind, self.module = "layer", sequential
@@ -63,11 +64,6 @@ class VerifiedProgram:
             self.units = list(map(_stage, stages))
             self.module._modules.update({unit.name: unit.module for unit in self.units})
             self._by_unit = program
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each worker."""
-        return list(self.pipeline.layout.devices)
 
     def run(self, input: Any) -> Any:
         """Run the program in micro-batches; several inputs or outputs are a list."""

@@ -25,8 +25,7 @@ from torch import nn
 from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.verify.compare import deviations, perturbing
-from lightning_gpipe.core.verify.difference import UnitSearch, compare
+from lightning_gpipe.core.verify.difference import UnitSearch
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
     isolated,
@@ -106,10 +105,10 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
         worst = max(parities.values(), key=lambda each: (each.faulty, each.difference is not None))
         if worst.faulty or not call.titles:
             return worst
-        difference, unrepeatable = call.compare(tolerance)
-    if difference is None:
-        return worst if worst.difference is not None else replace(worst, of_programs=True)
-    return replace(worst, difference=difference, unrepeatable=unrepeatable, of_programs=True)
+        comparison = call.compare(tolerance)
+    if comparison.difference is not None:
+        return replace(worst, **comparison._asdict(), of_programs=True)
+    return worst if worst.difference is not None else replace(worst, of_programs=True)
 
 
 class _AllVerified(BaseException):
@@ -130,9 +129,8 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
     pipeline, module = subject.pipeline, subject.module
 
     def rerun(perturb: bool) -> Run:
-        change = perturbing() if perturb else None
         with isolated(module.modules(), [pipeline]):
-            return run_plain(subject, input, pipelined.mask, change=change)
+            return run_plain(subject, input, pipelined.mask, perturb=perturb)
 
     with (
         exclusive([pipeline]),
@@ -142,20 +140,10 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
         with isolated(module.modules(), [pipeline]):
             pipelined = run_pipelined(subject, input)
         plain = rerun(False)
-        if tolerance is None:
-            tolerance = tolerance_for(plain, module.parameters(), subject.devices)
-        search = UnitSearch(subject, tolerance)
-        difference, unrepeatable = compare(
-            plain, pipelined, rerun, search.first, search.first_unrepeated
-        )
-    return Parity(
-        pipelined.microbatches,
-        {kind: deviations(plain.values[kind], pipelined.values[kind]) for kind in plain.values},
-        tolerance,
-        difference,
-        unrepeatable,
-        tuple(f"{name!r} of {subject.units[k].title}" for k, name in plain.asides),
-    )
+        tolerance = tolerance_for(tolerance, plain, module.parameters(), subject.devices)
+        comparison = UnitSearch(subject, tolerance).compare(plain, pipelined, rerun)
+    asides = (f"{name!r} of {subject.units[k].title}" for k, name in plain.asides)
+    return Parity(pipelined.microbatches, *comparison, asides=tuple(asides))
 
 
 class FirstBatchVerifier:

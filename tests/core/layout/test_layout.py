@@ -7,7 +7,7 @@ from torch import nn
 from lightning_gpipe.core.layout.layout import Layout, lay_out
 from lightning_gpipe.core.layout.partition import check_even, cut
 from lightning_gpipe.core.programs.route import Route, SkipName
-from lightning_gpipe.core.schedules.placement import looped, one_each
+from lightning_gpipe.core.schedules.placement import looped
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 X = SkipName(None, "x")
@@ -25,7 +25,7 @@ def layout() -> Layout:
 
 
 def test_placements() -> None:
-    assert one_each(3) == (0, 1, 2)
+    assert looped(3, 3) == (0, 1, 2)
     assert looped(6, 2) == (0, 1, 0, 1, 0, 1)
 
 

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from lightning_gpipe.core.planner.waves import MicroBatchTimes, Wave, waves
+from lightning_gpipe.core.planner.waves import Durations, Wave, waves
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     KINDS,
@@ -18,39 +18,32 @@ from lightning_gpipe.core.schedules import (
     Schedule,
     ScheduleKind,
     looped,
-    one_each,
 )
+from tests.support.placements import one_each
 
 Span = tuple[float, float]
 
 
-def drawn(random: Random, m: int, n: int, recomputed: int, *, split: bool) -> list[MicroBatchTimes]:
+def drawn(random: Random, m: int, n: int, recomputed: int, *, split: bool) -> list[Durations]:
     """Micro-batches of a few sizes, some of whose costs are 0."""
     kinds = [
         [np.array([float(random.choice([0, 1, 2, 5, 9])) for _ in range(n)]) for _ in range(4)]
         for _ in range(3)
     ]
     return [
-        MicroBatchTimes(
-            forward, again if i < recomputed else None, backward, weights if split else None
-        )
+        {Kind.FORWARD: forward, Kind.BACKWARD: backward}
+        | ({Kind.RECOMPUTE: again} if i < recomputed else {})
+        | ({Kind.WEIGHTS: weights} if split else {})
         for i in range(m)
         for forward, again, backward, weights in [random.choice(kinds)]
     ]
 
 
-def by_simulation(times: Sequence[MicroBatchTimes], schedule: Schedule) -> dict[Action, Span]:
+def by_simulation(times: Sequence[Durations], schedule: Schedule) -> dict[Action, Span]:
     """What the simulator says: a phase starts when the one before has ended."""
 
     def cost(action: Action) -> float:
-        forward, again, backward, weights = times[action.i]
-        costs = {
-            Kind.FORWARD: forward,
-            Kind.RECOMPUTE: again,
-            Kind.BACKWARD: backward,
-            Kind.WEIGHTS: weights,
-        }
-        of_kind = costs.get(action.kind)
+        of_kind = times[action.i].get(action.kind)
         if action.j < 0 or of_kind is None:  # the caller's
             return 0.0
         return float(of_kind[action.j])
@@ -73,8 +66,8 @@ def by_waves(found: Iterable[Wave]) -> dict[Action, Span]:
     }
 
 
-def in_fill_drain(times: Sequence[MicroBatchTimes]) -> Iterator[Wave]:
-    patterns = FILL_DRAIN.patterns(len(times), one_each(len(times[0].forward)))
+def in_fill_drain(times: Sequence[Durations]) -> Iterator[Wave]:
+    patterns = FILL_DRAIN.patterns(len(times), one_each(len(times[0][Kind.FORWARD])))
     return waves(patterns, times, one_loss=True)
 
 
@@ -129,7 +122,7 @@ def test_workers_that_wait_for_one_another() -> None:
 def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first() -> None:
     forward, backward = np.array([1.0, 5.0, 2.0]), np.array([2.0, 7.0, 3.0])
 
-    *_, last = in_fill_drain([MicroBatchTimes(forward, None, backward)] * 10)
+    *_, last = in_fill_drain([{Kind.FORWARD: forward, Kind.BACKWARD: backward}] * 10)
 
     assert last.end.max() == (1 + 5 + 2) + 9 * 5 + (2 + 7 + 3) + 9 * 7
 
@@ -137,7 +130,8 @@ def test_equal_micro_batches_take_the_slowest_stage_once_for_each_but_the_first(
 def test_no_action_of_a_stage_starts_before_the_one_before_has_ended() -> None:
     """Also by a rounding error: memory over time is counted in this order."""
     random = np.random.default_rng(0)
-    times = [MicroBatchTimes(*random.random((3, 8))) for _ in range(50)]
+    kinds = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
+    times = [dict(zip(kinds, random.random((3, 8)), strict=True)) for _ in range(50)]
     free = np.zeros(8)
     for wave in in_fill_drain(times):
         assert (wave.start >= free[wave.j]).all()

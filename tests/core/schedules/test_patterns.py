@@ -3,8 +3,9 @@ from textwrap import dedent
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind
-from lightning_gpipe.core.schedules.placement import folded, looped, one_each
+from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.table import fill_drain
+from tests.support.placements import one_each
 
 
 def drawn(picture: str) -> str:

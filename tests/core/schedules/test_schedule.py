@@ -3,9 +3,9 @@ from textwrap import dedent
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind
-from lightning_gpipe.core.schedules.placement import one_each
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import fill_drain, schedule_for
+from tests.support.placements import one_each
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 

@@ -1,10 +1,11 @@
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind
-from lightning_gpipe.core.schedules.placement import looped, one_each
+from lightning_gpipe.core.schedules.placement import looped
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import fill_drain
 from tests.support.live_activations import peak_live
+from tests.support.placements import one_each
 
 F, R, B = Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD
 W, L = Kind.WEIGHTS, Kind.LOSS

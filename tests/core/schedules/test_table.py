@@ -6,7 +6,7 @@ from typing import cast, get_args
 import pytest
 
 from lightning_gpipe.core.schedules.action import Action, Kind
-from lightning_gpipe.core.schedules.placement import folded, looped, one_each
+from lightning_gpipe.core.schedules.placement import folded, looped
 from lightning_gpipe.core.schedules.schedule import Schedule
 from lightning_gpipe.core.schedules.table import (
     KINDS,
@@ -24,6 +24,7 @@ from lightning_gpipe.core.schedules.table import (
 )
 from lightning_gpipe.core.schedules.zero_bubble_v import zero_bubble_v_rows
 from tests.support.live_activations import peak_live
+from tests.support.placements import one_each
 
 
 def drawn(picture: str) -> str:

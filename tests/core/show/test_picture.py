@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from lightning_gpipe.core.run import Span
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each, schedule_for
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain, schedule_for
 from lightning_gpipe.core.show import picture, timeline_picture
+from tests.support.placements import one_each
 
 
 def spans_of(m: int, placement: tuple[int, ...], *, split: bool = False) -> list[Span]:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain
 from lightning_gpipe.core.transport import InlineTransport, LocalTransport
 from tests.support.faults import OwnError
+from tests.support.placements import one_each
 from tests.support.transports import Job, layout_of
 
 CPU = torch.device("cpu")

@@ -13,12 +13,13 @@ from typing_extensions import override
 
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
 from lightning_gpipe.core.programs import Route, SkipName
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain
 from lightning_gpipe.core.transport import local
 from lightning_gpipe.core.transport.interface import Cancelled, Exchange
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.threads import Outcomes
 from tests.support.faults import Busy
+from tests.support.placements import one_each
 from tests.support.transports import Job, layout_of
 from tests.support.waiting import NEVER, PATIENCE, awaited
 

@@ -92,8 +92,8 @@ def test_mean(pipe: Pipe, head: nn.Module, criterion: Criterion, schedule: Any) 
     }
     by = "loss_weight" if criterion is weighted else "rows"
     assert str(parity.loss).startswith(
-        "verified: a step on the whole batch and one for each of 3 micro-batches, weighted by "
-        f"{by}, agree."
+        "verified: a step on the whole batch and one for each of 3 micro-batches (weighted by "
+        f"{by}) agree."
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from lightning_gpipe.core.run.observe import clocks
 from lightning_gpipe.core.run.observe.clocks import CudaClock, HostClock, clock_of
 from lightning_gpipe.core.run.observe.timeline import Timeline
-from lightning_gpipe.core.schedules import Action, Kind, fill_drain, one_each
+from lightning_gpipe.core.schedules import Action, Kind, fill_drain
+from tests.support.placements import one_each
 from tests.support.waiting import awaited
 
 

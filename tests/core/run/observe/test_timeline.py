@@ -14,10 +14,10 @@ from lightning_gpipe.core.schedules import (
     ByMicroBatch,
     Kind,
     fill_drain,
-    one_each,
     schedule_for,
 )
 from tests.support.pipes import Pipe, with_and_without_threads
+from tests.support.placements import one_each
 
 SECONDS = 0.1
 F, B = Kind.FORWARD, Kind.BACKWARD
