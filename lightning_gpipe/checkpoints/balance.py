@@ -31,18 +31,21 @@ class MeasuredBalances:
         return with_entry(checkpoint, balance=dict(self._sizes)) if self._sizes else checkpoint
 
     def keep(
-        self, taken: Sequence[PipedModule], balances: Sequence[Any], sizes: Sequence[Sequence[int]]
+        self,
+        modules: Sequence[PipedModule],
+        balances: Sequence[Any],
+        sizes: Sequence[Sequence[int]],
     ) -> None:
         """Keep the stage sizes of those modules whose ``balance`` is measured or was saved."""
         self._sizes = {
             piped.path: list(size)
-            for piped, balance, size in zip(taken, balances, sizes, strict=True)
+            for piped, balance, size in zip(modules, balances, sizes, strict=True)
             if isinstance(balance, str) and balance in _SAVED
         }
 
-    def replace(self, taken: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
+    def replace(self, modules: Sequence[PipedModule], sizes: Sequence[Sequence[int]]) -> None:
         """Replace the sizes of those modules that have been kept."""
-        pairs = zip(taken, sizes, strict=True)
+        pairs = zip(modules, sizes, strict=True)
         self._sizes |= {x.path: list(size) for x, size in pairs if x.path in self._sizes}
 
     def balance_of(self, piped: PipedModule, balance: Any, devices: int) -> Any:

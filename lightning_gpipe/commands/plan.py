@@ -86,15 +86,15 @@ class _Planning(CPUAccelerator):
         strategy, module = trainer.strategy, trainer.lightning_module
         assert isinstance(strategy, GPipeStrategy), "the Planner sees to it"
         assert isinstance(module, LightningModule), "it is fitted"
-        taken = strategy.taken(module)
-        if len(taken) > 1:
+        modules = strategy.piped_modules(module)
+        if len(modules) > 1:
             raise ValueError(
-                f"a plan is for one pipeline: got {len(taken)}, "
-                f"{', '.join(each.name for each in taken)}. Give module= one path."
+                f"a plan is for one pipeline: got {len(modules)}, "
+                f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
         measuring = Measuring(
-            taken,
-            partial(entries_in, module, trainer, taken),
+            modules,
+            partial(entries_in, module, trainer, modules),
             [torch.device(self._options.measure_on)] * len(self._places),
             microbatching=strategy.options.microbatching,
             optimizer=optimizers_of(module, trainer),

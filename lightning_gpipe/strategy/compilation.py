@@ -63,7 +63,7 @@ class Compilation:
         """
         if self._options is None:
             return
-        layers = [layer for taken in modules() for layer in _layers_of(taken)]
+        layers = [layer for piped in modules() for layer in _layers_of(piped)]
         # Layers that the user compiles stay as they are.
         plain = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
         kinds: dict[Hashable, int] = {}
@@ -147,16 +147,16 @@ def _caller() -> _Call:
     return call
 
 
-def _layers_of(taken: PipedModule) -> Iterable[nn.Module]:
-    if not isinstance(taken.module, nn.Sequential | nn.ModuleList):
+def _layers_of(piped: PipedModule) -> Iterable[nn.Module]:
+    if not isinstance(piped.module, nn.Sequential | nn.ModuleList):
         raise ValueError(
             "compile=True compiles the layers of an nn.Sequential or the blocks of an "
-            f"nn.ModuleList: got {taken.name}, whose forward is traced. Name one with module=..., "
+            f"nn.ModuleList: got {piped.name}, whose forward is traced. Name one with module=..., "
             "or leave it out, and call compile() on the parts that are worth it."
         )
-    if isinstance(taken.module, nn.Sequential):
-        return layers_of(taken.module).values()
-    return taken.module.children()
+    if isinstance(piped.module, nn.Sequential):
+        return layers_of(piped.module).values()
+    return piped.module.children()
 
 
 def _name(backend: Any) -> str:

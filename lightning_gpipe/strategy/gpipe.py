@@ -194,7 +194,7 @@ class GPipeStrategy(ParallelStrategy):
         self._adapted = AdaptedTrainer()
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
-        self._kept_balance = MeasuredBalances()
+        self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
         self._measures_layers = False
         self._piped: PipelinedModule | None = None
@@ -220,7 +220,7 @@ class GPipeStrategy(ParallelStrategy):
         """Measure the cost of each layer at setup, whatever the balance goes by."""
         self._measures_layers = True
 
-    def taken(self, module: LightningModule) -> list[PipedModule]:
+    def piped_modules(self, module: LightningModule) -> list[PipedModule]:
         """The modules of a LightningModule that would run as pipelines."""
         path = self.options.module
         return piped_modules_of(module, path, balance_of_each(path, "parameters"))
@@ -249,7 +249,7 @@ class GPipeStrategy(ParallelStrategy):
         with state_follows(self.optimizers):
             self._piped.pipeline.rebalance(balance)
         self._adapted.rebalance(self._root)
-        self._kept_balance.replace(self._piped.found, self._piped.pipeline.balances)
+        self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
 
     # The Trainer and its environment.
 
@@ -368,9 +368,13 @@ class GPipeStrategy(ParallelStrategy):
         spread = remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
         processes.check_same(module, self.options.same_everywhere())
-        self._compilation.begin(partial(self.taken, module))
+        self._compilation.begin(partial(self.piped_modules, module))
         self._piped = piped = PipelinedModule(
-            trainer, self.options, processes, self._kept_balance, measured=self._measures_layers
+            trainer,
+            self.options,
+            processes,
+            self._measured_balances,
+            measured=self._measures_layers,
         )
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
@@ -528,7 +532,7 @@ class GPipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        checkpoint = self._kept_balance.save(checkpoint)
+        checkpoint = self._measured_balances.save(checkpoint)
         checkpoint = self._random_states.save(checkpoint, self._root)
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
@@ -544,7 +548,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._root
-        self._kept_balance.load(checkpoint)
+        self._measured_balances.load(checkpoint)
         is_set_up = self._piped is not None  # a callback restores what it has tried
         if not is_set_up:
             self._random_states.load(checkpoint, module.trainer)

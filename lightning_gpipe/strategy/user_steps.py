@@ -44,7 +44,7 @@ class UserSteps:
     def __init__(self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool) -> None:
         self._module = module
         self._piped = piped
-        self._checks = [BypassCheck(module, each, piped.found) for each in piped.found]
+        self._checks = [BypassCheck(module, each, piped.modules) for each in piped.modules]
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):

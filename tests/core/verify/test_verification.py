@@ -24,7 +24,7 @@ def pipeline(layers: nn.Sequential, pipe: Pipe) -> GPipe:
 
 
 def verified(pipeline: GPipe, on_result: Callable[[Parity], None]) -> GPipe:
-    FirstBatchVerifier(pipeline.taken, on_result)
+    FirstBatchVerifier(pipeline.piped_modules, on_result)
     return pipeline
 
 
