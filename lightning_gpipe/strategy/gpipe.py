@@ -40,7 +40,7 @@ from typing_extensions import override
 from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
 from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
-from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
+from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
@@ -222,8 +222,7 @@ class GPipeStrategy(ParallelStrategy):
 
     def piped_modules(self, module: LightningModule) -> list[PipedModule]:
         """The modules of a LightningModule that would run as pipelines."""
-        path = self.options.module
-        return piped_modules_of(module, path, balance_of_each(path, "parameters"))
+        return piped_modules_of(module, self.options)
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
         """Cut by another balance between two steps of a fit, and move the layers.

@@ -18,8 +18,8 @@ from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
     parameters_around,
+    piped_modules_at,
     resolve,
-    take_all,
 )
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.options import StrategyOptions
@@ -37,16 +37,16 @@ _STARVED = (
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
-def piped_modules_of(
-    root: nn.Module, paths: str | list[str] | None, balances: Any
-) -> list[PipedModule]:
-    """Return the piped modules at one path, at several, or, for None, where a search finds one.
+def piped_modules_of(root: nn.Module, options: StrategyOptions) -> list[PipedModule]:
+    """Return the piped modules at the user's paths or, without a path, where a search finds one.
 
     Raises:
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
-    listed = list(paths) if isinstance(paths, list | tuple) else [paths]
-    return take_all(root, [PipedModule(root, *locate(root, path)) for path in listed], balances)
+    paths: Any = options.module
+    if paths is None:
+        paths = PipedModule(root, *locate(root, None))
+    return piped_modules_at(root, paths, options.balances)
 
 
 class PipelinedModule:
@@ -75,7 +75,7 @@ class PipelinedModule:
         root, devices, balances = trainer.lightning_module, processes.workers, settings.balances
         # A training_step that calls backward itself is for a whole batch.
         whole = settings.schedule == "auto" and not root.automatic_optimization
-        self.modules = piped_modules_of(root, settings.module, balances)
+        self.modules = piped_modules_of(root, settings)
         balances_known = [
             measured_balances.balance_of(piped, balance, len(devices))
             for piped, balance in zip(self.modules, balances, strict=True)

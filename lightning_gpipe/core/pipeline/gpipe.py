@@ -36,9 +36,8 @@ from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
-from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.piped_module import PipedModule, check_entries, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.selection import check_entries, take_all
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
@@ -171,7 +170,7 @@ class GPipe(StandIn):
         check_threads(threads)
         balances = balance_of_each(module, balance)
         device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
-        modules = take_all(model, module, balances)
+        modules = piped_modules_at(model, module, balances)
         check_entries(modules, microbatching)
         resolved = resolve(
             modules,
@@ -322,16 +321,6 @@ class GPipe(StandIn):
     def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
         for pipeline in self._pipelines:
             pipeline.activation_checkpointing = mode
-
-    @property
-    def step(self) -> int:
-        """The number of the training's step, if it is known; processes must agree on it."""
-        return self.engine.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        for pipeline in self._pipelines:
-            pipeline.engine.step = step
 
     def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Cut the layers by another balance, and move those whose device changes.
