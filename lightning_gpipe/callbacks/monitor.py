@@ -20,13 +20,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.one_clock import all_of, seconds_behind, spans_of_all
 from lightning_gpipe.callbacks.running import (
+    all_of,
     best_balance,
     check_positive,
     milliseconds,
     peak_memory,
     pipeline_of,
+    seconds_behind,
+    spans_of_all,
     strategy_of,
 )
 from lightning_gpipe.core.layout import Layout
