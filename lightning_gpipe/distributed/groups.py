@@ -76,11 +76,8 @@ class Arrangement:
     @property
     def on_each_node(self) -> int:
         """The number of processes on a machine."""
-        return {
-            "single": self.replicas // self.nodes,
-            "per_stage": self.devices,
-            "per_node": 1,
-        }[self.mode]
+        counts = {"single": self.replicas // self.nodes, "per_stage": self.devices, "per_node": 1}
+        return counts[self.mode]
 
     @property
     def world_size(self) -> int:

@@ -57,6 +57,7 @@ from lightning_gpipe.strategy.refusals import (
     refuse_a_second_trainer,
     refuse_a_twin,
     refuse_fabric,
+    refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
 )
@@ -392,7 +393,8 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
-        self._checkpoints.check(callbacks, self.checkpoint_io)
+        if self.options.save_distributed_checkpoint:
+            refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
@@ -538,11 +540,7 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = super().load_checkpoint
-
-        def read(path: Any) -> dict[str, Any]:
-            return load(path, *args, **kwargs)
-
-        return self._checkpoints.load(checkpoint_path, read)
+        return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -425,10 +425,6 @@ class GPipe(StandIn):
         """The actions of the latest mini-batch with their times, or None before the first."""
         return self.engine.timeline
 
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.engine.timeline = timeline
-
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
 
