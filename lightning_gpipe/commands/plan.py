@@ -198,11 +198,6 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _bytes_in(text: str) -> float:
-    """Parse a size such as ``24GiB``, in bytes."""
-    return _number(text, _BYTES, "--device-memory must be a size such as 24GiB or 80GB")
-
-
 def _speed_of(text: str) -> tuple[float, bool]:
     """Parse a speed; returns also whether it is in operations per second and not a factor."""
     wrong = "--device-speed must be a factor such as 2, or operations such as 312TFLOPS"
@@ -224,7 +219,9 @@ def places_of(
     Raises:
         ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
     """
-    sizes, speeds = [*map(_bytes_in, memory)], [*map(_speed_of, speed)]
+    wrong = "--device-memory must be a size such as 24GiB or 80GB"
+    sizes = [_number(text, _BYTES, wrong) for text in memory]
+    speeds = [*map(_speed_of, speed)]
     number = max(len(sizes), len(speeds), 1) if devices is None else devices
     if number < 1:
         raise ValueError(f"--devices must be one at least: got {number}.")

@@ -28,7 +28,6 @@ from lightning_gpipe.distributed.group import Group, Watcher
 
 Mode = Literal["single", "per_stage", "per_node"]
 T = TypeVar("T")
-DIMENSIONS = ("data_parallel", "pipeline_parallel")
 
 
 @dataclass(frozen=True)
@@ -196,8 +195,9 @@ def connect(
         pipeline = Group(timeout, rows)
     across = _own_group([list(column) for column in zip(*rows, strict=True)], timeout)
     along = _own_group(rows, timeout)
+    names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
-        [across, along], device_type, torch.tensor(rows), mesh_dim_names=DIMENSIONS
+        [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
     )
     groups = ProcessGroups(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
     groups.watch(groups.lifeline)

@@ -414,11 +414,9 @@ class GPipeStrategy(ParallelStrategy):
     # Backward.
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(*args, **kwargs)
         except RuntimeError as error:
             explain_second_backward(error)
             raise

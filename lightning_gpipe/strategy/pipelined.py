@@ -110,11 +110,10 @@ class PipelinedModule:
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
         by_default = _CHUNKS_PER_STAGE * max(map(len, sizes))
-        several = len(self.modules) > 1
         self.pipeline = GPipe(
             root,
-            sizes if several else sizes[0],
-            module=self.modules if several else self.modules[0],
+            sizes,
+            module=self.modules,
             devices=devices,
             chunks=by_default if settings.chunks is None else choice.chunks,
             activation_checkpointing=choice.activation_checkpointing,

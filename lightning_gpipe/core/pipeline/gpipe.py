@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
-from lightning_gpipe.core.faithful import not_compiled, rows_needed
+from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import (
     StandIn,
     move_home,
@@ -26,7 +26,6 @@ from lightning_gpipe.core.frontends import (
 from lightning_gpipe.core.layout import Around, Layout, check_around
 from lightning_gpipe.core.pipeline.build import (
     attach_all,
-    check_all_batch_norms,
     lay_out_all,
     rebuild,
     recut,
@@ -187,7 +186,9 @@ class GPipe(StandIn):
             modules, sizes, devices, around, owners, group, lost_after, folds=folded
         )
         if deferred_batch_norm:
-            check_all_batch_norms(layouts)
+            for layout in layouts:
+                titles = [title for part in layout.partitions for title in part.titles]
+                check_batch_norms(layout.layers, titles)
         place_all(model, layouts)
         workers = Workers(*layouts)
         pipelines = [
