@@ -48,9 +48,8 @@ class UserSteps:
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
-            on_verdict = report if verify else None
             self._by_micro_batch = MicroBatchSteps(
-                piped.schedule, module, piped.pipeline, on_verdict
+                piped.schedule, module, piped.pipeline, report if verify else None
             )
 
     def training(
