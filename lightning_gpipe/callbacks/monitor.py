@@ -20,13 +20,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_gpipe.callbacks.one_clock import all_of, seconds_behind, spans_of_all
 from lightning_gpipe.callbacks.running import (
+    all_of,
     best_balance,
     check_positive,
     milliseconds,
     peak_memory,
     pipeline_of,
+    seconds_behind,
+    spans_of_all,
     strategy_of,
 )
 from lightning_gpipe.core.layout import Layout
@@ -217,7 +219,7 @@ class PipelineMonitor(Callback):
 
     def _allows_steps(self, trainer: Trainer) -> bool:
         pipeline, module = pipeline_of(trainer, self), trainer.lightning_module
-        single = len(pipeline.taken) == 1 and not pipeline.layout.spread
+        single = len(pipeline.piped_modules) == 1 and not pipeline.layout.spread
         distributed = strategy_of(trainer, self).is_distributed
         return single and not distributed and module.automatic_optimization
 
@@ -276,7 +278,8 @@ def _advice(name: str, pipeline: GPipe, latest: Sequence[Observation], *, steps:
     doubt = doubts(last.schedule, times, length, lag=lag, inline=last.inline)
     if doubt:
         return f"What other settings would bring is not known, for {doubt}"
-    k = 0 if len(pipeline.taken) == 1 else [taken.path for taken in pipeline.taken].index(name)
+    paths = [piped.path for piped in pipeline.piped_modules]
+    k = 0 if len(paths) == 1 else paths.index(name)
     best = parts = None
     if pipeline.profiles:
         best = partial(best_balance, pipeline, k)

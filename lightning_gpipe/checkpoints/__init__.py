@@ -3,8 +3,17 @@
 Files are written atomically. All that a pipeline adds is one entry, which a plain Trainer ignores.
 """
 
-from lightning_gpipe.checkpoints.atomic_file import AtomicFiles
-from lightning_gpipe.checkpoints.balance import FROM_CHECKPOINT, MeasuredBalances
+from lightning_gpipe.checkpoints.atomic_file import AtomicFiles, check_contents
+from lightning_gpipe.checkpoints.entry import (
+    FROM_CHECKPOINT,
+    MeasuredBalances,
+    States,
+    generators_of,
+    saved_states,
+    set_states,
+    states_of,
+    with_states,
+)
 from lightning_gpipe.checkpoints.portable import (
     drop_foreign_states,
     follow_parameters,
@@ -13,14 +22,6 @@ from lightning_gpipe.checkpoints.portable import (
     on_cpu,
     state_follows,
     to_cpu,
-)
-from lightning_gpipe.checkpoints.random_state import (
-    States,
-    generators_of,
-    saved_states,
-    set_states,
-    states_of,
-    with_states,
 )
 from lightning_gpipe.checkpoints.sharded import (
     REST,
@@ -33,7 +34,6 @@ from lightning_gpipe.checkpoints.sharded import (
     save_parts,
     set_aside,
 )
-from lightning_gpipe.checkpoints.unreadable import check_contents
 
 __all__ = [
     "FROM_CHECKPOINT",

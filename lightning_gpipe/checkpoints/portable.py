@@ -21,18 +21,6 @@ from torch.optim import Optimizer
 from lightning_gpipe.core.data import identity, map_tensors
 from lightning_gpipe.core.frontends import on_meta
 
-_KEY = "lightning_gpipe"  # of the one entry that a pipeline adds; a plain Trainer ignores it
-
-
-def with_entry(checkpoint: Mapping[str, Any], **values: Any) -> dict[str, Any]:
-    """Return the checkpoint with these values added to the entry."""
-    return {**checkpoint, _KEY: {**checkpoint.get(_KEY, {}), **values}}
-
-
-def value_of_entry(checkpoint: Mapping[str, Any], name: str) -> Any:
-    """Return a value of the entry; None if there is none."""
-    return checkpoint.get(_KEY, {}).get(name)
-
 
 def on_cpu(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return the checkpoint with all tensors on the CPU; tied tensors stay tied."""

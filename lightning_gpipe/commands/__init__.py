@@ -7,8 +7,4 @@ from lightning_gpipe.commands.check import check
 from lightning_gpipe.commands.fit import main
 from lightning_gpipe.commands.plan import plan_command
 
-__all__ = [
-    "check",
-    "main",
-    "plan_command",
-]
+__all__ = ["check", "main", "plan_command"]

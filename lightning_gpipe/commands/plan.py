@@ -86,15 +86,15 @@ class _Planning(CPUAccelerator):
         strategy, module = trainer.strategy, trainer.lightning_module
         assert isinstance(strategy, GPipeStrategy), "the Planner sees to it"
         assert isinstance(module, LightningModule), "it is fitted"
-        taken = strategy.taken(module)
-        if len(taken) > 1:
+        modules = strategy.piped_modules(module)
+        if len(modules) > 1:
             raise ValueError(
-                f"a plan is for one pipeline: got {len(taken)}, "
-                f"{', '.join(each.name for each in taken)}. Give module= one path."
+                f"a plan is for one pipeline: got {len(modules)}, "
+                f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
         measuring = Measuring(
-            taken,
-            partial(entries_in, module, trainer, taken),
+            modules,
+            partial(entries_in, module, trainer, modules),
             [torch.device(self._options.measure_on)] * len(self._places),
             microbatching=strategy.options.microbatching,
             optimizer=optimizers_of(module, trainer),
@@ -198,11 +198,6 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _bytes_in(text: str) -> float:
-    """Parse a size such as ``24GiB``, in bytes."""
-    return _number(text, _BYTES, "--device-memory must be a size such as 24GiB or 80GB")
-
-
 def _speed_of(text: str) -> tuple[float, bool]:
     """Parse a speed; returns also whether it is in operations per second and not a factor."""
     wrong = "--device-speed must be a factor such as 2, or operations such as 312TFLOPS"
@@ -224,7 +219,9 @@ def places_of(
     Raises:
         ValueError: If a value cannot be parsed, or the number of values is not that of the devices.
     """
-    sizes, speeds = [*map(_bytes_in, memory)], [*map(_speed_of, speed)]
+    wrong = "--device-memory must be a size such as 24GiB or 80GB"
+    sizes = [_number(text, _BYTES, wrong) for text in memory]
+    speeds = [*map(_speed_of, speed)]
     number = max(len(sizes), len(speeds), 1) if devices is None else devices
     if number < 1:
         raise ValueError(f"--devices must be one at least: got {number}.")

@@ -17,8 +17,7 @@ from lightning_gpipe.distributed.gathering import (
 )
 from lightning_gpipe.distributed.gradients import Together
 from lightning_gpipe.distributed.group import Group
-from lightning_gpipe.distributed.groups import ProcessGroups, connect
-from lightning_gpipe.distributed.ranks import Arrangement, Mode
+from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
 from lightning_gpipe.distributed.shared_batches import SharedLoader, original_loader
 

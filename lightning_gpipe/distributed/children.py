@@ -10,14 +10,13 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from subprocess import Popen
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.distributed_c10d import _world
@@ -52,15 +51,9 @@ class Scripts(_SubprocessScriptLauncher):
         self._failed = False
 
     @override
-    def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: Trainer | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            return super().launch(*args, **kwargs)
         except BaseException:
             self._failed = True
             self._dismiss_observer()

@@ -74,7 +74,8 @@ def run_step(
         OutOfStep: If it ran no mini-batch, and that of another process did.
     """
     if training:
-        pipeline.step = module.global_step
+        for piped in pipeline.piped_modules:
+            piped.pipeline.engine.step = module.global_step
     before = pipeline.engine.serial
     result = step()
     # Lightning itself refuses a training step without a result.

@@ -71,10 +71,9 @@ def replicated(
     if not any(each.requires_grad and not each.is_meta for each in module.parameters()):
         equalise(module, group)
         return None
-    wrap = DistributedDataParallel
-    wrap._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, elsewhere)
     try:
-        return wrap(module, process_group=group, **options)
+        return DistributedDataParallel(module, process_group=group, **options)
     finally:
         del module._ddp_params_and_buffers_to_ignore
 

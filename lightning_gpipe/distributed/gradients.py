@@ -63,9 +63,18 @@ class Together:
         self._replaced.append((owner, name))
 
     def _clip(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of the gradients of all processes."""
+        """Clip by the norm of the gradients of all processes, which have them in the same order."""
         parameters = list(self._plugin.main_params(optimizer))
-        total = self._total_norm(parameters)
+        norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # and 1 if there is a gradient
+        dtype = torch.float32
+        for k, parameter in enumerate(parameters):
+            dtype = parameter.dtype if k == 0 else torch.promote_types(dtype, parameter.dtype)
+            counts_here = self._group.rank == 0 or id(parameter) not in self._around_ids
+            if parameter.grad is not None and counts_here:
+                norm = torch.linalg.vector_norm(parameter.grad)
+                norms[:, k] = torch.tensor([float(norm), 1.0], dtype=torch.float64)
+        sums, there = self._group.sum(norms)
+        total = torch.linalg.vector_norm(sums[there > 0].to(dtype))
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
 
     def _unscale(self, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
@@ -79,16 +88,3 @@ class Together:
         for flag in infinite_on.values():
             flag.fill_(float(infinite))
         return infinite_on
-
-    def _total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients of all processes, which have them in the same order."""
-        norms = torch.zeros(2, len(parameters), dtype=torch.float64)  # and 1 if there is a gradient
-        dtype = torch.float32
-        for k, parameter in enumerate(parameters):
-            dtype = parameter.dtype if k == 0 else torch.promote_types(dtype, parameter.dtype)
-            counts_here = self._group.rank == 0 or id(parameter) not in self._around_ids
-            if parameter.grad is not None and counts_here:
-                norm = torch.linalg.vector_norm(parameter.grad)
-                norms[:, k] = torch.tensor([float(norm), 1.0], dtype=torch.float64)
-        sums, there = self._group.sum(norms)
-        return torch.linalg.vector_norm(sums[there > 0].to(dtype))

@@ -1,10 +1,22 @@
-"""The process groups of a Trainer: all processes, a pipeline, and one place in all pipelines."""
+"""The replica and the devices of each process, and the process groups that it is in.
+
+Ranks go through the processes of the first pipeline, then through those of the second. A pipeline
+has neighbouring devices, so it is within one machine where it fits. For two machines with two
+devices each, and two replicas::
+
+    per_stage | rank 0   rank 1 | rank 2   rank 3        per_node | refused: one pipeline over
+              | stage 0  stage 1| stage 0  stage 1                | each machine is "single"
+              | replica 0       | replica 1
+    single    | rank 0          | rank 1
+              | stages 0 and 1  | stages 0 and 1
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,9 +25,100 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_gpipe.core.transport import Lifeline, abort_group
 from lightning_gpipe.distributed.group import Group, Watcher
-from lightning_gpipe.distributed.ranks import Arrangement
 
-DIMENSIONS = ("data_parallel", "pipeline_parallel")
+Mode = Literal["single", "per_stage", "per_node"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The places of the processes of a Trainer.
+
+    Args:
+        mode: The kind of processes of a pipeline.
+        replicas: The number of pipelines.
+        nodes: The number of machines.
+        devices: The number of devices of each.
+
+    Raises:
+        ValueError: If they do not divide.
+    """
+
+    mode: Mode
+    replicas: int
+    nodes: int
+    devices: int
+
+    def __post_init__(self) -> None:
+        got = f"replicas={self.replicas}, Trainer(devices={self.devices}, num_nodes={self.nodes})"
+        if self.mode == "per_stage" and self.nodes * self.devices % self.replicas:
+            raise ValueError(
+                "the devices of all machines must divide into equal pipelines: got "
+                f"processes='per_stage', {got}, {self.nodes * self.devices} devices."
+            )
+        if self.mode == "per_node" and self.nodes % self.replicas:
+            raise ValueError(
+                "processes='per_node' runs a pipeline over one machine or more, so replicas must "
+                f"divide their number: got {got}. For several pipelines within a machine write "
+                "processes='single'."
+            )
+        if self.mode == "single" and (
+            self.replicas % self.nodes or self.devices % (self.replicas // self.nodes)
+        ):
+            raise ValueError(
+                "processes='single' runs a pipeline within a machine, so each machine must have "
+                f"equally many, over equally many devices: got {got}. Write num_nodes=1, a "
+                "multiple of num_nodes as replicas, or processes='per_stage' for pipelines over "
+                "machines."
+            )
+
+    @property
+    def on_each_node(self) -> int:
+        """The number of processes on a machine."""
+        counts = {"single": self.replicas // self.nodes, "per_stage": self.devices, "per_node": 1}
+        return counts[self.mode]
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.nodes * self.on_each_node
+
+    @property
+    def in_each_pipeline(self) -> int:
+        """The number of processes of a pipeline."""
+        return self.world_size // self.replicas
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The ranks of the processes of each pipeline."""
+        size = self.in_each_pipeline
+        return [list(range(k * size, (k + 1) * size)) for k in range(self.replicas)]
+
+    @property
+    def owners(self) -> list[int] | None:
+        """The place in its pipeline of the process of each worker; None for a single process."""
+        if self.in_each_pipeline == 1:
+            return None
+        workers = self.devices // self.on_each_node  # of each process
+        return [place for place in range(self.in_each_pipeline) for _ in range(workers)]
+
+    def replica_of(self, rank: int) -> int:
+        """Return the number of the pipeline of a process."""
+        return rank // self.in_each_pipeline
+
+    def of_process(self, devices: Sequence[T], local_rank: int) -> Sequence[T]:
+        """Return the devices of a process among those of its machine."""
+        return _part(devices, local_rank, self.on_each_node)
+
+    def of_replica(self, devices: Sequence[T], replica: int) -> Sequence[T]:
+        """Return the devices of a pipeline, one for each worker, given those of a machine."""
+        return _part([*devices] * self.nodes, replica, self.replicas)
+
+
+def _part(values: Sequence[T], k: int, parts: int) -> Sequence[T]:
+    """Return part ``k`` of ``parts`` equal parts."""
+    size = len(values) // parts
+    return values[k * size : (k + 1) * size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +195,9 @@ def connect(
         pipeline = Group(timeout, rows)
     across = _own_group([list(column) for column in zip(*rows, strict=True)], timeout)
     along = _own_group(rows, timeout)
+    names = ("data_parallel", "pipeline_parallel")
     mesh = DeviceMesh.from_group(
-        [across, along], device_type, torch.tensor(rows), mesh_dim_names=DIMENSIONS
+        [across, along], device_type, torch.tensor(rows), mesh_dim_names=names
     )
     groups = ProcessGroups(everyone, pipeline, across, along, mesh, Lifeline(lost_after))
     groups.watch(groups.lifeline)

@@ -29,27 +29,16 @@ class SharedLoader:
 
     def __init__(self, loader: Any, group: Group) -> None:
         self.loader = loader
+        self.dataset = getattr(loader, "dataset", None)
+        # The Trainer sets the epoch of both.
+        self.sampler = getattr(loader, "sampler", None)
+        self.batch_sampler = getattr(loader, "batch_sampler", None)
         if isinstance(loader, _Stateful):
             self.state_dict = loader.state_dict
             self.load_state_dict = loader.load_state_dict
         self._group = group
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
         self._length: int | None = group.broadcast(sized_len(loader))
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset of the dataloader, or None."""
-        return getattr(self.loader, "dataset", None)
-
-    @property
-    def sampler(self) -> Any:
-        """The dataloader's sampler, whose epoch the Trainer sets."""
-        return getattr(self.loader, "sampler", None)
-
-    @property
-    def batch_sampler(self) -> Any:
-        """The dataloader's batch sampler, whose epoch the Trainer sets."""
-        return getattr(self.loader, "batch_sampler", None)
 
     def __len__(self) -> int:
         if self._length is None:

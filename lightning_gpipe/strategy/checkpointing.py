@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch.optim import Optimizer
 
@@ -36,7 +35,6 @@ from lightning_gpipe.distributed import (
     whole_state,
 )
 from lightning_gpipe.strategy.processes import Processes
-from lightning_gpipe.strategy.refusals import refuse_in_parts
 
 _IN_PARTS = ("state_dict", "optimizer_states")
 
@@ -68,10 +66,6 @@ class Checkpoints:
         self._strict = True
 
     # Saving, in the processes that have a part in it.
-
-    def check(self, callbacks: Iterable[Callback], io: CheckpointIO) -> None:
-        if self._sharded:
-            refuse_in_parts(callbacks, io)
 
     def module_state(self, module: LightningModule) -> dict[str, Any]:
         if not self._processes.meet_to_save():

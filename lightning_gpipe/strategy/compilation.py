@@ -63,7 +63,7 @@ class Compilation:
         """
         if self._options is None:
             return
-        layers = [layer for taken in modules() for layer in _layers_of(taken)]
+        layers = [layer for piped in modules() for layer in _layers_of(piped)]
         # Layers that the user compiles stay as they are.
         plain = [layer for layer in layers if "_compiled_call_impl" not in vars(layer)]
         kinds: dict[Hashable, int] = {}
@@ -72,9 +72,10 @@ class Compilation:
             compiled = partial(self._call, layer, kind)
             vars(layer)["_compiled_call_impl"] = self._layers[layer] = compiled
         backend = self._options.get("backend", "inductor")
+        name = repr(backend) if isinstance(backend, str) else getattr(backend, "__name__", backend)
         rank_zero_info(
             f"GPipe compiles {len(self._layers)} layers of {len(kinds)} kinds with torch.compile, "
-            f"backend {_name(backend)}, when they run first: the first training batch, and the "
+            f"backend {name}, when they run first: the first training batch, and the "
             "first evaluation, take longer."
         )
         self._began = None
@@ -102,15 +103,14 @@ class Compilation:
         tensors: Iterable[torch.Tensor] = chain(layer.parameters(), layer.buffers())
         device = next((tensor.device for tensor in tensors), None)
         mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), layer.training
-        inputs = tuple(_needs_gradient(value) for value in (*args, *kwargs.values()))
-        return self._function((kind, device, mode, inputs))(layer, *args, **kwargs)
-
-    def _function(self, key: Hashable) -> _Call:
+        values = (*args, *kwargs.values())
+        inputs = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
+        key = kind, device, mode, inputs
         function = self._functions.get(key)
         if function is None:
             assert self._options is not None
             function = self._functions.setdefault(key, torch.compile(_caller(), **self._options))
-        return function
+        return function(layer, *args, **kwargs)
 
 
 def _check(options: Any) -> None:
@@ -133,10 +133,6 @@ def _check(options: Any) -> None:
         )
 
 
-def _needs_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 def _caller() -> _Call:
     """A new function that calls a layer, with a code object of its own to hold its variants."""
 
@@ -147,17 +143,13 @@ def _caller() -> _Call:
     return call
 
 
-def _layers_of(taken: PipedModule) -> Iterable[nn.Module]:
-    if not isinstance(taken.module, nn.Sequential | nn.ModuleList):
+def _layers_of(piped: PipedModule) -> Iterable[nn.Module]:
+    if not isinstance(piped.module, nn.Sequential | nn.ModuleList):
         raise ValueError(
             "compile=True compiles the layers of an nn.Sequential or the blocks of an "
-            f"nn.ModuleList: got {taken.name}, whose forward is traced. Name one with module=..., "
+            f"nn.ModuleList: got {piped.name}, whose forward is traced. Name one with module=..., "
             "or leave it out, and call compile() on the parts that are worth it."
         )
-    if isinstance(taken.module, nn.Sequential):
-        return layers_of(taken.module).values()
-    return taken.module.children()
-
-
-def _name(backend: Any) -> str:
-    return repr(backend) if isinstance(backend, str) else getattr(backend, "__name__", str(backend))
+    if isinstance(piped.module, nn.Sequential):
+        return layers_of(piped.module).values()
+    return piped.module.children()

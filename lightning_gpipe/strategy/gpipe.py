@@ -40,7 +40,7 @@ from typing_extensions import override
 from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
 from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
-from lightning_gpipe.core.pipeline import GPipe, PipedModule, balance_of_each
+from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
@@ -57,6 +57,7 @@ from lightning_gpipe.strategy.refusals import (
     refuse_a_second_trainer,
     refuse_a_twin,
     refuse_fabric,
+    refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
 )
@@ -194,7 +195,7 @@ class GPipeStrategy(ParallelStrategy):
         self._adapted = AdaptedTrainer()
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
-        self._kept_balance = MeasuredBalances()
+        self._measured_balances = MeasuredBalances()
         self._forward_redirection = _DDPForwardRedirection()
         self._measures_layers = False
         self._piped: PipelinedModule | None = None
@@ -220,10 +221,9 @@ class GPipeStrategy(ParallelStrategy):
         """Measure the cost of each layer at setup, whatever the balance goes by."""
         self._measures_layers = True
 
-    def taken(self, module: LightningModule) -> list[PipedModule]:
+    def piped_modules(self, module: LightningModule) -> list[PipedModule]:
         """The modules of a LightningModule that would run as pipelines."""
-        path = self.options.module
-        return piped_modules_of(module, path, balance_of_each(path, "parameters"))
+        return piped_modules_of(module, self.options)
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
         """Cut by another balance between two steps of a fit, and move the layers.
@@ -249,7 +249,7 @@ class GPipeStrategy(ParallelStrategy):
         with state_follows(self.optimizers):
             self._piped.pipeline.rebalance(balance)
         self._adapted.rebalance(self._root)
-        self._kept_balance.replace(self._piped.found, self._piped.pipeline.balances)
+        self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
 
     # The Trainer and its environment.
 
@@ -368,9 +368,13 @@ class GPipeStrategy(ParallelStrategy):
         spread = remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
         processes.check_same(module, self.options.same_everywhere())
-        self._compilation.begin(partial(self.taken, module))
+        self._compilation.begin(partial(self.piped_modules, module))
         self._piped = piped = PipelinedModule(
-            trainer, self.options, processes, self._kept_balance, measured=self._measures_layers
+            trainer,
+            self.options,
+            processes,
+            self._measured_balances,
+            measured=self._measures_layers,
         )
         processes.watch(piped.pipeline.engine)
         rank_zero_info(str(piped))
@@ -389,7 +393,8 @@ class GPipeStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # a connector sets it
         check_fit(callbacks, self.optimizers, split=processes.split)
-        self._checkpoints.check(callbacks, self.checkpoint_io)
+        if self.options.save_distributed_checkpoint:
+            refuse_in_parts(callbacks, self.checkpoint_io)
         processes.elsewhere = piped.elsewhere()
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
@@ -409,11 +414,9 @@ class GPipeStrategy(ParallelStrategy):
     # Backward.
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
         try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return super().backward(*args, **kwargs)
         except RuntimeError as error:
             explain_second_backward(error)
             raise
@@ -528,23 +531,19 @@ class GPipeStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        checkpoint = self._kept_balance.save(checkpoint)
+        checkpoint = self._measured_balances.save(checkpoint)
         checkpoint = self._random_states.save(checkpoint, self._root)
         self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         load = super().load_checkpoint
-
-        def read(path: Any) -> dict[str, Any]:
-            return load(path, *args, **kwargs)
-
-        return self._checkpoints.load(checkpoint_path, read)
+        return self._checkpoints.load(checkpoint_path, lambda path: load(path, *args, **kwargs))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self._root
-        self._kept_balance.load(checkpoint)
+        self._measured_balances.load(checkpoint)
         is_set_up = self._piped is not None  # a callback restores what it has tried
         if not is_set_up:
             self._random_states.load(checkpoint, module.trainer)

@@ -73,7 +73,11 @@ class MicroBatchSteps:
         def step(piece: Any) -> Any:
             return module.training_step(piece, *args, **kwargs)
 
-        scale = self._scale(precision)
+        # The gradient that the loop's backward of the loss will start from.
+        one = torch.ones((), device=self._pipeline.layout.outside)
+        scaler = getattr(precision, "scaler", None)
+        scaled: Tensor = one if scaler is None else scaler.scale(one)
+        scale = scaled / module.trainer.accumulate_grad_batches
         self._verify(step, batch, precision, scale)
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
@@ -99,13 +103,6 @@ class MicroBatchSteps:
             return
         for verdict in parity.verdicts:
             report(verdict)
-
-    def _scale(self, precision: Precision) -> Tensor:
-        """The gradient that the loop's backward of the loss will start from."""
-        one = torch.ones((), device=self._pipeline.layout.outside)
-        scaler = getattr(precision, "scaler", None)
-        scaled: Tensor = one if scaler is None else scaler.scale(one)
-        return scaled / self._module.trainer.accumulate_grad_batches
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

@@ -18,8 +18,8 @@ from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
     parameters_around,
+    piped_modules_at,
     resolve,
-    take_all,
 )
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.options import StrategyOptions
@@ -37,16 +37,16 @@ _STARVED = (
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
-def piped_modules_of(
-    root: nn.Module, paths: str | list[str] | None, balances: Any
-) -> list[PipedModule]:
-    """Return the piped modules at one path, at several, or, for None, where a search finds one.
+def piped_modules_of(root: nn.Module, options: StrategyOptions) -> list[PipedModule]:
+    """Return the piped modules at the user's paths or, without a path, where a search finds one.
 
     Raises:
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
-    listed = list(paths) if isinstance(paths, list | tuple) else [paths]
-    return take_all(root, [PipedModule(root, *locate(root, path)) for path in listed], balances)
+    paths: Any = options.module
+    if paths is None:
+        paths = PipedModule(root, *locate(root, None))
+    return piped_modules_at(root, paths, options.balances)
 
 
 class PipelinedModule:
@@ -56,11 +56,11 @@ class PipelinedModule:
         trainer: The Trainer of the LightningModule.
         settings: The user's settings.
         processes: The processes of the Trainer.
-        kept: The balances that were measured before; gets the new ones.
+        measured_balances: The balances that were measured before; gets the new ones.
         measured: Whether to measure the layers even if no balance needs it.
 
     Attributes:
-        found: The piped modules.
+        modules: The piped modules.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class PipelinedModule:
         trainer: Trainer,
         settings: StrategyOptions,
         processes: Processes,
-        kept: MeasuredBalances,
+        measured_balances: MeasuredBalances,
         *,
         measured: bool,
     ) -> None:
         root, devices, balances = trainer.lightning_module, processes.workers, settings.balances
         # A training_step that calls backward itself is for a whole batch.
         whole = settings.schedule == "auto" and not root.automatic_optimization
-        self.found = piped_modules_of(root, settings.module, balances)
+        self.modules = piped_modules_of(root, settings)
         balances_known = [
-            kept.balance_of(piped, balance, len(devices))
-            for piped, balance in zip(self.found, balances, strict=True)
+            measured_balances.balance_of(piped, balance, len(devices))
+            for piped, balance in zip(self.modules, balances, strict=True)
         ]
         stages = [len(each) for each in balances_known if not isinstance(each, str)]
         requested = settings.requested(
@@ -87,10 +87,10 @@ class PipelinedModule:
         )
         by_memory = requested.planned or "memory" in map(str, balances)
         choice = resolve(
-            self.found,
+            self.modules,
             balances_known,
             requested,
-            partial(entries_in, root, trainer, self.found),
+            partial(entries_in, root, trainer, self.modules),
             devices,
             around=settings.around,
             microbatching=settings.microbatching,
@@ -99,22 +99,21 @@ class PipelinedModule:
             measured=measured,
         )
         sizes = choice.balances
-        for piped, size in zip(self.found, sizes, strict=True):
+        for piped, size in zip(self.modules, sizes, strict=True):
             check_balance(size, len(piped.frontend.units), piped.name)
             check_even(
                 len(size), len(devices), f"Write Trainer(devices={len(size)}). {AUTO_DEVICES}"
             )
         warn_of_one_device(balances, sizes, len(devices))
-        kept.keep(self.found, balances, sizes)
+        measured_balances.keep(self.modules, balances, sizes)
         self._root = root
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
         by_default = _CHUNKS_PER_STAGE * max(map(len, sizes))
-        several = len(self.found) > 1
         self.pipeline = GPipe(
             root,
-            sizes if several else sizes[0],
-            module=self.found if several else self.found[0],
+            sizes,
+            module=self.modules,
             devices=devices,
             chunks=by_default if settings.chunks is None else choice.chunks,
             activation_checkpointing=choice.activation_checkpointing,
@@ -127,7 +126,7 @@ class PipelinedModule:
             **processes.of_pipeline(),
         )
         if settings.verify and not choice.order.by_micro_batch:  # else steps are verified
-            self._verifier = FirstBatchVerifier(self.found, report)
+            self._verifier = FirstBatchVerifier(self.modules, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
         self.schedule = choice.order.schedule
 
@@ -155,7 +154,7 @@ class PipelinedModule:
 
     def say_ways(self) -> None:
         """Report once whether threads or one thread run a pipeline, when it is measured."""
-        for piped, way in zip(self.found, self.pipeline.ways, strict=True):
+        for piped, way in zip(self.modules, self.pipeline.ways, strict=True):
             if way is not None and (piped.name, way.faster) not in self._reported:
                 self._reported.add((piped.name, way.faster))
                 rank_zero_info(f"GPipe runs {piped.name} on {way}.")
@@ -171,14 +170,14 @@ class PipelinedModule:
     def __str__(self) -> str:
         """A line for each module with its cut, then what is around and what could be piped."""
         lines = []
-        for piped, layout in zip(self.found, self.pipeline.layouts, strict=True):
+        for piped, layout in zip(self.modules, self.pipeline.layouts, strict=True):
             cut = ", ".join(f"{part} on {layout.where(part.index)}" for part in layout.partitions)
             kind = type(piped.module).__name__
             lines.append(f"GPipe runs {piped.name} ({kind}) as a pipeline: {cut}")
-        beside = parameters_around(self.found)
+        beside = parameters_around(self.modules)
         if beside:
             lines[-1] += f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters"
-        inside = {module for piped in self.found for module in piped.module.modules()}
+        inside = {module for piped in self.modules for module in piped.module.modules()}
         others = [path for path, x in candidates(self._root).items() if x not in inside]
         if others:
             lines[-1] += f"; not piped: {', '.join(map(repr, others))}"

@@ -8,7 +8,7 @@ launchers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _disable_module_memory_sharing
 from lightning.fabric.utilities.rank_zero import rank_zero_only as rank_zero_of_fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot
@@ -265,16 +265,10 @@ class _ProcessLauncher(_MultiProcessingLauncher):
         self._processes = processes
 
     @override
-    def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: Trainer | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
         self._global_states = _GlobalStateSnapshot.capture()  # pickled with the launcher
         try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
+            return super().launch(*args, **kwargs)
         except BaseException:
             end(self.procs, AFTER_FAILURE)  # the main process would wait for them when it ends
             raise

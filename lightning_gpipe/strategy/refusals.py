@@ -208,7 +208,7 @@ def refuse_recomputed_metrics(root: nn.Module, pipeline: GPipe) -> None:
     """Refuse metrics that keep a list of all batches, in layers that are recomputed."""
     if not count_recomputed(pipeline.activation_checkpointing, pipeline.chunks):
         return
-    inside = {module for taken in pipeline.taken for module in taken.module.modules()}
+    inside = {module for piped in pipeline.piped_modules for module in piped.module.modules()}
     names = [
         name
         for name, metric in root.named_modules()

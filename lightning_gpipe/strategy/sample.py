@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,9 @@ def entries_in(
     precision = trainer.precision_plugin
     example = module.example_input_array
     if example is not None:
-        with _noted("example_input_array", "an input that its forward takes"):
-            call = calling(module, precision.convert_input(example))
-            return _entries(modules, call, trainer)
+        noted = _noted("example_input_array", "an input that its forward takes")
+        with noted, precision.train_step_context():
+            return entries_of(modules, calling(module, precision.convert_input(example)))
     if trainer.state.fn != TrainerFn.FITTING:
         raise ValueError(
             f"a balance by time or memory needs a batch: got none outside of a fit, and "
@@ -54,8 +54,9 @@ def entries_in(
             "resume from a checkpoint that has a balance, or write a balance as a list."
         )
     batch = precision.convert_input(_first_batch(module, trainer))
-    with _noted("training_step", "self.example_input_array, which is taken instead"):
-        return _entries(modules, lambda: module.training_step(batch, 0), trainer)
+    noted = _noted("training_step", "self.example_input_array, which is used instead")
+    with noted, precision.train_step_context():
+        return entries_of(modules, lambda: module.training_step(batch, 0))
 
 
 def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
@@ -64,13 +65,6 @@ def optimizers_of(module: LightningModule, trainer: Trainer) -> list[Optimizer]:
         return []
     configured: Any = module.configure_optimizers()
     return [] if configured is None else list(_configure_optimizers(configured)[0])
-
-
-def _entries(
-    modules: Sequence[PipedModule], call: Callable[[], Any], trainer: Trainer
-) -> list[Entry]:
-    with trainer.precision_plugin.train_step_context():
-        return entries_of(modules, call)
 
 
 def _first_batch(module: LightningModule, trainer: Trainer) -> Any:

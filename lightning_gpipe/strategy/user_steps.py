@@ -44,13 +44,12 @@ class UserSteps:
     def __init__(self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool) -> None:
         self._module = module
         self._piped = piped
-        self._checks = [BypassCheck(module, each, piped.found) for each in piped.found]
+        self._checks = [BypassCheck(module, each, piped.modules) for each in piped.modules]
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
-            on_verdict = report if verify else None
             self._by_micro_batch = MicroBatchSteps(
-                piped.schedule, module, piped.pipeline, on_verdict
+                piped.schedule, module, piped.pipeline, report if verify else None
             )
 
     def training(
@@ -106,9 +105,9 @@ class BypassCheck:
         self, root: nn.Module, piped: PipedModule, together: Sequence[PipedModule]
     ) -> None:
         self._root = root
-        self._path = piped.path
-        self._module = piped.module
         self._piped = piped
+        self._name = ".".join(filter(None, [type(root).__name__, piped.path]))
+        self._here = ".".join(filter(None, ["self", piped.path]))
         self._together = together
         self._record = True  # which layers run in the next training step
         self._settled: set[str] = set()  # the steps that ran the pipeline, or were warned of
@@ -177,7 +176,9 @@ class BypassCheck:
         ran: list[int] = []
         with ExitStack() as hooks:
             for k, layer in enumerate(self._layers):
-                if _takes_hooks(layer):
+                # A scripted layer takes no hooks; one compiled in place would compile them.
+                scripted = isinstance(layer, torch.jit.ScriptModule)
+                if not scripted and layer._compiled_call_impl is None:
                     hook = partial(_record, ran, k)
                     hooks.callback(layer.register_forward_pre_hook(hook).remove)
             yield ran
@@ -185,23 +186,14 @@ class BypassCheck:
     @property
     def _layers(self) -> list[nn.Module]:
         """The layers that must not run one by one; only a Sequential has such layers."""
-        if isinstance(self._module, nn.Sequential):
-            return list(layers_of(self._module).values())
-        return []
+        module = self._piped.module
+        return list(layers_of(module).values()) if isinstance(module, nn.Sequential) else []
 
     @property
     def _replaced(self) -> bool:
         """True if the user has put another module in the place of the pipelined one."""
         modules = dict(self._root.named_modules(remove_duplicate=False))
-        return modules.get(self._path) is not self._module
-
-    @property
-    def _name(self) -> str:
-        return ".".join(filter(None, [type(self._root).__name__, self._path]))
-
-    @property
-    def _here(self) -> str:
-        return ".".join(filter(None, ["self", self._path]))
+        return modules.get(self._piped.path) is not self._piped.module
 
     def _bypassed(self, name: str, ran: list[int]) -> str:
         layers = ", ".join(map(str, dict.fromkeys(ran)))
@@ -218,11 +210,6 @@ class BypassCheck:
             "another one in its place, which is not pipelined. Replace it before the pipeline is "
             "set up: in __init__, setup or configure_model."
         )
-
-
-def _takes_hooks(layer: nn.Module) -> bool:
-    """False for a scripted layer, and one compiled in place, which would compile the hook."""
-    return not isinstance(layer, torch.jit.ScriptModule) and layer._compiled_call_impl is None
 
 
 def _record(ran: list[int], k: int, *_: Any) -> None:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
 from lightning_gpipe.callbacks.monitor import TRACE
-from lightning_gpipe.callbacks.one_clock import seconds_behind, spans_of_all
+from lightning_gpipe.callbacks.running import seconds_behind, spans_of_all
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.schedules import Action, Kind
 from lightning_gpipe.core.show import timeline_picture

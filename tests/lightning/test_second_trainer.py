@@ -30,7 +30,7 @@ class Validates(L.Callback):
         pipeline = getattr(trainer.strategy, "pipeline", None)
         self.piped.append(pipeline is not None and pipeline.timeline is not None)
         if pipeline is not None:
-            pipeline.timeline = None
+            pipeline.engine.timeline = None
         if trainer.global_step == 2:
             self.validate(copy_of(model) if self.copied else model)
             model.trainer = trainer  # as on one device

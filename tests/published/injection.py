@@ -81,7 +81,7 @@ class InjectedStrategy(GPipeStrategy):
     @override
     def teardown(self) -> None:
         if self.pipeline is not None:
-            ran = sum(piped.runs for piped in self.pipeline.taken)
+            ran = sum(piped.runs for piped in self.pipeline.piped_modules)
             self._counted.batches += ran
             self._counted.piped += ran > 0
         super().teardown()

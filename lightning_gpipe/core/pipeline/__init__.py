@@ -21,9 +21,8 @@ from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, res
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
-from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked
+from lightning_gpipe.core.pipeline.piped_module import PipedModule, checked, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.selection import take_all
 
 __all__ = [
     "CRITERIA",
@@ -44,9 +43,9 @@ __all__ = [
     "entries_of",
     "is_criterion",
     "parameters_around",
+    "piped_modules_at",
     "plan",
     "profile",
     "profiles_of",
     "resolve",
-    "take_all",
 ]

@@ -13,7 +13,6 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup
 
-from lightning_gpipe.core.faithful import check_batch_norms
 from lightning_gpipe.core.frontends import choose_devices, place_all
 from lightning_gpipe.core.layout import (
     Around,
@@ -82,14 +81,6 @@ def _layout_of(
     return layout.with_everywhere([*piped.frontend.own, *shared])
 
 
-def check_all_batch_norms(layouts: Sequence[Layout]) -> None:
-    """Refuse batch norms whose statistics cannot be updated once per mini-batch."""
-    for layout in layouts:
-        check_batch_norms(
-            layout.layers, [title for part in layout.partitions for title in part.titles]
-        )
-
-
 def attach_all(modules: Sequence[PipedModule], pipelines: Sequence[Pipeline]) -> None:
     """Let calls of the modules run the pipelines, which have their observers together."""
     for piped, pipeline in zip(modules, pipelines, strict=True):
@@ -103,7 +94,32 @@ def recut(
     before: Sequence[Sequence[int]],
 ) -> None:
     """Cut by other balances, and move layers; after an error, restore the balances ``before``."""
-    _check_recut(modules, balances, before)
+    if len(balances) != len(modules):
+        raise ValueError(
+            f"balance must have a list for each module: got {len(balances)} for {len(modules)} "
+            "modules."
+        )
+    for piped, balance in zip(modules, balances, strict=True):
+        check_balance(balance, len(piped.frontend.units), piped.name)
+    if modules[0].pipeline.layout.spread:
+        raise RuntimeError(
+            "a pipeline must run in one process to be cut anew: got one over several, which "
+            "keep the values of their own stages only. Save a checkpoint, and resume from it "
+            "with another balance."
+        )
+    if list(map(len, balances)) != list(map(len, before)):
+        raise ValueError(
+            "a new balance must have as many stages as the pipeline has: got "
+            f"{list(map(list, balances))} in the place of {list(map(list, before))}."
+        )
+    if not _idle(modules):
+        gc.collect()  # a mini-batch that nobody refers to may be in a cycle
+    if not _idle(modules):
+        raise RuntimeError(
+            "layers must not move while a mini-batch waits for its backward: there is an "
+            "output of the pipeline whose graph is alive. Call backward first, or keep "
+            "output.detach()."
+        )
     for piped in modules:
         piped.pipeline.close()
         piped.release()
@@ -132,39 +148,6 @@ def rebuild(
     for piped, layout in zip(modules, layouts, strict=True):
         piped.pipeline.rebuild(layout, workers)
     attach_all(modules, [piped.pipeline for piped in modules])
-
-
-def _check_recut(
-    modules: Sequence[PipedModule],
-    balances: Sequence[Sequence[int]],
-    before: Sequence[Sequence[int]],
-) -> None:
-    if len(balances) != len(modules):
-        raise ValueError(
-            f"balance must have a list for each module: got {len(balances)} for {len(modules)} "
-            "modules."
-        )
-    for piped, balance in zip(modules, balances, strict=True):
-        check_balance(balance, len(piped.frontend.units), piped.name)
-    if modules[0].pipeline.layout.spread:
-        raise RuntimeError(
-            "a pipeline must run in one process to be cut anew: got one over several, which "
-            "keep the values of their own stages only. Save a checkpoint, and resume from it "
-            "with another balance."
-        )
-    if list(map(len, balances)) != list(map(len, before)):
-        raise ValueError(
-            "a new balance must have as many stages as the pipeline has: got "
-            f"{list(map(list, balances))} in the place of {list(map(list, before))}."
-        )
-    if not _idle(modules):
-        gc.collect()  # a mini-batch that nobody refers to may be in a cycle
-    if not _idle(modules):
-        raise RuntimeError(
-            "layers must not move while a mini-batch waits for its backward: there is an "
-            "output of the pipeline whose graph is alive. Call backward first, or keep "
-            "output.detach()."
-        )
 
 
 def _idle(modules: Sequence[PipedModule]) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
-from lightning_gpipe.core.faithful import not_compiled, rows_needed
+from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import (
     StandIn,
     move_home,
@@ -26,7 +26,6 @@ from lightning_gpipe.core.frontends import (
 from lightning_gpipe.core.layout import Around, Layout, check_around
 from lightning_gpipe.core.pipeline.build import (
     attach_all,
-    check_all_batch_norms,
     lay_out_all,
     rebuild,
     recut,
@@ -36,9 +35,8 @@ from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
-from lightning_gpipe.core.pipeline.piped_module import PipedModule
+from lightning_gpipe.core.pipeline.piped_module import PipedModule, check_entries, piped_modules_at
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
-from lightning_gpipe.core.pipeline.selection import check_entries, take_all
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.programs import RouteName
 from lightning_gpipe.core.run import Engine, RunTimes, Stage, Threads, Timeline, check_threads
@@ -133,7 +131,7 @@ class GPipe(StandIn):
     Attributes:
         balance: The number of layers in each stage.
         devices: One ``torch.device`` per worker.
-        taken: The piped modules.
+        piped_modules: The piped modules.
         plan: The plan, if something was ``"auto"``.
         profiles: What the layers cost, for each module, if they were measured.
 
@@ -171,7 +169,7 @@ class GPipe(StandIn):
         check_threads(threads)
         balances = balance_of_each(module, balance)
         device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
-        modules = take_all(model, module, balances)
+        modules = piped_modules_at(model, module, balances)
         check_entries(modules, microbatching)
         resolved = resolve(
             modules,
@@ -188,7 +186,9 @@ class GPipe(StandIn):
             modules, sizes, devices, around, owners, group, lost_after, folds=folded
         )
         if deferred_batch_norm:
-            check_all_batch_norms(layouts)
+            for layout in layouts:
+                titles = [title for part in layout.partitions for title in part.titles]
+                check_batch_norms(layout.layers, titles)
         place_all(model, layouts)
         workers = Workers(*layouts)
         pipelines = [
@@ -208,7 +208,7 @@ class GPipe(StandIn):
         ]
         attach_all(modules, pipelines)
         super().__init__(model)
-        self.taken: Sequence[PipedModule] = modules
+        self.piped_modules: Sequence[PipedModule] = modules
         self.plan, self.profiles = resolved.plan, list(resolved.profiles)
         self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
         self.devices = list(self.layout.devices)
@@ -217,11 +217,11 @@ class GPipe(StandIn):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        rebuild(self.taken, self.balances)  # programs call the modules of the first model
+        rebuild(self.piped_modules, self.balances)  # programs call the modules of the first model
 
     @property
     def _pipelines(self) -> list[Pipeline]:
-        return [piped.pipeline for piped in self.taken]
+        return [piped.pipeline for piped in self.piped_modules]
 
     # The model is called.
 
@@ -241,15 +241,15 @@ class GPipe(StandIn):
             BaseException: Any error that a layer raises, with a note of where it happened.
         """
         if type(args) is not tuple:  # torch.fx gives all positional arguments as one value
-            return self.taken[0].record(args)
+            return self.piped_modules[0].record(args)
         return self._call(*args, **kwargs)
 
     @not_compiled
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         with self.engine.telling():  # others wait for what its own code comes to next
-            for piped in self.taken:
+            for piped in self.piped_modules:
                 piped.pipeline.reset_patches()
-            return self.taken[0].run(*args, **kwargs)
+            return self.piped_modules[0].run(*args, **kwargs)
 
     def by_micro_batch(
         self,
@@ -306,7 +306,7 @@ class GPipe(StandIn):
     @property
     def chunks(self) -> int:
         """The number of micro-batches."""
-        return self.taken[0].pipeline.chunks
+        return self.piped_modules[0].pipeline.chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
@@ -316,22 +316,12 @@ class GPipe(StandIn):
     @property
     def activation_checkpointing(self) -> ActivationCheckpointing:
         """Which micro-batches are recomputed."""
-        return self.taken[0].pipeline.activation_checkpointing
+        return self.piped_modules[0].pipeline.activation_checkpointing
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, mode: ActivationCheckpointing) -> None:
         for pipeline in self._pipelines:
             pipeline.activation_checkpointing = mode
-
-    @property
-    def step(self) -> int:
-        """The number of the training's step, if it is known; processes must agree on it."""
-        return self.engine.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        for pipeline in self._pipelines:
-            pipeline.engine.step = step
 
     def rebalance(self, balance: Sequence[int] | Sequence[Sequence[int]]) -> None:
         """Cut the layers by another balance, and move those whose device changes.
@@ -351,11 +341,11 @@ class GPipe(StandIn):
             RuntimeError: If the pipeline runs over several processes, a mini-batch waits for its
                 backward, or a device has no room; the layers are where they were then.
         """
-        balances: list[Any] = [balance] if len(self.taken) == 1 else list(balance)
-        if len(balances) == len(self.taken):
-            pairs = zip(self.taken, balances, strict=True)
+        balances: list[Any] = [balance] if len(self.piped_modules) == 1 else list(balance)
+        if len(balances) == len(self.piped_modules):
+            pairs = zip(self.piped_modules, balances, strict=True)
             balances = [piped.frontend.in_units(each) for piped, each in pairs]
-        recut(self.taken, balances, self.balances)
+        recut(self.piped_modules, balances, self.balances)
         self.balance = [list(each) for each in balances] if len(balances) > 1 else list(balances[0])
 
     def share(self, parameters: Iterable[nn.Parameter], device: str | torch.device) -> None:
@@ -396,12 +386,12 @@ class GPipe(StandIn):
     @property
     def balances(self) -> list[list[int]]:
         """The balance of each module."""
-        return [self.balance] if len(self.taken) == 1 else self.balance
+        return [self.balance] if len(self.piped_modules) == 1 else self.balance
 
     @property
     def layout(self) -> Layout:
         """The layout; prints as one line per stage. Of several modules, for the first."""
-        return self.taken[0].pipeline.layout
+        return self.piped_modules[0].pipeline.layout
 
     @property
     def layouts(self) -> list[Layout]:
@@ -416,12 +406,12 @@ class GPipe(StandIn):
     @property
     def microbatching(self) -> MicroBatching:
         """How a mini-batch is split into micro-batches."""
-        return self.taken[0].pipeline.microbatching
+        return self.piped_modules[0].pipeline.microbatching
 
     @property
     def engine(self) -> Engine:
         """The engine, which runs the micro-batches. Of several modules, for the first."""
-        return self.taken[0].pipeline.engine
+        return self.piped_modules[0].pipeline.engine
 
     @property
     def ways(self) -> list[RunTimes | None]:
@@ -435,10 +425,6 @@ class GPipe(StandIn):
     def timeline(self) -> Timeline | None:
         """The actions of the latest mini-batch with their times, or None before the first."""
         return self.engine.timeline
-
-    @timeline.setter
-    def timeline(self, timeline: Timeline | None) -> None:
-        self.engine.timeline = timeline
 
     def observe(self, observer: Callable[[Timeline], None]) -> RemovableHandle:
         """Call ``observer`` with the timeline of each mini-batch once its forward has ended.
@@ -485,12 +471,12 @@ class GPipe(StandIn):
         Raises:
             ValueError: If there are several.
         """
-        if len(self.taken) > 1:
+        if len(self.piped_modules) > 1:
             raise ValueError(
                 "a schedule with a loss for each micro-batch must have one module to run: got "
-                f"{len(self.taken)}. Name one, or leave out schedule: fill-drain runs all."
+                f"{len(self.piped_modules)}. Name one, or leave out schedule: fill-drain runs all."
             )
-        return self.taken[0].pipeline
+        return self.piped_modules[0].pipeline
 
     def tell(self, error: BaseException) -> None:
         """Send an error of your own code to the other processes, which ends their step too.
@@ -502,7 +488,7 @@ class GPipe(StandIn):
 
     def release(self) -> None:
         """Let the model itself run as without a pipeline; its layers stay on their devices."""
-        for piped in self.taken:
+        for piped in self.piped_modules:
             piped.release()
 
     def close(self) -> None:

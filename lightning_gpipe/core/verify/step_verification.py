@@ -150,7 +150,7 @@ class StepRuns:
         """
         with isolated(self.modules, [self._pipeline.only]), ExitStack() as stack:
             if parities is not None:
-                verifier = FirstBatchVerifier(self._pipeline.taken, parities.append)
+                verifier = FirstBatchVerifier(self._pipeline.piped_modules, parities.append)
                 stack.callback(verifier.remove)
             if perturb:
                 stack.enter_context(perturbed(self._pipeline))

@@ -70,13 +70,13 @@ def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs
     Returns:
         The comparison, with the first difference if there is one.
     """
-    first = pipeline.taken[0]
-    call = WholeCall(first.root, pipeline.taken, first.run, args, kwargs)
+    modules = pipeline.piped_modules
+    call = WholeCall(modules[0].root, modules, modules[0].run, args, kwargs)
     parity = verify_call(call, tolerance=tolerance)
     if parity is None:
         raise RuntimeError(
             "a call that is verified must run the pipeline: it did not. Call it with what "
-            f"makes the forward reach {', '.join(repr(taken.path) for taken in pipeline.taken)}."
+            f"makes the forward reach {', '.join(repr(piped.path) for piped in modules)}."
         )
     return parity
 

@@ -119,5 +119,5 @@ def path_of(pipeline: GPipe, timeline: Timeline) -> str:
     """The path of the module that ran; empty if there is only one pipeline."""
     if len(pipeline.layouts) == 1:
         return ""
-    pairs = zip(pipeline.taken, pipeline.layouts, strict=True)
-    return next((taken.path for taken, layout in pairs if layout is timeline.layout), "")
+    pairs = zip(pipeline.piped_modules, pipeline.layouts, strict=True)
+    return next((piped.path for piped, layout in pairs if layout is timeline.layout), "")

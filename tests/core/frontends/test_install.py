@@ -79,7 +79,7 @@ def test_deep_copy_runs_as_the_plain_module(model: Model, pipeline: GPipe) -> No
     model(X)
 
     twin = copy.deepcopy(model)
-    pipeline.timeline = None
+    pipeline.engine.timeline = None
     twin.get_parameter("body.0.weight").data.zero_()
 
     assert twin(X).shape == (4, 2)
@@ -134,7 +134,7 @@ def test_saved_module_runs_as_the_plain_module(model: Model, pipeline: GPipe) ->
     torch.save(model, file)
     file.seek(0)
     twin = torch.load(file, weights_only=False)
-    pipeline.timeline = None
+    pipeline.engine.timeline = None
 
     torch.testing.assert_close(twin(X), expected)
     assert pipeline.timeline is None

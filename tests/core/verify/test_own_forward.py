@@ -260,7 +260,7 @@ def test_dropout_of_a_sequential_beside_other_programs_is_no_difference(modules:
 def test_call_undoes_what_an_interrupted_verification_left(name: str) -> None:
     torch.manual_seed(0)
     pipeline = GPipe(Mixed().double(), [[1, 2], [1, 1]], module=["net", "blocks"], chunks=3)
-    [patches] = [taken.pipeline.patches for taken in pipeline.taken if taken.path == name]
+    [patches] = [piped.pipeline.patches for piped in pipeline.piped_modules if piped.path == name]
     dropout = pipeline.get_submodule("net.1")
     patches.write([(Attributes(dropout), "p", 0.0)])
 

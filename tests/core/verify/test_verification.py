@@ -24,7 +24,7 @@ def pipeline(layers: nn.Sequential, pipe: Pipe) -> GPipe:
 
 
 def verified(pipeline: GPipe, on_result: Callable[[Parity], None]) -> GPipe:
-    FirstBatchVerifier(pipeline.taken, on_result)
+    FirstBatchVerifier(pipeline.piped_modules, on_result)
     return pipeline
 
 
@@ -44,7 +44,7 @@ def test_first_input_in_training_is_verified_before_it_runs(
     assert [(parity.microbatches, parity.difference) for parity in parities] == [(2, None)]
     torch.testing.assert_close(y, expected)
     assert pipeline.timeline is not None
-    pipeline.timeline = None
+    pipeline.engine.timeline = None
     model(X)
     assert len(parities) == 1
 

@@ -41,11 +41,13 @@ def balance_of_each(paths: Any, balance: Any) -> list[Any]:
     if isinstance(balance, str) and paths:
         return [balance] * len(paths)
     balances = list(balance) if isinstance(balance, list | tuple) else [balance]
-    if len(balances) != len(paths) or not all(map(_is_balance, balances)):
+    complete = all(isinstance(each, list | tuple) or is_criterion(each) for each in balances)
+    if len(balances) != len(paths) or not complete:
         kind = "list" if isinstance(balance, list | tuple) else type(balance).__name__
+        names = [path.path if isinstance(path, PipedModule) else path for path in paths]
         raise ValueError(
             f"balance must have a list for each path in module: got a {kind} of {len(balances)}, "
-            f"balance={balance!r}, for the {len(paths)} paths {list(map(_path_of, paths))}. Write "
+            f"balance={balance!r}, for the {len(paths)} paths {names}. Write "
             "balance=[[2, 2], [3, 1]], or balance='parameters' for all."
         )
     return balances
@@ -54,14 +56,6 @@ def balance_of_each(paths: Any, balance: Any) -> list[Any]:
 def is_criterion(balance: Any) -> bool:
     """Return whether a balance is a criterion, by which the numbers of units are found."""
     return isinstance(balance, str) and balance in CRITERIA
-
-
-def _is_balance(balance: Any) -> bool:
-    return isinstance(balance, list | tuple) or is_criterion(balance)
-
-
-def _path_of(path: str | PipedModule) -> str:
-    return path.path if isinstance(path, PipedModule) else path
 
 
 def balances_for(

@@ -14,8 +14,7 @@ from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
 from lightning_gpipe.core.layout import META
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, subject_of
-from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.pipeline.selection import take
+from lightning_gpipe.core.pipeline.piped_module import PipedModule, piped_module_at
 from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
 from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activation_checkpointing
 
@@ -63,7 +62,7 @@ class Measuring:
         **settings: Any,
     ) -> Measuring:
         """Return the measurements of one module of a model."""
-        modules = [take(model, module)]
+        modules = [piped_module_at(model, module)]
         return cls(modules, partial(entries_with, modules, sample), devices, **settings)
 
     @property

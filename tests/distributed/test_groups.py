@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpipe.distributed.ranks import Arrangement
+from lightning_gpipe.distributed.groups import Arrangement
 
 
 def drawn(mode: Any, replicas: int, nodes: int, devices: int) -> str:
