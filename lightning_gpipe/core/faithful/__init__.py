@@ -20,7 +20,7 @@ from lightning_gpipe.core.faithful.random.private_generators import default_gene
 from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
 from lightning_gpipe.core.faithful.random.reproducible import Draws
 from lightning_gpipe.core.faithful.shadow import NO_VALUES, Shadows, has_hooks
-from lightning_gpipe.core.faithful.state.behavior import Behavior, Behaviors, TrainingFlags
+from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.contents import Contents
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
@@ -37,7 +37,6 @@ __all__ = [
     "RECOMPUTING",
     "Attributes",
     "Behavior",
-    "Behaviors",
     "Contents",
     "Context",
     "DeferredStatistics",
@@ -59,7 +58,6 @@ __all__ = [
     "StageState",
     "Streams",
     "ThreadState",
-    "TrainingFlags",
     "Write",
     "add_note",
     "check_batch_norms",

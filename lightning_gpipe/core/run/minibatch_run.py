@@ -26,7 +26,6 @@ from lightning_gpipe.core.faithful import (
     RowWatch,
     SharedGenerators,
     Streams,
-    TrainingFlags,
     on_engine_thread,
 )
 from lightning_gpipe.core.layout import Layout
@@ -61,7 +60,7 @@ class Equipment(NamedTuple):
     draws: Draws
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
-    training_flags: Callable[[], TrainingFlags]
+    training_flags: Callable[[], bytes]
 
 
 class MiniBatchRun:
@@ -91,7 +90,7 @@ class MiniBatchRun:
         self.transport = equipment.transport
         self.inline = False
         self.shared = equipment.draws.shared
-        self.flags: TrainingFlags = b""
+        self.flags: bytes = b""
         self.library: LibraryWatch | None = None
         self.passes: Sequence[StagePass] = ()
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.

@@ -317,7 +317,7 @@ class StagePass:
         latest, spec = self._latest, inputs.spec
         if latest is None or (latest[0] is not spec and latest[0] != spec):
             structure = spec, self.work.signature
-            self._latest = latest = spec, self.stage.behaviors.of(self._flags, structure)
+            self._latest = latest = spec, self.stage.state.behavior(self._flags, structure)
         return latest[1]
 
 

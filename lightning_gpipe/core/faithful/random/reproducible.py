@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful.random.generators import SharedGenerators
 from lightning_gpipe.core.faithful.random.random_state import RandomState
-from lightning_gpipe.core.faithful.state.behavior import TrainingFlags, record
+from lightning_gpipe.core.faithful.state.behavior import record
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState
 
 T = TypeVar("T")
@@ -80,12 +80,12 @@ class Draws:
         shared = {device for device, workers in users.items() if workers > 1 or spread}
         several = len(devices) > 1 or spread
         self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
-        self._history: dict[tuple[str, TrainingFlags], _Frequency] = {}
+        self._history: dict[tuple[str, bytes], _Frequency] = {}
         self._warnings: set[str] = set()  # each is given once
 
     def run(
         self,
-        flags: TrainingFlags,
+        flags: bytes,
         forward: Forward,
         *,
         generators: SharedGenerators,
@@ -125,7 +125,7 @@ class Draws:
     def run_once(
         self,
         kind: str,
-        flags: TrainingFlags,
+        flags: bytes,
         run: Callable[[SharedGenerators | None], T],
         *,
         generators: SharedGenerators,
@@ -175,7 +175,7 @@ class Draws:
 
     def _run_bare(
         self,
-        flags: TrainingFlags,
+        flags: bytes,
         forward: Forward,
         generators: SharedGenerators,
         snapshots: Snapshots | None,

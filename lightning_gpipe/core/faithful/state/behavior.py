@@ -19,8 +19,6 @@ from lightning_gpipe.core.layout import Slot
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
-TrainingFlags = bytes  # of each module, in order, 1 or 0: they are compared and hashed at once
-
 _CAPACITY = 64
 
 
@@ -45,44 +43,6 @@ class Behavior:
     captures: bool = False  # uses tensors with a gradient from outside, or from an earlier run
     searches: int = 0  # how many runs were searched for such tensors
     searching: bool = True  # whether the next one is
-
-
-class Behaviors:
-    """The behavior of one stage's layers, for the call signatures that were used last."""
-
-    def __init__(self) -> None:
-        self._recorded: dict[Hashable, Behavior] = {}
-        self._latest: tuple[TrainingFlags, Hashable, Behavior] | None = None
-
-    @property
-    def edited_parameters(self) -> set[Slot]:
-        """The slots of the frozen parameters that the layers edit for any call signature."""
-        return set().union(*[b.edited_parameters or () for b in self._recorded.values()])
-
-    @property
-    def all(self) -> Behavior:
-        """All edits of state for any call signature, as one behavior."""
-        union, recorded = Behavior(), self._recorded.values()
-        union.edited_buffers = set().union(*[b.edited_buffers or () for b in recorded])
-        union.edited_parameters = frozenset(self.edited_parameters)
-        union.changed_attributes = frozenset().union(
-            *[b.changed_attributes or () for b in recorded]
-        )
-        return union
-
-    def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """Return the behavior for these training flags and this structure of inputs."""
-        latest = self._latest  # to hash a structure takes longer than to see that it is the same
-        if latest is not None and latest[0] == flags and latest[1] == structure:
-            return latest[2]
-        signature = flags, structure
-        behavior = self._recorded.get(signature) or Behavior()
-        record(self._recorded, signature, behavior)
-        self._latest = flags, structure, behavior
-        return behavior
-
-    def __reduce__(self) -> tuple[type[Behaviors], tuple[()]]:
-        return Behaviors, ()  # a copy records it anew; a file must not have PyTorch's TreeSpecs
 
 
 def version_of(tensor: Tensor) -> int:
