@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
-    NO_VALUES,
     Context,
     Draws,
     LazyManagers,
@@ -138,7 +137,7 @@ class MiniBatchRun:
         self,
         generators: SharedGenerators | None,
         *,
-        values: Mapping[int, Tensor] = NO_VALUES,
+        values: Mapping[int, Tensor] | None = None,
         terms: bool = False,
     ) -> None:
         """Make new passes; again if forward runs again because layers draw.
@@ -223,8 +222,8 @@ class MiniBatchRun:
         """Let backward draw, from private generators in the place of the shared ones if any."""
         for each in self.passes:
             j = each.stage.partition.index
-            private = None if generators is None else generators.private_in_backward(j)
-            each.randomness.begin_backward(private)
+            private = None if generators is None else generators.private(j, backward=True)
+            each.randomness.in_backward = private
 
     def check(self) -> None:
         """Raise if backward would not be that of forward."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import (
-    NO_VALUES,
     Attributes,
     DeferredStatistics,
     Journal,
@@ -119,7 +118,7 @@ class Stage:
         self._check_placement()
 
     def shadows(
-        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] = NO_VALUES
+        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] | None = None
     ) -> Shadows:
         """Make shadows for one mini-batch; ``values`` are of parameters without values here."""
         return Shadows(

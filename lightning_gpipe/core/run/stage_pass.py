@@ -103,7 +103,7 @@ class StagePass:
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or watch or terms)
+        self._bare = not (randomness.private or self.statistics or watch or terms)
         self._routed = bool(work.leaving or terms)  # whether its outputs leave on several ways
         ends = [stage.partition.index == 0, *(route.source == CALLER for route in work.arriving)]
         self._from_caller = any(ends)

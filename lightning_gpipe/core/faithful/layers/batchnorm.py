@@ -36,20 +36,19 @@ class Moments(NamedTuple):
     variance: Tensor  # (C,), unbiased
 
 
-def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str] = ()) -> None:
+def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str]) -> None:
     """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
 
     Args:
         layers: The layers.
-        titles: Their titles in errors; by default ``layer 0`` and so on.
+        titles: Their titles in errors, such as ``layer 0``.
 
     Raises:
         ValueError: Names every such batch norm.
     """
-    numbered = [f"layer {k}" for k in range(len(layers))]
     custom = [
         f"{type(module).__name__} in {title}"
-        for layer, title in zip(layers, titles or numbered, strict=True)
+        for layer, title in zip(layers, titles, strict=True)
         for module in layer.modules()
         if isinstance(module, _BatchNorm) and not _is_plain(module)
     ]

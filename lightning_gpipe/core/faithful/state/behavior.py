@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.layout import Slot
 
 Key = TypeVar("Key", bound=Hashable)
@@ -48,9 +47,3 @@ class Behavior:
 def version_of(tensor: Tensor) -> int:
     """Return the version counter, which edits increment, except those of ``tensor.data``."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def same_value(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal; a NaN differs from itself."""
-    same_kind = one.shape == other.shape and one.layout == other.layout
-    return same_kind and (one.is_meta or equal(one, other))

@@ -16,7 +16,7 @@ from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.layers.batchnorm import Norm
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.state.behavior import Behavior, same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.layout import Slot
 
 _LARGE = 2**20  # bytes
@@ -81,7 +81,7 @@ class BufferState:
                 slot
                 for slot, (buffer, version) in self._versions.items()
                 if version_of(buffer) != version
-                or (buffer in self._values and not same_value(buffer, self._values[buffer]))
+                or (buffer in self._values and not equal(buffer, self._values[buffer]))
             }
 
     def restore(self) -> None:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.faithful.journal import Slots, ValueSlot, Write, value_in
-from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import CONTAINERS, contents, within
 
 Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there
@@ -42,7 +43,7 @@ class _SavedTensor(NamedTuple):
         """Return whether it was edited; ``compared``: by its value, too, which waits for a GPU."""
         if version_of(self.tensor) != self.version:
             return True
-        return compared and self.copy is not None and not same_value(self.tensor, self.copy)
+        return compared and self.copy is not None and not equal(self.tensor, self.copy)
 
 
 class _SavedContainer(NamedTuple):

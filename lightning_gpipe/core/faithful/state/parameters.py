@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import bytes_of, copy_values
+from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.shadow import leaf_like
-from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
 _MOST = 2**30  # bytes of frozen parameters to copy in the first run
@@ -43,7 +43,7 @@ class _WatchedParameter:
         """True if it has another value."""
         if self._sums is not None:
             return not torch.equal(_sums(self.parameter), self._sums)
-        return self.copy is not None and not same_value(self.parameter, self.copy)
+        return self.copy is not None and not equal(self.parameter, self.copy)
 
     @property
     def edited(self) -> bool:
