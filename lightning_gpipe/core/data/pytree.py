@@ -21,12 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
-from lightning_gpipe.core.data.tensor_search import (
-    PLAIN,
-    attributes,
-    holds_tensor,
-    refuse_hidden_tensors,
-)
+from lightning_gpipe.core.data.tensor_search import PLAIN, attributes, holds_tensor, refuse_hidden
 
 T = TypeVar("T")
 
@@ -93,7 +88,7 @@ def tree_flatten(tree: Any) -> FlatTree:
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
         if not isinstance(leaf, PLAIN):
-            refuse_hidden_tensors(leaf)
+            refuse_hidden(leaf)
     return FlatTree(leaves, spec)
 
 

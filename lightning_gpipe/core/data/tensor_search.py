@@ -44,7 +44,7 @@ def requires_grad(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def refuse_hidden_tensors(leaf: Any) -> None:
+def refuse_hidden(leaf: Any) -> None:
     """Raise for a leaf of a pytree that holds tensors, which would not be split nor detached."""
     kind = type(leaf).__qualname__
     if isinstance(leaf, PackedSequence):

@@ -133,7 +133,7 @@ class Shadows:
     def replaced(self) -> nn.Parameter | None:
         """A parameter whose shadow was given other data, if there is one."""
         for key, (parameter, shadow) in self._of.items():
-            if key in self._copied or not _has_memory(parameter):
+            if key in self._copied or not has_memory(parameter):
                 continue
             if parameter.data_ptr() != shadow.data_ptr():
                 return parameter
@@ -199,7 +199,8 @@ def leaf_like(
     return cast(nn.Parameter, leaf)
 
 
-def _has_memory(parameter: nn.Parameter) -> bool:
+def has_memory(parameter: nn.Parameter) -> bool:
+    """Return whether its elements are in memory of its own, as those of any dense tensor."""
     if parameter.layout is not torch.strided:
         return False
     kind = type(parameter)

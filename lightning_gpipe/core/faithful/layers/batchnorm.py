@@ -14,6 +14,7 @@ instance norm, averages over the rows, are deferred as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +111,9 @@ class DeferredStatistics:
         old: list[Tensor] = []
         new: list[Tensor] = []
         for norm, forwards in self._calls.items():
-            merged = list(_merged_calls(norm, [forward.moments for forward in forwards]))
+            by_row = isinstance(norm, _InstanceNorm)
+            calls = zip_longest(*[forward.moments for forward in forwards])
+            merged = [merge_moments(filter(None, parts), by_row=by_row) for parts in calls]
             outer = self._outer[norm]
             if outer is not None:
                 outer.moments += merged
@@ -162,14 +165,6 @@ class _RecordingForward:
         return y
 
 
-def _merged_calls(norm: Norm, microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
-    """Yield the moments of the whole mini-batch, for each call that the layers made."""
-    by_row = isinstance(norm, _InstanceNorm)
-    for call in range(max(map(len, microbatches), default=0)):
-        parts = [calls[call] for calls in microbatches if call < len(calls)]
-        yield merge_moments(parts, by_row=by_row)
-
-
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a norm, each with its value after these calls."""
     assert norm.running_mean is not None and norm.running_var is not None
@@ -203,8 +198,7 @@ def _deferred_by(norm: Norm) -> _RecordingForward | None:
 
 def _is_plain(norm: Norm) -> bool:
     kind: Any = _BatchNorm if isinstance(norm, _BatchNorm) else _InstanceNorm
-    names = ("forward", _method_of(norm))
     return all(
         getattr(type(norm), name) is getattr(kind, name) and name not in vars(norm)
-        for name in names
+        for name in ("forward", _method_of(norm))
     )

@@ -123,8 +123,7 @@ class SharedGenerators:
     @property
     def bits(self) -> int:
         """A signal to other processes of the kinds of draws."""
-        untagged = any(private.untagged for private in self._private)
-        return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * untagged
+        return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * bool(self.untagged)
 
     def hear(self, bits: int) -> None:
         """Take the :attr:`bits` of other processes."""

@@ -9,13 +9,13 @@ in these runs. NumPy arrays are treated like large containers, if they are not v
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
@@ -169,10 +169,9 @@ def has_contents(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     """Return whether the value is a writable array of numbers in memory, small enough to copy."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray):
+    if not isinstance(value, np.ndarray):
         return False
-    fixed = isinstance(value, numpy.memmap) or not value.flags.writeable
+    fixed = isinstance(value, np.memmap) or not value.flags.writeable
     return not (fixed or value.dtype.hasobject) and bool(value.nbytes <= _LARGEST_ARRAY)
 
 

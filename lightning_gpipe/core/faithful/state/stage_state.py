@@ -118,9 +118,8 @@ class StageState:
         if not first:
             union.edited_buffers = set().union(*[b.edited_buffers or () for b in recorded])
             union.edited_parameters = self.edited_parameters
-            union.changed_attributes = frozenset().union(
-                *[b.changed_attributes or () for b in recorded]
-            )
+            changed = [b.changed_attributes or () for b in recorded]
+            union.changed_attributes = frozenset().union(*changed)
         return self.capture(union)
 
     def refresh(self) -> None:
@@ -129,11 +128,7 @@ class StageState:
         if before is not None and not self._searched.moved(before):
             return  # most often, and seen at once
         present = self._searched.values()
-        if before is None or present is None:
-            self._generators = None
-            return
-        pairs = zip(chain(*present), chain(*before), strict=True)
-        if any(new is not old and not isinstance(new, _PLAIN) for new, old in pairs):
+        if before is None or present is None or _other_objects(present, before):
             self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
@@ -164,6 +159,11 @@ class StageState:
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
         # A copied module has other attributes and generators; a file must not have TreeSpecs.
         return partial(StageState, deferred=self._deferred), (self._modules,)
+
+
+def _other_objects(new: Values, old: Values) -> bool:
+    pairs = zip(chain(*new), chain(*old), strict=True)
+    return any(one is not other and not isinstance(one, _PLAIN) for one, other in pairs)
 
 
 @contextmanager
