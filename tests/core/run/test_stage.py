@@ -67,23 +67,3 @@ def test_training_mode_is_put_back() -> None:
         assert layers.training_flags == bytes([True, True])
 
     assert layers.training_flags == bytes([False, True])
-
-
-def test_what_is_known_of_the_layers_is_bounded() -> None:
-    """A batch with other keys in each step was remembered for ever."""
-    layers = stage(nn.Tanh())
-    known = layers.state.behavior(TRAIN, "structure 0")
-
-    for k in range(1, 100):
-        layers.state.behavior(TRAIN, f"structure {k}")
-
-    assert layers.state.behavior(TRAIN, "structure 0") is not known
-
-
-def test_what_is_used_is_not_forgotten() -> None:
-    layers = stage(nn.Tanh())
-    known = layers.state.behavior(TRAIN, "always")
-
-    for k in range(300):
-        layers.state.behavior(TRAIN, f"structure {k}")
-        assert layers.state.behavior(TRAIN, "always") is known

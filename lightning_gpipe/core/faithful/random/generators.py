@@ -53,7 +53,8 @@ class Randomness:
         libraries: Whether to save the states of Python's and NumPy's for recomputation, too.
 
     Attributes:
-        private: As above; ``in_backward`` are others, which replace the shared ones there.
+        private: The generators of forward, see above.
+        in_backward: The generators that replace the shared ones in backward, if any do.
     """
 
     def __init__(
