@@ -125,7 +125,7 @@ class Draws:
             if bare:
                 generators.rewind()
                 if before is None:  # the numbers drawn are valid, but not reproducible
-                    self._history.pop(key)
+                    self._history.pop(key, None)
                 else:
                     for snapshot in before:
                         snapshot.restore()
