@@ -75,7 +75,6 @@ PROMISES = {
     "faithful/layers/batch_dimension.py": "batch_dimension",
     "faithful/shadow.py": "parameters interrupts tied_weights",
     "faithful/state/stage_state.py": "state_of_layers parameters_edited_in_forward",
-    "faithful/thread/switches.py": "thread_local_state",
 }
 
 # An effect on CUDA streams: only tests for GPUs can notice that it is missing.

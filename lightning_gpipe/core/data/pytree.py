@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree
 
 from lightning_gpipe.core.data.marks import WholeList, WholeTuple, copy_marks
-from lightning_gpipe.core.data.tensor_search import PLAIN, attributes, holds_tensor
+from lightning_gpipe.core.data.tensor_search import PLAIN, attributes, holds_tensor, refuse_hidden
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def tree_flatten(tree: Any) -> FlatTree:
         leaves, spec = _pytree.tree_flatten(_with_records(tree), is_leaf=_is_opaque)
     for leaf in leaves:
         if not isinstance(leaf, PLAIN):
-            _refuse_hidden_tensors(leaf)
+            refuse_hidden(leaf)
     return FlatTree(leaves, spec)
 
 
@@ -287,29 +287,3 @@ _pytree.register_pytree_node(
         record.kind,
     ),
 )
-
-
-# Objects that cannot be flattened.
-
-
-def _refuse_hidden_tensors(leaf: Any) -> None:
-    kind = type(leaf).__qualname__
-    if isinstance(leaf, PackedSequence):
-        raise TypeError(
-            "a PackedSequence has no row per sample and cannot pass through a pipeline: pass the "
-            "padded tensor and the lengths, and pack them in the layer that needs it."
-        )
-    if isinstance(leaf, Collection) and holds_tensor(leaf):
-        raise TypeError(
-            "tensors that pass through a pipeline must be in plain tuples, lists, dicts or "
-            f"dataclasses: got a {kind} that holds one. Convert it with dict(...), list(...) or "
-            "tuple(...), or register the class with torch.utils._pytree.register_pytree_node."
-        )
-    name = next((name for name, value in attributes(leaf) if holds_tensor(value)), None)
-    if name is not None:
-        raise TypeError(
-            "tensors that pass through a pipeline must be in tuples, lists, dicts or "
-            f"dataclasses: got a {kind} with one in its attribute {name!r}. Pass the tensors "
-            f"themselves and construct the {kind} where it is used, or register the class with "
-            "torch.utils._pytree.register_pytree_node."
-        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, type(None))  # these hold no other tensor
 
@@ -41,3 +42,27 @@ def holds_tensor(value: Any, depth: int = 4, kind: type = Tensor) -> bool:
 def requires_grad(leaf: object) -> bool:
     """Return whether a leaf of a pytree is a tensor that requires a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def refuse_hidden(leaf: Any) -> None:
+    """Raise for a leaf of a pytree that holds tensors, which would not be split nor detached."""
+    kind = type(leaf).__qualname__
+    if isinstance(leaf, PackedSequence):
+        raise TypeError(
+            "a PackedSequence has no row per sample and cannot pass through a pipeline: pass the "
+            "padded tensor and the lengths, and pack them in the layer that needs it."
+        )
+    if isinstance(leaf, Collection) and holds_tensor(leaf):
+        raise TypeError(
+            "tensors that pass through a pipeline must be in plain tuples, lists, dicts or "
+            f"dataclasses: got a {kind} that holds one. Convert it with dict(...), list(...) or "
+            "tuple(...), or register the class with torch.utils._pytree.register_pytree_node."
+        )
+    name = next((name for name, value in attributes(leaf) if holds_tensor(value)), None)
+    if name is not None:
+        raise TypeError(
+            "tensors that pass through a pipeline must be in tuples, lists, dicts or "
+            f"dataclasses: got a {kind} with one in its attribute {name!r}. Pass the tensors "
+            f"themselves and construct the {kind} where it is used, or register the class with "
+            "torch.utils._pytree.register_pytree_node."
+        )

@@ -53,14 +53,17 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor in any layout, including its indices."""
     dense = tensor.layout is torch.strided  # the fast way, for every buffer in every micro-batch
-    return tensor.nbytes if dense else sum(part.nbytes for part in _parts(tensor))
+    return tensor.nbytes if dense else sum(part.nbytes for part in parts(tensor))
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors of one shape and layout have equal elements; meta tensors do."""
-    if one.is_meta or other.is_meta:
-        return True
-    return all(map(torch.equal, _parts(one), _parts(other)))
+    """Return whether tensors have one shape and layout, and equal elements; meta tensors do.
+
+    A NaN differs from itself.
+    """
+    if one.layout != other.layout or not (one.is_nested or one.shape == other.shape):
+        return False
+    return one.is_meta or other.is_meta or all(map(torch.equal, parts(one), parts(other)))
 
 
 def copy_values(target: Tensor, source: Tensor) -> None:
@@ -72,11 +75,12 @@ def copy_values(target: Tensor, source: Tensor) -> None:
 
 def record_stream(tensor: Tensor, stream: torch.cuda.Stream) -> None:
     """Tell CUDA's allocator that ``stream`` uses the tensor, which is on the same device."""
-    for part in _parts(tensor):
+    for part in parts(tensor):
         part.record_stream(stream)
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a tensor in any layout consists of."""
     layout = tensor.layout
     if layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]

@@ -19,8 +19,8 @@ from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, Lib
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
 from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
 from lightning_gpipe.core.faithful.random.reproducible import Draws
-from lightning_gpipe.core.faithful.shadow import NO_VALUES, Shadows, has_hooks
-from lightning_gpipe.core.faithful.state.behavior import Behavior, Behaviors, TrainingFlags
+from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
+from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.contents import Contents
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
@@ -33,11 +33,9 @@ from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
 __all__ = [
     "LIBRARIES",
     "NOTHING",
-    "NO_VALUES",
     "RECOMPUTING",
     "Attributes",
     "Behavior",
-    "Behaviors",
     "Contents",
     "Context",
     "DeferredStatistics",
@@ -59,7 +57,6 @@ __all__ = [
     "StageState",
     "Streams",
     "ThreadState",
-    "TrainingFlags",
     "Write",
     "add_note",
     "check_batch_norms",

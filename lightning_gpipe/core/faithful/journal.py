@@ -59,12 +59,7 @@ class ValueSlot:
         self._write(value)
 
 
-class _Absent:
-    def __reduce__(self) -> str:
-        return "ABSENT"  # there is one
-
-
-ABSENT: Any = _Absent()
+ABSENT: Any = object()
 
 
 # One change: the slots, the name, the value that was replaced, and the one that is there instead.

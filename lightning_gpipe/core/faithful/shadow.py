@@ -18,7 +18,6 @@ mini-batch. The gradients of copies are added to that at home.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -29,8 +28,6 @@ from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
-
-NO_VALUES: Mapping[int, Tensor] = MappingProxyType({})
 
 _Swap = tuple[dict[str, nn.Parameter | None], str, nn.Parameter]  # a slot and its new value
 
@@ -58,7 +55,7 @@ class Shadows:
         grad: bool,
         device: torch.device,
         followed: Collection[Slot] = (),
-        values: Mapping[int, Tensor] = NO_VALUES,
+        values: Mapping[int, Tensor] | None = None,
         recomputed: bool = True,
     ) -> None:
         # By id, as everywhere here: to hash a tensor is a slow call into Python.
@@ -69,7 +66,7 @@ class Shadows:
         self._frozen: list[_Swap] = []
         self._versions: list[tuple[nn.Parameter, int]] = []
         self._watched: list[nn.Parameter] = []  # whose edits are detected
-        self._values = values
+        self._values = values or {}
         self.in_place = False
         for module in modules:
             slots = module._parameters
@@ -120,9 +117,9 @@ class Shadows:
             self._versions = [(p, p._version) for p in self._watched if not p.is_inference()]
 
     @property
-    def edited(self) -> bool:
-        """True if a parameter was edited in place since forward."""
-        return any(parameter._version != version for parameter, version in self._versions)
+    def edited(self) -> list[nn.Parameter]:
+        """The parameters that were edited in place since their versions were recorded."""
+        return [parameter for parameter, version in self._versions if parameter._version != version]
 
     @property
     def hooked(self) -> nn.Parameter | None:
@@ -133,16 +130,10 @@ class Shadows:
         return None
 
     @property
-    def moved(self) -> list[nn.Parameter]:
-        """The frozen parameters that were edited in place since their versions were recorded."""
-        versions = self._versions
-        return [p for p, version in versions if p._version != version and not p.requires_grad]
-
-    @property
     def replaced(self) -> nn.Parameter | None:
         """A parameter whose shadow was given other data, if there is one."""
         for key, (parameter, shadow) in self._of.items():
-            if key in self._copied or not _has_memory(parameter):
+            if key in self._copied or not has_memory(parameter):
                 continue
             if parameter.data_ptr() != shadow.data_ptr():
                 return parameter
@@ -208,7 +199,8 @@ def leaf_like(
     return cast(nn.Parameter, leaf)
 
 
-def _has_memory(parameter: nn.Parameter) -> bool:
+def has_memory(parameter: nn.Parameter) -> bool:
+    """Return whether its elements are in memory of its own, as those of any dense tensor."""
     if parameter.layout is not torch.strided:
         return False
     kind = type(parameter)

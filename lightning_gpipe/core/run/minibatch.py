@@ -174,7 +174,7 @@ class MiniBatch(MiniBatchRun):
 
     def _snapshots(self, first: bool) -> Iterator[ModuleState | RandomState]:
         """Yield snapshots for another forward, the first one with these training flags or not."""
-        yield from (stage.snapshot(first=first) for stage in self.equipment.stages)
+        yield from (stage.state.snapshot(first=first) for stage in self.equipment.stages)
         if self.equipment.library_draws.saved(self.flags):
             yield RandomState.of(LIBRARIES)
 

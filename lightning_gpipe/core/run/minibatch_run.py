@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
-    NO_VALUES,
     Context,
     Draws,
     LazyManagers,
@@ -26,7 +25,6 @@ from lightning_gpipe.core.faithful import (
     RowWatch,
     SharedGenerators,
     Streams,
-    TrainingFlags,
     on_engine_thread,
 )
 from lightning_gpipe.core.layout import Layout
@@ -61,7 +59,7 @@ class Equipment(NamedTuple):
     draws: Draws
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
-    training_flags: Callable[[], TrainingFlags]
+    training_flags: Callable[[], bytes]
 
 
 class MiniBatchRun:
@@ -94,7 +92,7 @@ class MiniBatchRun:
         self.transport = equipment.transport
         self.inline = False
         self.shared = equipment.draws.shared
-        self.flags: TrainingFlags = b""
+        self.flags: bytes = b""
         self.library: LibraryWatch | None = None
         self.passes: Sequence[StagePass] = ()
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
@@ -144,7 +142,7 @@ class MiniBatchRun:
         ]
 
     def begin_passes(
-        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] = NO_VALUES
+        self, generators: SharedGenerators | None, values: Mapping[int, Tensor] | None = None
     ) -> None:
         """Make new passes; again if forward runs again because layers draw.
 
@@ -224,8 +222,8 @@ class MiniBatchRun:
         """Let backward draw, from private generators in the place of the shared ones if any."""
         for each in self.passes:
             j = each.stage.partition.index
-            private = None if generators is None else generators.private_in_backward(j)
-            each.randomness.begin_backward(private)
+            private = None if generators is None else generators.private(j, backward=True)
+            each.randomness.in_backward = private
 
     def take_gradients(self) -> list[tuple[int, list[tuple[Tensor, Tensor]]]]:
         """Return the index of each stage with its pairs of a leaf and a gradient."""

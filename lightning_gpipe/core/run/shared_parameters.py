@@ -17,7 +17,6 @@ from operator import itemgetter
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import NO_VALUES
 from lightning_gpipe.core.layout import Layout, Tie, ties_of
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.schedules import CALLER, Action, Kind
@@ -44,7 +43,7 @@ class Ties:
     def values(self, exchange: Exchange) -> Mapping[int, Tensor]:
         """Send the values that are at home here; return those received, by parameters' ids."""
         if not self._ties:
-            return NO_VALUES
+            return {}
         for tie, j, route in self._routes():
             if tie.home in self._here:
                 value = FlatTree([tie.parameter.detach()])

@@ -13,19 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import (
-    NO_VALUES,
     Attributes,
-    Behavior,
-    Behaviors,
     DeferredStatistics,
     Journal,
     Manager,
-    ModuleState,
     Norm,
     RowWatches,
     Shadows,
     StageState,
-    TrainingFlags,
 )
 from lightning_gpipe.core.layout import (
     Layout,
@@ -42,7 +37,7 @@ from lightning_gpipe.core.skip import declaration_of
 _TRAINING = attrgetter("training")
 
 
-def training_flags_of(stages: Sequence[Stage | tuple[nn.Module, ...]]) -> TrainingFlags:
+def training_flags_of(stages: Sequence[Stage | tuple[nn.Module, ...]]) -> bytes:
     """Return the training flags of all stages, or of their modules in other processes."""
     return b"".join(
         [
@@ -83,9 +78,8 @@ class Stage:
         modules: The layers and all modules within them.
         journal: The changes made to the modules while they run.
         skips: Whether a module stashes or pops skip tensors.
-        state: The state of the modules that forward may change.
+        state: The state of the modules that forward may change, and the known changes.
         splits: The splits of its graphs' backwards.
-        behaviors: The recorded behaviors of the layers.
         watches: Watches for layers that mix rows, in the first mini-batches of a call signature.
         titled: The layers with their names in errors, such as ``layer 3 (Linear)``.
     """
@@ -124,7 +118,7 @@ class Stage:
         self._check_placement()
 
     def shadows(
-        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] = NO_VALUES
+        self, *, grad: bool, recomputed: bool, values: Mapping[int, Tensor] | None = None
     ) -> Shadows:
         """Make shadows for one mini-batch; ``values`` are of parameters without values here."""
         return Shadows(
@@ -140,24 +134,20 @@ class Stage:
         """Return a collection for statistics of one mini-batch, if batch norms defer them."""
         return DeferredStatistics.of(self._norms) if self._norms else None
 
-    def snapshot(self, *, first: bool) -> ModuleState:
-        """Take a snapshot for another forward; ``first``: the behavior is not known yet."""
-        return self.state.capture(Behavior() if first else self.behaviors.all)
-
     @property
     def edited_parameters(self) -> list[nn.Parameter | None]:
         """The frozen parameters that the layers are known to edit in forward."""
-        slots = self.behaviors.edited_parameters
+        slots = self.state.edited_parameters
         return [module._parameters.get(name) for module, name in slots]
 
     # A recomputation runs in the training mode of its forward, even after .train() or .eval().
 
     @property
-    def training_flags(self) -> TrainingFlags:
+    def training_flags(self) -> bytes:
         """A byte for each module: 1 if it is in training mode now."""
         return bytes(map(_TRAINING, self.modules))
 
-    def training_as(self, flags: TrainingFlags) -> Manager:
+    def training_as(self, flags: bytes) -> Manager:
         """Set the training flags of the modules for the duration of a ``with`` block."""
         return self.journal.changed(
             (Attributes(module), "training", bool(training))
@@ -174,13 +164,12 @@ class Stage:
         return "a parameter"
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
-        """Set :attr:`modules`, without any recorded behavior."""
+        """Set :attr:`modules`, without any known behavior."""
         self.modules = modules
         self.skips = any(declaration_of(module) is not None for module in modules)
         norms = [module for module in modules if isinstance(module, Norm)]
         self._norms = norms if self._deferred_batch_norm else []
         self.state = StageState(modules, deferred=self._deferred_batch_norm)
-        self.behaviors = Behaviors()
         titles = zip(self.partition.titles, self.partition.layers, strict=True)
         self.titled = [(layer, f"{title} ({type(layer).__name__})") for title, layer in titles]
         self.watches = RowWatches(self.titled)

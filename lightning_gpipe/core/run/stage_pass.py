@@ -91,7 +91,7 @@ class StagePass:
         self._recomputed = recomputed
         self._watch = watch
         # Whether a first forward needs no context manager but that of the shadows.
-        self._bare = not (randomness.redirected or self.statistics or watch or work.terms)
+        self._bare = not (randomness.private or self.statistics or watch or work.terms)
         self._routed = bool(work.leaving)  # whether its outputs leave on several ways
         from_caller = CALLER in [route.source for route in work.arriving]
         # Whether nothing but marked inputs is guarded; the caller must not find its own edited.
@@ -287,7 +287,7 @@ class StagePass:
         latest, spec = self._latest, inputs.spec
         if latest is None or (latest[0] is not spec and latest[0] != spec):
             structure = spec, self.work.signature
-            self._latest = latest = spec, self.stage.behaviors.of(self._flags, structure)
+            self._latest = latest = spec, self.stage.state.behavior(self._flags, structure)
         return latest[1]
 
 

@@ -24,25 +24,25 @@ def test_parametrization_registered_later() -> None:
 def test_layer_within_a_layer_that_is_replaced() -> None:
     outer = Pair(nn.Linear(2, 2), nn.Tanh())
     changed = stage(outer)
-    known = changed.behaviors.of(TRAIN, "inputs")
+    known = changed.state.behavior(TRAIN, "inputs")
     outer[1] = nn.BatchNorm1d(2)
 
     changed.refresh()
 
     assert changed.modules == (outer, outer[0], outer[1])
-    assert changed.behaviors.of(TRAIN, "inputs") is not known
+    assert changed.state.behavior(TRAIN, "inputs") is not known
     assert begin(changed).statistics is not None
 
 
 def test_nothing_is_forgotten_while_nothing_changes() -> None:
     same = stage(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
-    known = same.behaviors.of(TRAIN, "inputs")
+    known = same.state.behavior(TRAIN, "inputs")
     modules = same.modules
 
     same.refresh()
 
     assert same.modules is modules
-    assert same.behaviors.of(TRAIN, "inputs") is known
+    assert same.state.behavior(TRAIN, "inputs") is known
 
 
 def test_parameter_that_was_moved() -> None:
@@ -67,23 +67,3 @@ def test_training_mode_is_put_back() -> None:
         assert layers.training_flags == bytes([True, True])
 
     assert layers.training_flags == bytes([False, True])
-
-
-def test_what_is_known_of_the_layers_is_bounded() -> None:
-    """A batch with other keys in each step was remembered for ever."""
-    layers = stage(nn.Tanh())
-    known = layers.behaviors.of(TRAIN, "structure 0")
-
-    for k in range(1, 100):
-        layers.behaviors.of(TRAIN, f"structure {k}")
-
-    assert layers.behaviors.of(TRAIN, "structure 0") is not known
-
-
-def test_what_is_used_is_not_forgotten() -> None:
-    layers = stage(nn.Tanh())
-    known = layers.behaviors.of(TRAIN, "always")
-
-    for k in range(300):
-        layers.behaviors.of(TRAIN, f"structure {k}")
-        assert layers.behaviors.of(TRAIN, "always") is known

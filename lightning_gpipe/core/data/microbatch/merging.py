@@ -18,6 +18,7 @@ from lightning_gpipe.core.data.microbatch.row_values import (
     texts_in,
 )
 from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data.tensors import parts
 
 
 def merged(
@@ -134,7 +135,7 @@ def _same(value: Any, other: Any) -> bool:
     if isinstance(value, Tensor):
         if not is_whole(value) or value.layout != other.layout or value.shape != other.shape:
             return False
-        return all(map(_equal, _dense_parts(value), _dense_parts(other)))
+        return all(map(_equal, _comparable(value), _comparable(other)))
     equal = value == other
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # arrays compare by element
 
@@ -148,8 +149,5 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
     return torch.allclose(there, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return [tensor.indices(), tensor.values()]
-    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+def _comparable(tensor: Tensor) -> list[Tensor]:
+    return parts(tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor)

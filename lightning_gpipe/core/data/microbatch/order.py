@@ -33,11 +33,8 @@ class RowOrder:
         """Return the greatest length of ``size`` rows from ``first`` on, at least 1."""
         return min(self.longest, max([1, *self.lengths[first : first + size]]))
 
-    def arrange(self, leaf: Any) -> Any:
-        return leaf if self.permutation is None else permuted(leaf, self.permutation)
-
     def restore(self, leaf: Any) -> Any:
-        """Undo :meth:`arrange`."""
+        """Put the rows of an output, or its other entries, back in the order of the batch."""
         if self.permutation is None:
             return leaf
         if len(leaf) != len(self.lengths):

@@ -32,7 +32,7 @@ from typing_extensions import override
 from lightning_gpipe.core.data.microbatch.merging import merged
 from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.order import RowOrder, even_tokens
-from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries
+from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries, permuted
 from lightning_gpipe.core.data.microbatch.rows import (
     count_rows,
     division_of,
@@ -126,7 +126,9 @@ class PaddedSequences(MicroBatching):
         order.sizes[len(sizes)] = sizes
         if len(sizes) > 1 or order.permutation is not None:
             batch = self._values.marked(batch, rows)
-        microbatches = split_rows(_reordered(batch, order.arrange), sizes)
+        if order.permutation is not None:
+            batch = _reordered(batch, order.permutation)
+        microbatches = split_rows(batch, sizes)
         return [
             _changed(piece, partial(_trimmed, longest=order.longest_of(first, size)), self._trim)
             for piece, first, size in zip(microbatches, firsts, sizes, strict=False)
@@ -230,9 +232,9 @@ def _changed(
     return tree_unflatten(FlatTree(changed, spec))
 
 
-def _reordered(tree: Any, function: Callable[[Any], Any]) -> Any:
+def _reordered(tree: Any, order: Tensor) -> Any:
     leaves, spec = tree_flatten(tree)
-    changed = [function(leaf) if has_entries(leaf) or has_rows(leaf) else leaf for leaf in leaves]
+    changed = [permuted(x, order) if has_entries(x) or has_rows(x) else x for x in leaves]
     return tree_unflatten(FlatTree(changed, spec))
 
 

@@ -3,6 +3,10 @@
 Other libraries split each tensor separately and pair up the pieces, so a tensor with fewer rows
 silently drops rows of the others. Here all tensors of a batch must have the same number of rows. A
 mini-batch of 10 rows in 4 chunks becomes 3, 3, 2 and 2 rows.
+
+Without ``batch_first=True`` PyTorch's layers take sequences as ``(time, rows, ...)``. Other tensors
+of such a batch differ: labels ``(rows,)`` have fewer dims, and a key padding mask is ``(rows,
+time)`` even there. So the dim of the rows can be set for all tensors or for single entries.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_gpipe.core.data.marks import is_whole, whole
-from lightning_gpipe.core.data.microbatch.dims import Dim, check_dim, dims_of
 from lightning_gpipe.core.data.microbatch.merging import are_rows, concatenated, merged
 from lightning_gpipe.core.data.microbatch.microbatching import Division, MicroBatching
 from lightning_gpipe.core.data.microbatch.row_values import RowValues, has_entries, pieces_of
-from lightning_gpipe.core.data.pytree import FlatTree, named_leaves, tree_flatten, tree_unflatten
+from lightning_gpipe.core.data.pytree import entries, named_leaves, tree_flatten, tree_unflatten
+
+Dim = int | dict[int | str, int]  # of all tensors, or by entry; 0 for the other entries
 
 
 class Rows(MicroBatching):
@@ -55,9 +60,9 @@ class Rows(MicroBatching):
     ) -> None:
         if at_least < 1:
             raise ValueError(f"at_least must be 1 or more, a number of rows: got {at_least}.")
-        check_dim("dim", dim)
+        _check_dim("dim", dim)
         if output_dim is not None:
-            check_dim("output_dim", output_dim)
+            _check_dim("output_dim", output_dim)
         self._at_least = at_least
         self._dim = dim
         self._output_dim = output_dim
@@ -127,10 +132,10 @@ class Rows(MicroBatching):
         self, batch: Any, m: int, output: Any, columns: Sequence[Sequence[Any]]
     ) -> list[int]:
         if self._output_dim is not None:
-            return dims_of(output, self._output_dim)
+            return _dims_of(output, self._output_dim)
         if self._dim == 0:
             return [0] * len(columns)
-        dims = dims_of(output, self._dim, strict=False)
+        dims = _dims_of(output, self._dim, strict=False)
         _check_rows(columns, dims, even_sizes(count_rows(batch, self._dim), m))
         return dims
 
@@ -139,7 +144,7 @@ def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
     """Return the sizes of micro-batches with the rows of their tensors in ``dim``."""
     tensors = []
     for microbatch in microbatches:
-        pairs = zip(tree_flatten(microbatch).leaves, dims_of(microbatch, dim), strict=True)
+        pairs = zip(tree_flatten(microbatch).leaves, _dims_of(microbatch, dim), strict=True)
         tensors.append([(leaf, rows) for leaf, rows in pairs if has_rows(leaf)])
     sizes = tuple(x.size(rows) for (x, rows), *_ in tensors)
     widths = {n for x, rows in tensors[0] for k, n in enumerate(x.shape) if k != rows}
@@ -149,7 +154,7 @@ def division_of(microbatches: Sequence[Any], dim: Dim = 0) -> Division:
 def count_rows(batch: Any, dim: Dim = 0) -> int:
     """Return the number of rows of all tensors, or raise a ValueError if they disagree."""
     leaves = tree_flatten(batch).leaves
-    dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
+    dims = [0] * len(leaves) if dim == 0 else _dims_of(batch, dim)
     sizes = {leaf.size(k) for leaf, k in zip(leaves, dims, strict=True) if has_rows(leaf)}
     if len(sizes) != 1:
         raise ValueError(_no_common_rows(batch, dims))
@@ -165,10 +170,10 @@ def even_sizes(rows: int, chunks: int) -> list[int]:
 
 def split_rows(batch: Any, sizes: list[int], dim: Dim = 0) -> list[Any]:
     """Split ``batch``, whose lists with an entry per row are marked, into so many rows each."""
-    leaves, spec = tree_flatten(batch)
-    dims = [0] * len(leaves) if dim == 0 else dims_of(batch, dim)
-    pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(leaves, dims, strict=True)]
-    return [tree_unflatten(FlatTree(list(piece), spec)) for piece in zip(*pieces, strict=True)]
+    flat = tree_flatten(batch)
+    dims = [0] * len(flat.leaves) if dim == 0 else _dims_of(batch, dim)
+    pieces = [_pieces(leaf, sizes, k) for leaf, k in zip(flat.leaves, dims, strict=True)]
+    return [tree_unflatten(flat._replace(leaves=list(each))) for each in zip(*pieces, strict=True)]
 
 
 def has_rows(leaf: Any) -> bool:
@@ -241,3 +246,42 @@ def _no_common_rows(batch: Any, dims: Sequence[int]) -> str:
         f"{others} Pad one that has several values per row, such as the indices of "
         "nn.EmbeddingBag, to the shape (rows, longest)."
     )
+
+
+def _check_dim(argument: str, dim: Dim) -> None:
+    """Raise unless ``dim`` is an integer or a dict of integers, all of them at least 0."""
+    for value in dim.values() if isinstance(dim, dict) else [dim]:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(
+                f"{argument} must be an integer, the dim of the rows, or a dict from entries to "
+                f"integers: got {dim!r}."
+            )
+        if value < 0:  # another dim in tensors of other shape
+            raise ValueError(f"{argument} must count from 0, the first dim: got {dim!r}.")
+
+
+def _dims_of(tree: Any, dim: Dim, *, strict: bool = True) -> list[int]:
+    """Return the dim of each leaf's rows: ``dim``, or 0 for leaves without that dim.
+
+    ``strict`` raises a ValueError if an entry in ``dim`` does not exist, or has no such dim.
+    """
+    leaves = tree_flatten(tree).leaves
+    if isinstance(dim, int):
+        return [_existing(leaf, dim) for leaf in leaves]
+    names = entries(tree)
+    if strict and (missing := [entry for entry in dim if entry not in names]):
+        raise ValueError(f"the entries {missing} must exist: got {list(dict.fromkeys(names))}.")
+    dims = []
+    for name, leaf in zip(names, leaves, strict=True):
+        rows = 0 if name is None else dim.get(name, 0)
+        if strict and name in dim and isinstance(leaf, Tensor) and leaf.dim() <= rows:
+            raise ValueError(
+                f"the entry {name!r} must have its rows in dim {rows}: got a tensor of shape "
+                f"{tuple(leaf.shape)}."
+            )
+        dims.append(_existing(leaf, rows))
+    return dims
+
+
+def _existing(leaf: Any, dim: int) -> int:
+    return dim if isinstance(leaf, Tensor) and leaf.dim() > dim else 0

@@ -77,7 +77,7 @@ class RowWatches:
         return RowWatch(self._watched, cut, partial(record, self._signatures, signature, None))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_signatures": {}}  # as those of Behaviors
+        return {**self.__dict__, "_signatures": {}}  # a file must not have TreeSpecs
 
 
 class RowWatch:

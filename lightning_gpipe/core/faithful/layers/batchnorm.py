@@ -14,6 +14,7 @@ instance norm, averages over the rows, are deferred as well.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -36,20 +37,19 @@ class Moments(NamedTuple):
     variance: Tensor  # (C,), unbiased
 
 
-def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str] = ()) -> None:
+def check_batch_norms(layers: Sequence[nn.Module], titles: Sequence[str]) -> None:
     """Raise if a batch norm has a forward of its own, so that its statistics cannot be deferred.
 
     Args:
         layers: The layers.
-        titles: Their titles in errors; by default ``layer 0`` and so on.
+        titles: Their titles in errors, such as ``layer 0``.
 
     Raises:
         ValueError: Names every such batch norm.
     """
-    numbered = [f"layer {k}" for k in range(len(layers))]
     custom = [
         f"{type(module).__name__} in {title}"
-        for layer, title in zip(layers, titles or numbered, strict=True)
+        for layer, title in zip(layers, titles, strict=True)
         for module in layer.modules()
         if isinstance(module, _BatchNorm) and not _is_plain(module)
     ]
@@ -111,7 +111,9 @@ class DeferredStatistics:
         old: list[Tensor] = []
         new: list[Tensor] = []
         for norm, forwards in self._calls.items():
-            merged = list(_merged_calls(norm, [forward.moments for forward in forwards]))
+            by_row = isinstance(norm, _InstanceNorm)
+            calls = zip_longest(*[forward.moments for forward in forwards])
+            merged = [merge_moments(filter(None, parts), by_row=by_row) for parts in calls]
             outer = self._outer[norm]
             if outer is not None:
                 outer.moments += merged
@@ -163,14 +165,6 @@ class _RecordingForward:
         return y
 
 
-def _merged_calls(norm: Norm, microbatches: Sequence[Sequence[Moments]]) -> Iterator[Moments]:
-    """Yield the moments of the whole mini-batch, for each call that the layers made."""
-    by_row = isinstance(norm, _InstanceNorm)
-    for call in range(max(map(len, microbatches), default=0)):
-        parts = [calls[call] for calls in microbatches if call < len(calls)]
-        yield merge_moments(parts, by_row=by_row)
-
-
 def _updates(norm: Norm, calls: Iterable[Moments]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the buffers of a norm, each with its value after these calls."""
     assert norm.running_mean is not None and norm.running_var is not None
@@ -204,8 +198,7 @@ def _deferred_by(norm: Norm) -> _RecordingForward | None:
 
 def _is_plain(norm: Norm) -> bool:
     kind: Any = _BatchNorm if isinstance(norm, _BatchNorm) else _InstanceNorm
-    names = ("forward", _method_of(norm))
     return all(
         getattr(type(norm), name) is getattr(kind, name) and name not in vars(norm)
-        for name in names
+        for name in ("forward", _method_of(norm))
     )

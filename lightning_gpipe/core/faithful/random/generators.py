@@ -51,6 +51,10 @@ class Randomness:
         devices: The devices whose default generators only the stage's worker uses.
         private: The generators that replace those shared with other workers, if any do.
         libraries: Whether to save the states of Python's and NumPy's for recomputation, too.
+
+    Attributes:
+        private: The generators of forward, see above.
+        in_backward: The generators that replace the shared ones in backward, if any do.
     """
 
     def __init__(
@@ -63,17 +67,8 @@ class Randomness:
         libraries_saved = LIBRARIES if libraries else ()
         self._own = (*map(default_generator, devices), *libraries_saved)
         self._states: dict[int, RandomState] = {}
-        self._private = private
-        self._in_backward: PrivateGenerators | None = None
-
-    def begin_backward(self, private: PrivateGenerators | None) -> None:
-        """Set the generators that replace the shared ones in backward."""
-        self._in_backward = private
-
-    @property
-    def redirected(self) -> bool:
-        """True if the stage has private generators."""
-        return self._private is not None
+        self.private = private
+        self.in_backward: PrivateGenerators | None = None
 
     def save(self, i: int) -> None:
         """Save the states before the first forward of micro-batch ``i``, for its recomputation."""
@@ -82,11 +77,11 @@ class Randomness:
 
     def drawing(self, i: int) -> list[Manager]:
         """Return the context managers for the first forward of micro-batch ``i``."""
-        return [] if self._private is None else [self._private.drawing(i)]
+        return [] if self.private is None else [self.private.drawing(i)]
 
     def drawing_in_backward(self, i: int) -> Manager:
         """Return the context manager for the backward of micro-batch ``i``."""
-        return NOTHING if self._in_backward is None else self._in_backward.drawing(i)
+        return NOTHING if self.in_backward is None else self.in_backward.drawing(i)
 
     def replaying(self, i: int) -> list[Manager]:
         """Return the context managers for the recomputation, which draws the same numbers again."""
@@ -114,13 +109,12 @@ class SharedGenerators:
         self._private: list[PrivateGenerators] = []
         self._heard = 0
 
-    def private(self, j: int, *, grad: bool = False) -> PrivateGenerators:
-        """Return generators for stage ``j`` in forward, with gradients or without."""
-        return self._new(j, self._seed, grad)
-
-    def private_in_backward(self, j: int) -> PrivateGenerators:
-        """Return generators for stage ``j`` in backward."""
-        return self._new(j, self._seed + b"backward")
+    def private(self, j: int, *, grad: bool = False, backward: bool = False) -> PrivateGenerators:
+        """Return generators for stage ``j`` in forward, with gradients or without, or backward."""
+        seed = self._seed + b"backward" * backward
+        private = PrivateGenerators(seed, j, self._devices, grad=grad)
+        self._private.append(private)
+        return private
 
     @property
     def drew(self) -> bool:
@@ -130,8 +124,7 @@ class SharedGenerators:
     @property
     def bits(self) -> int:
         """A signal to other processes of the kinds of draws."""
-        untagged = any(private.untagged for private in self._private)
-        return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * untagged
+        return _DREW * self.drew + _MOVED * self.moved() + _UNTAGGED * bool(self.untagged)
 
     def hear(self, bits: int) -> None:
         """Take the :attr:`bits` of other processes."""
@@ -178,11 +171,6 @@ class SharedGenerators:
         for device in self._devices:
             default = default_generator(device)
             torch.empty((), dtype=torch.int64, device=device).random_(generator=default)
-
-    def _new(self, j: int, seed: bytes, grad: bool = False) -> PrivateGenerators:
-        private = PrivateGenerators(seed, j, self._devices, grad=grad)
-        self._private.append(private)
-        return private
 
 
 def _bytes_of(state: RandomState) -> tuple[bytes, ...]:

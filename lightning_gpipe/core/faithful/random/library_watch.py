@@ -14,7 +14,7 @@ from functools import partial
 
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
-from lightning_gpipe.core.faithful.state.behavior import TrainingFlags, record
+from lightning_gpipe.core.faithful.state.behavior import record
 
 _BITS = {"random": 8, "numpy.random": 16}  # others than those of SharedGenerators
 _INSTEAD = "Use torch.rand, or a generator that the layer holds, such as numpy.random.default_rng()"
@@ -68,16 +68,16 @@ class LibraryDraws:
     """Records whether the layers of a pipeline draw from Python's and NumPy's generators."""
 
     def __init__(self) -> None:
-        self._count: dict[TrainingFlags, int] = {}
-        self._drawing: set[TrainingFlags] = set()
+        self._count: dict[bytes, int] = {}
+        self._drawing: set[bytes] = set()
         self._warned = False
 
-    def saved(self, flags: TrainingFlags) -> bool:
+    def saved(self, flags: bytes) -> bool:
         """Return whether the states must be saved before each forward of the present mini-batch."""
         return self._count.get(flags, 0) <= 1 or flags in self._drawing
 
     def begin(
-        self, flags: TrainingFlags, *, alone: bool, recomputed: bool, spread: bool = False
+        self, flags: bytes, *, alone: bool, recomputed: bool, spread: bool = False
     ) -> LibraryWatch:
         """Begin the forward of a mini-batch.
 
@@ -92,9 +92,7 @@ class LibraryDraws:
             settle = partial(_refuse, before)
         return LibraryWatch(alone and recomputed and self.saved(flags), before, settle)
 
-    def _settle(
-        self, flags: TrainingFlags, moved: list[str], *, alone: bool, recomputed: bool
-    ) -> None:
+    def _settle(self, flags: bytes, moved: list[str], *, alone: bool, recomputed: bool) -> None:
         """Raise or warn if a recomputation cannot draw the same from these generators."""
         saved = self.saved(flags)
         self._drawing.add(flags)

@@ -144,19 +144,15 @@ def _refuse_checkpointing() -> None:
 
     Its backward would restore the state of the shared generator and draw another mask from it.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None,)
     reentrant = not torch.is_grad_enabled() and _called_by("torch.utils.checkpoint")
-    if reentrant or (hooks is not None and _module_of(hooks[0]) == "torch.utils.checkpoint"):
+    if reentrant or getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         raise RuntimeError(
             "a layer must not draw random numbers under torch.utils.checkpoint in a pipeline whose "
             "workers share a generator, as all do on the CPU: its backward would draw others. Use "
             "the pipeline's activation_checkpointing instead, or checkpoint only what does not "
             "draw."
         )
-
-
-def _module_of(function: Any) -> str | None:
-    return getattr(function, "__module__", None)
 
 
 def _called_by(module: str) -> bool:

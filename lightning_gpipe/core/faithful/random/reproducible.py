@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_gpipe.core.data import FlatTree
 from lightning_gpipe.core.faithful.random.generators import SharedGenerators
 from lightning_gpipe.core.faithful.random.random_state import RandomState
-from lightning_gpipe.core.faithful.state.behavior import TrainingFlags, record
+from lightning_gpipe.core.faithful.state.behavior import record
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState
 
 T = TypeVar("T")
@@ -80,12 +80,12 @@ class Draws:
         shared = {device for device, workers in users.items() if workers > 1 or spread}
         several = len(devices) > 1 or spread
         self.shared = frozenset({torch.device("cpu"), *shared} if several else ())
-        self._history: dict[tuple[str, TrainingFlags], _Frequency] = {}
+        self._history: dict[tuple[str, bytes], _Frequency] = {}
         self._warnings: set[str] = set()  # each is given once
 
     def run(
         self,
-        flags: TrainingFlags,
+        flags: bytes,
         forward: Forward,
         *,
         generators: SharedGenerators,
@@ -110,13 +110,27 @@ class Draws:
         """
         if not self.shared:
             return forward(None)
-        frequency = self._history.get((_FORWARD, flags)) or _ASSUMED
+        key = _FORWARD, flags
+        frequency = self._history.get(key) or _ASSUMED
+        bare = frequency is _Frequency.NEVER and not modes
+        before = None
         try:
-            if frequency is _Frequency.NEVER and not modes:
-                return self._run_bare(flags, forward, generators, snapshots, recomputed)
-            outputs = forward(generators)
-            record(self._history, (_FORWARD, flags), _after(frequency, generators.drew))
-            self._settle(generators, generators.drew, recomputed)
+            if bare and snapshots is not None:
+                before = list(snapshots(key not in self._history))
+            outputs = forward(None if bare else generators)
+            drew = generators.moved() if bare else generators.drew
+            record(self._history, key, _after(frequency, drew))
+            if bare and not drew:
+                return outputs
+            if bare:
+                generators.rewind()
+                if before is None:  # the numbers drawn are valid, but not reproducible
+                    self._history.pop(key, None)
+                else:
+                    for snapshot in before:
+                        snapshot.restore()
+                    outputs = forward(generators)
+            self._settle(generators, drew, recomputed)
         except BaseException:
             generators.rewind()  # how far it came depends on timing, and differs between processes
             raise
@@ -125,7 +139,7 @@ class Draws:
     def run_once(
         self,
         kind: str,
-        flags: TrainingFlags,
+        flags: bytes,
         run: Callable[[SharedGenerators | None], T],
         *,
         generators: SharedGenerators,
@@ -172,32 +186,6 @@ class Draws:
             yield
         finally:
             self._history = history
-
-    def _run_bare(
-        self,
-        flags: TrainingFlags,
-        forward: Forward,
-        generators: SharedGenerators,
-        snapshots: Snapshots | None,
-        recomputed: bool,
-    ) -> Outputs:
-        """Run without private generators, and again with them if that drew from the shared ones."""
-        key = _FORWARD, flags
-        before = None if snapshots is None else list(snapshots(key not in self._history))
-        outputs = forward(None)
-        if not generators.moved():
-            record(self._history, key, _Frequency.NEVER)
-            return outputs
-        generators.rewind()
-        if before is None:  # the numbers drawn are valid, but not reproducible
-            self._history.pop(key, None)
-        else:
-            record(self._history, key, _Frequency.ALWAYS)
-            for snapshot in before:
-                snapshot.restore()
-            outputs = forward(generators)
-        self._settle(generators, True, recomputed)
-        return outputs
 
     def _settle(self, generators: SharedGenerators, drew: bool, recomputed: bool) -> None:
         """Advance the shared generators once if anything was drawn from them or private ones."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,14 +28,6 @@ from lightning_gpipe.core.faithful.state.contents import Contents, Left, has_con
 from lightning_gpipe.core.layout import Holder, Slot, holders, parameter_holders
 
 Values = Sequence[Sequence[Any]]  # of all attributes, holder by holder
-
-
-class _AttributeContents(NamedTuple):
-    """One attribute with contents."""
-
-    slot: Slot
-    contents: Contents
-    expected: bool  # to be changed by every run
 
 
 class Owners:
@@ -98,12 +90,12 @@ class AttributeState:
         self._first = first = changed is None
         self._writes: list[Write] = []
         self._left: list[Left] = []
-        self._contents: list[_AttributeContents] = []
+        self._contents: list[tuple[Slot, Contents, bool]] = []  # whether every run changes it
         for holder, name in owners.containing:
             slot = holder.module, holder.prefix + name
             expected = changed is not None and slot in changed
             contents = Contents(holder.slots[name], copied=first or expected)
-            self._contents.append(_AttributeContents(slot, contents, expected))
+            self._contents.append((slot, contents, expected))
 
     def compare(self, *, linked: bool) -> frozenset[Slot]:
         """Return the attributes whose contents the run changed; may be called once.

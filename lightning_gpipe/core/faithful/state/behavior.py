@@ -13,13 +13,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.layout import Slot
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
-
-TrainingFlags = bytes  # of each module, in order, 1 or 0: they are compared and hashed at once
 
 _CAPACITY = 64
 
@@ -47,50 +44,6 @@ class Behavior:
     searching: bool = True  # whether the next one is
 
 
-class Behaviors:
-    """The behavior of one stage's layers, for the call signatures that were used last."""
-
-    def __init__(self) -> None:
-        self._recorded: dict[Hashable, Behavior] = {}
-        self._latest: tuple[TrainingFlags, Hashable, Behavior] | None = None
-
-    @property
-    def edited_parameters(self) -> set[Slot]:
-        """The slots of the frozen parameters that the layers edit for any call signature."""
-        return set().union(*[b.edited_parameters or () for b in self._recorded.values()])
-
-    @property
-    def all(self) -> Behavior:
-        """All edits of state for any call signature, as one behavior."""
-        union, recorded = Behavior(), self._recorded.values()
-        union.edited_buffers = set().union(*[b.edited_buffers or () for b in recorded])
-        union.edited_parameters = frozenset(self.edited_parameters)
-        union.changed_attributes = frozenset().union(
-            *[b.changed_attributes or () for b in recorded]
-        )
-        return union
-
-    def of(self, flags: TrainingFlags, structure: Hashable) -> Behavior:
-        """Return the behavior for these training flags and this structure of inputs."""
-        latest = self._latest  # to hash a structure takes longer than to see that it is the same
-        if latest is not None and latest[0] == flags and latest[1] == structure:
-            return latest[2]
-        signature = flags, structure
-        behavior = self._recorded.get(signature) or Behavior()
-        record(self._recorded, signature, behavior)
-        self._latest = flags, structure, behavior
-        return behavior
-
-    def __reduce__(self) -> tuple[type[Behaviors], tuple[()]]:
-        return Behaviors, ()  # a copy records it anew; a file must not have PyTorch's TreeSpecs
-
-
 def version_of(tensor: Tensor) -> int:
     """Return the version counter, which edits increment, except those of ``tensor.data``."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def same_value(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal; a NaN differs from itself."""
-    same_kind = one.shape == other.shape and one.layout == other.layout
-    return same_kind and (one.is_meta or equal(one, other))

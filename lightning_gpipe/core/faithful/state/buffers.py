@@ -16,7 +16,7 @@ from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.layers.batchnorm import Norm
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.state.behavior import Behavior, same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import Behavior, version_of
 from lightning_gpipe.core.layout import Slot
 
 _LARGE = 2**20  # bytes
@@ -68,32 +68,19 @@ class BufferState:
 
     def compare(self, behavior: Behavior) -> None:
         """Record the buffers that the first run edited; raise for one that was not saved."""
-        if self._versions and self.lost is not None:
-            module, name = self.lost
-            raise RuntimeError(
-                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
-                "none: it did for the first time after an earlier run that did not, and the value "
-                "before is needed for recomputation. Assign a new tensor to the buffer instead of "
-                "editing it, or write activation_checkpointing='never'."
-            )
+        if self._versions:
+            self._check_saved()
         if behavior.edited_buffers is None:
             behavior.edited_buffers = {
                 slot
                 for slot, (buffer, version) in self._versions.items()
                 if version_of(buffer) != version
-                or (buffer in self._values and not same_value(buffer, self._values[buffer]))
+                or (buffer in self._values and not equal(buffer, self._values[buffer]))
             }
 
     def restore(self) -> None:
         """Restore the buffers and their values; raise if one was edited that was not saved."""
-        if self.lost is not None:
-            module, name = self.lost
-            raise RuntimeError(
-                f"{type(module).__name__} must not edit its large buffer {name!r} in a forward in "
-                "which layers draw random numbers for the first time after one in which they did "
-                "not: the forward is run again, and the value before was not saved. Assign a new "
-                "tensor to the buffer instead of editing it, or draw in the first mini-batch too."
-            )
+        self._check_saved()
         for module in self._modules:
             slots, buffers = module._buffers, self._buffers.get(module, {})
             if isinstance(slots, dict):  # a scripted module has a fixed set, kept in C++
@@ -122,3 +109,14 @@ class BufferState:
             else:  # a scripted module has a fixed set of buffers, kept in C++
                 writes += [(module._buffers, name, buffer) for name, buffer in swap.items()]
         return [journal.changed(writes)] if writes else []
+
+    def _check_saved(self) -> None:
+        if self.lost is not None:
+            module, name = self.lost
+            raise RuntimeError(
+                f"{type(module).__name__} must edit its buffer {name!r} in every forward or in "
+                "none: it did for the first time after an earlier run that did not, and the value "
+                "before is needed to run the forward again, as for recomputation, or because "
+                "layers draw random numbers that did not before. Assign a new tensor to the buffer "
+                "instead of editing it, or write activation_checkpointing='never'."
+            )

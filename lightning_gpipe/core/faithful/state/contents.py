@@ -9,19 +9,20 @@ in these runs. NumPy arrays are treated like large containers, if they are not v
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from lightning_gpipe.core.data import equal
 from lightning_gpipe.core.faithful.journal import Slots, ValueSlot, Write, value_in
-from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import CONTAINERS, contents, within
 
 Left = tuple[Slots, Any, "ref[Tensor]"]  # a tensor with a graph that a first forward left there
@@ -42,7 +43,7 @@ class _SavedTensor(NamedTuple):
         """Return whether it was edited; ``compared``: by its value, too, which waits for a GPU."""
         if version_of(self.tensor) != self.version:
             return True
-        return compared and self.copy is not None and not same_value(self.tensor, self.copy)
+        return compared and self.copy is not None and not equal(self.tensor, self.copy)
 
 
 class _SavedContainer(NamedTuple):
@@ -168,10 +169,9 @@ def has_contents(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     """Return whether the value is a writable array of numbers in memory, small enough to copy."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, numpy.ndarray):
+    if not isinstance(value, np.ndarray):
         return False
-    fixed = isinstance(value, numpy.memmap) or not value.flags.writeable
+    fixed = isinstance(value, np.memmap) or not value.flags.writeable
     return not (fixed or value.dtype.hasobject) and bool(value.nbytes <= _LARGEST_ARRAY)
 
 

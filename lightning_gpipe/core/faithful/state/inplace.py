@@ -52,7 +52,8 @@ class MutationGuard:
         copied = guarded if self._expected is None else self._expected
         if copied or len(self._versions) < len(guarded):
             self.leaves = _with_copies(leaves, guarded, copied)
-            self._versions = _versions(self.leaves, guarded)
+            inputs = [(k, self.leaves[k]) for k in guarded]
+            self._versions = [(k, x, x._version) for k, x in inputs if not x.is_inference()]
 
     @property
     def expects_none(self) -> bool:
@@ -123,8 +124,3 @@ def _copy(leaf: Tensor) -> Tensor:
         return leaf.clone()
     with inference_mode(False):  # a clone made in inference mode would have no version counter
         return leaf.detach().clone()
-
-
-def _versions(leaves: list[Any], guarded: Sequence[int]) -> list[tuple[int, Tensor, int]]:
-    """Return the version counters of the guarded leaves; inference tensors have none."""
-    return [(k, leaves[k], leaves[k]._version) for k in guarded if not leaves[k].is_inference()]

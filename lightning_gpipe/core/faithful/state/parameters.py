@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import bytes_of, copy_values
+from lightning_gpipe.core.data import bytes_of, copy_values, equal
 from lightning_gpipe.core.faithful.journal import Journal, Write
 from lightning_gpipe.core.faithful.managers import Manager
-from lightning_gpipe.core.faithful.shadow import leaf_like
-from lightning_gpipe.core.faithful.state.behavior import same_value, version_of
+from lightning_gpipe.core.faithful.shadow import has_memory, leaf_like
+from lightning_gpipe.core.faithful.state.behavior import version_of
 from lightning_gpipe.core.layout import Slot
 
 _MOST = 2**30  # bytes of frozen parameters to copy in the first run
@@ -43,7 +43,7 @@ class _WatchedParameter:
         """True if it has another value."""
         if self._sums is not None:
             return not torch.equal(_sums(self.parameter), self._sums)
-        return self.copy is not None and not same_value(self.parameter, self.copy)
+        return self.copy is not None and not equal(self.parameter, self.copy)
 
     @property
     def edited(self) -> bool:
@@ -119,7 +119,7 @@ def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
     budget, watched = _MOST, []
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or not _is_plain(parameter):
+            if parameter is None or parameter.is_meta or not has_memory(parameter):
                 continue
             copied = not parameter.requires_grad and bytes_of(parameter) <= budget
             budget -= bytes_of(parameter) if copied else 0
@@ -130,12 +130,6 @@ def _all(modules: Iterable[nn.Module]) -> list[_WatchedParameter]:
 def _watched(slots: Iterable[Slot], *, copied: bool) -> list[_WatchedParameter]:
     parameters = ((slot, slot[0]._parameters.get(slot[1])) for slot in slots)
     return [_WatchedParameter(slot, p, copied=copied) for slot, p in parameters if p is not None]
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    """Return whether its elements can be read as those of any dense tensor."""
-    own = type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return own and parameter.layout is torch.strided and not parameter.is_meta
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ with the saved state, and the stage's journal puts back what the first forwards 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -20,10 +20,10 @@ from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.random.random_state import ForeignGenerator, RandomState
 from lightning_gpipe.core.faithful.state.attributes import AttributeState, Owners, Values
-from lightning_gpipe.core.faithful.state.behavior import Behavior
+from lightning_gpipe.core.faithful.state.behavior import Behavior, record
 from lightning_gpipe.core.faithful.state.buffers import BufferState
 from lightning_gpipe.core.faithful.state.parameters import ParameterState
-from lightning_gpipe.core.layout import is_generator, within
+from lightning_gpipe.core.layout import Slot, is_generator, within
 
 _PLAIN = (int, float, str, bytes, type(None), Tensor)  # without a generator
 
@@ -77,6 +77,8 @@ class ModuleState(NamedTuple):
 class StageState:
     """Captures the state of one stage's modules, as far as their layers are known to change it.
 
+    The behavior of the layers is known for the call signatures that were used last.
+
     The generators that modules hold are searched for once, and again when a module has another
     object in an attribute. Only the worker of the layer's stage draws from them, so it is enough to
     save their states before the first forward of each micro-batch.
@@ -90,6 +92,35 @@ class StageState:
         self._owners = self._searched = Owners(())
         self._searched_values: Values | None = None
         self._generators: list[Generator | ForeignGenerator] | None = None  # not searched for yet
+        self._behaviors: dict[Hashable, Behavior] = {}
+        self._latest: tuple[bytes, Hashable, Behavior] | None = None
+
+    def behavior(self, flags: bytes, structure: Hashable) -> Behavior:
+        """Return the behavior for these training flags and this structure of inputs."""
+        latest = self._latest  # to hash a structure takes longer than to see that it is the same
+        if latest is not None and latest[0] == flags and latest[1] == structure:
+            return latest[2]
+        signature = flags, structure
+        behavior = self._behaviors.get(signature) or Behavior()
+        record(self._behaviors, signature, behavior)
+        self._latest = flags, structure, behavior
+        return behavior
+
+    @property
+    def edited_parameters(self) -> frozenset[Slot]:
+        """The slots of the frozen parameters that the layers edit for any call signature."""
+        recorded = self._behaviors.values()
+        return frozenset().union(*[b.edited_parameters or () for b in recorded])
+
+    def snapshot(self, *, first: bool) -> ModuleState:
+        """Capture the state before another forward; ``first``: the behavior is not known yet."""
+        union, recorded = Behavior(), self._behaviors.values()
+        if not first:
+            union.edited_buffers = set().union(*[b.edited_buffers or () for b in recorded])
+            union.edited_parameters = self.edited_parameters
+            changed = [b.changed_attributes or () for b in recorded]
+            union.changed_attributes = frozenset().union(*changed)
+        return self.capture(union)
 
     def refresh(self) -> None:
         """Prepare for a mini-batch, since which the user may have changed the modules."""
@@ -97,11 +128,7 @@ class StageState:
         if before is not None and not self._searched.moved(before):
             return  # most often, and seen at once
         present = self._searched.values()
-        if before is None or present is None:
-            self._generators = None
-            return
-        pairs = zip(chain(*present), chain(*before), strict=True)
-        if any(new is not old and not isinstance(new, _PLAIN) for new, old in pairs):
+        if before is None or present is None or _other_objects(present, before):
             self._generators = None
 
     def capture(self, behavior: Behavior) -> ModuleState:
@@ -130,8 +157,13 @@ class StageState:
         )
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        # A copied module has other attributes and generators.
+        # A copied module has other attributes and generators; a file must not have TreeSpecs.
         return partial(StageState, deferred=self._deferred), (self._modules,)
+
+
+def _other_objects(new: Values, old: Values) -> bool:
+    pairs = zip(chain(*new), chain(*old), strict=True)
+    return any(one is not other and not isinstance(one, _PLAIN) for one, other in pairs)
 
 
 @contextmanager

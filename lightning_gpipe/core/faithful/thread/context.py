@@ -12,8 +12,9 @@ default type included. Only what differs from the state of the thread is entered
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ import torch
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting
 from lightning_gpipe.core.faithful.thread.modes import TorchModes
 from lightning_gpipe.core.faithful.thread.recomputing import for_recomputation
-from lightning_gpipe.core.faithful.thread.switches import positions, switched
 
 # Lightning replaces `torch.no_grad` and `torch.inference_mode` while a step runs (on its main
 # branch); these are PyTorch's own.
@@ -37,6 +37,7 @@ _NAMES = (
     ("saved_tensors_hooks", "hooks on saved tensors"),
 )
 
+_autograd = torch._C._autograd
 _CPU = torch.device("cpu")
 _NO_VARIABLES = contextvars.Context()
 
@@ -88,7 +89,7 @@ class Context(NamedTuple):
             _default_device(),
             torch.get_default_dtype(),
             _saved_tensors_hooks(),
-            positions(),
+            _positions(),
             contextvars.copy_context(),
         )
 
@@ -103,7 +104,7 @@ class Context(NamedTuple):
                 missing.append(autocast.entered)
         if _default_device() != self.default_device:
             missing.append(lambda: self.default_device)
-        missing += switched(self.switches)
+        missing += _switched(self.switches)
         if torch.is_grad_enabled() != self.grad or missing:  # inference mode changes it too
             missing.append(partial(_set_grad_enabled, self.grad))
         return missing
@@ -178,13 +179,13 @@ def _saved_tensors_hooks() -> Hooks | None:
 
 
 def _top_hooks() -> Hooks | None:
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
 def _hooked(hooks: Hooks | None) -> Manager:
     """Apply ``hooks``, or none, in a ``with`` block on the calling thread."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks:  # on the hot path
+    if _autograd._top_saved_tensors_default_hooks(True) == hooks:  # on the hot path
         return NOTHING
     # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
     return torch.autograd.graph.saved_tensors_hooks(*(hooks or (torch.Tensor.detach, _as_is)))
@@ -199,3 +200,80 @@ def on_engine_thread() -> bool:
     # Python has only a dummy object for a thread that it did not start.
     foreign = isinstance(threading.current_thread(), threading._DummyThread)
     return foreign and torch._C._current_graph_task_id() != -1
+
+
+# Switches that are not modes. They are seldom used, but a worker without the caller's settings
+# computes something else: it keeps denormals that the caller flushes to zero, or calls tensor
+# subclasses and hooks that it disabled.
+
+_SMALLEST = sys.float_info.min  # of those that are not denormal
+
+
+def _flushes_denormals() -> bool:
+    # PyTorch cannot tell whether torch.set_flush_denormal(True) was called. Python's floats are
+    # rounded by the same unit.
+    return _SMALLEST * 0.5 == 0.0
+
+
+def _hooks_refused() -> str | None:
+    """Return the message of ``torch.autograd.graph.disable_saved_tensors_hooks``.
+
+    Hooks that were entered before it stay in force, and workers must enter those.
+    """
+    if _autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    message: str | None = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    return message
+
+
+def _refuse_hooks(message: str | None) -> None:
+    if message is None:
+        _autograd._saved_tensors_hooks_enable()
+    else:
+        _autograd._saved_tensors_hooks_disable(message)
+
+
+def _torch_functions() -> tuple[bool, bool]:
+    """Return whether ``__torch_function__`` is called of subclasses, and of modes."""
+    return torch._C._is_torch_function_enabled(), not torch._C._is_torch_function_all_disabled()
+
+
+def _with_torch_functions(position: tuple[bool, bool]) -> Manager:
+    subclasses, modes = position
+    if subclasses:
+        guard: Manager = torch._C._EnableTorchFunction()
+    elif modes:
+        guard = torch._C.DisableTorchFunctionSubclass()
+    else:
+        guard = torch._C.DisableTorchFunction()
+    return guard
+
+
+def _setting(
+    read: Callable[[], Any], write: Callable[[Any], object]
+) -> tuple[Callable[[], Any], Callable[[Any], Manager]]:
+    return read, partial(Setting, read, write)
+
+
+# How the calling thread's switches are read, and the context managers that set them.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Manager]], ...] = (
+    _setting(_flushes_denormals, torch.set_flush_denormal),
+    _setting(_hooks_refused, _refuse_hooks),
+    _setting(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+    _setting(torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+    (_torch_functions, _with_torch_functions),
+)
+
+
+def _positions() -> list[Any]:
+    """Return the positions of all switches on the calling thread."""
+    return [read() for read, _ in _SWITCHES]
+
+
+def _switched(wanted: Sequence[Any]) -> list[Callable[[], Manager]]:
+    """Return functions that make the context managers to give the switches these positions."""
+    here = _positions()
+    if here == wanted:
+        return []
+    switches = zip(_SWITCHES, wanted, here, strict=True)
+    return [partial(entered, mine) for (_, entered), mine, other in switches if mine != other]

@@ -33,7 +33,7 @@ def is_traced(input: Any, parameters: Iterable[Tensor]) -> bool:
         torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(_PROXY) is not None
         or torch.compiler.is_exporting()
-        or (torch._C._get_dispatch_mode(_FAKE) is not None and not all(map(_fake, parameters)))
+        or (torch._C._get_dispatch_mode(_FAKE) is not None and not _are_fake(parameters))
         or _has_proxy(input)
     )
 
@@ -48,8 +48,8 @@ def not_compiled(function: _Function) -> _Function:
     return disabled
 
 
-def _fake(parameter: Tensor) -> bool:
-    return isinstance(parameter, FakeTensor)
+def _are_fake(parameters: Iterable[Tensor]) -> bool:
+    return all(isinstance(parameter, FakeTensor) for parameter in parameters)
 
 
 def _has_proxy(input: Any) -> bool:

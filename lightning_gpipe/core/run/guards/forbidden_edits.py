@@ -40,11 +40,11 @@ def check_edits(stage: Stage, shadows: Shadows) -> None:
             "lost. Edit it after the optimizer step, or choose a balance in which its layers are "
             "on one device."
         )
-    moved = shadows.moved
-    if not moved:
+    frozen = [parameter for parameter in shadows.edited if not parameter.requires_grad]
+    if not frozen:
         return
     recorded = set(map(id, stage.edited_parameters))
-    new = next((parameter for parameter in moved if id(parameter) not in recorded), None)
+    new = next((parameter for parameter in frozen if id(parameter) not in recorded), None)
     if new is not None:
         raise RuntimeError(
             f"frozen parameters must be edited in every forward or in none: {stage} edited "

@@ -157,14 +157,15 @@ def test_batch_norms_with_a_forward_of_their_own_are_refused() -> None:
     layers = [nn.BatchNorm1d(3), nn.Sequential(Ghost(3)), nn.SyncBatchNorm(3)]
 
     with pytest.raises(ValueError, match="deferred_batch_norm=True needs") as error:
-        check_batch_norms(layers)
+        check_batch_norms(layers, ["layer 0", "layer 1", "layer 2"])
 
     assert "got Ghost in layer 1, SyncBatchNorm in layer 2." in str(error.value)
     assert "deferred_batch_norm=False" in str(error.value)
 
 
 def test_plain_batch_norms_are_accepted() -> None:
-    check_batch_norms([nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LazyBatchNorm3d(), nn.Linear(2, 2)])
+    layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.LazyBatchNorm3d(), nn.Linear(2, 2)]
+    check_batch_norms(layers, [f"layer {k}" for k in range(4)])
 
 
 def test_batch_norm_with_a_patched_forward_is_refused() -> None:
@@ -173,7 +174,7 @@ def test_batch_norm_with_a_patched_forward_is_refused() -> None:
     norm.__dict__["forward"] = nn.Identity()
 
     with pytest.raises(ValueError, match="BatchNorm1d in layer 0"):
-        check_batch_norms([norm])
+        check_batch_norms([norm], ["layer 0"])
 
 
 def collected() -> tuple[list[nn.BatchNorm1d], DeferredStatistics]:

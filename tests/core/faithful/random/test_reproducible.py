@@ -145,7 +145,7 @@ def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
         module.calls.add_(1)
         return Forward(draws=True)(shared)
 
-    with pytest.raises(RuntimeError, match="Moves must not edit its large buffer 'calls'"):
+    with pytest.raises(RuntimeError, match="Moves must edit its buffer 'calls' in every forward"):
         run(draws, late, snapshots=lambda first: [state.capture(unedited)])
 
 

@@ -14,6 +14,8 @@ from lightning_gpipe.core.faithful.managers import together
 from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState
 
+TRAIN = bytes([True])  # the flags of one module
+
 
 class Busy(nn.Module):
     """Changes everything that a module may hold."""
@@ -95,3 +97,23 @@ def test_copied_stage_has_the_state_of_the_copied_modules() -> None:
     state.restore()
 
     assert twin.steps == 0
+
+
+def test_what_is_known_of_the_layers_is_bounded() -> None:
+    """A batch with other keys in each step was remembered for ever."""
+    state = StageState([nn.Tanh()], deferred=False)
+    known = state.behavior(TRAIN, "structure 0")
+
+    for k in range(1, 100):
+        state.behavior(TRAIN, f"structure {k}")
+
+    assert state.behavior(TRAIN, "structure 0") is not known
+
+
+def test_what_is_used_is_not_forgotten() -> None:
+    state = StageState([nn.Tanh()], deferred=False)
+    known = state.behavior(TRAIN, "always")
+
+    for k in range(300):
+        state.behavior(TRAIN, f"structure {k}")
+        assert state.behavior(TRAIN, "always") is known
