@@ -1,4 +1,4 @@
-"""Files of the repository for those who find it: they agree with the package and with each other."""
+"""What the repository says of itself agrees with the package, and one file with another."""
 
 from __future__ import annotations
 
@@ -40,11 +40,8 @@ def test_one_address() -> None:
     """The site and the index of packages lead to the same repository."""
     assert f"repo_url: {REPOSITORY}\n" in text_of("mkdocs.yml")
     assert f"site_url: {PROJECT['urls']['Documentation']}\n" in text_of("mkdocs.yml")
-    assert all(
-        url.startswith(REPOSITORY)
-        for name, url in PROJECT["urls"].items()
-        if name != "Documentation"
-    )
+    others = [url for name, url in PROJECT["urls"].items() if name != "Documentation"]
+    assert all(url.startswith(REPOSITORY) for url in others)
 
 
 def test_commands_for_assistants_exist() -> None:
