@@ -10,12 +10,15 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
+SCHEDULES = "javascripts/schedules.json"  # which docs/site/schedules.py has exported
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages from outside docs/."""
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    schedules = ROOT / "build" / "schedules.json"
+    files.append(File.generated(config, SCHEDULES, abs_src_path=str(schedules)))
     return files
 
 
