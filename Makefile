@@ -101,6 +101,8 @@ bench-gpu: $(BENCH_READY)
 	$(BENCH) -m benchmarks gpu $(ARGS)
 
 docs: .venv-docs/.ready $(READY)
+	@mkdir -p build
+	$(BIN)/python -m docs.site.schedules > build/schedules.json
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	$(BIN)/pytest tests/site
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_gpipe
+from docs.site import errors, moving
 from tests.promises import page as promises
 from tests.support.pages import DOCS, GUIDE, README, ROOT, SITE, blocks, name_of, prose, run_blocks
 
@@ -116,9 +117,11 @@ def test_site_has_every_page() -> None:
 
 
 def test_api_lists_every_public_name() -> None:
-    page = (DOCS / "api.md").read_text("utf-8").splitlines()
+    pages = [page.read_text("utf-8") for page in (DOCS / "api").glob("*.md")]
+    listed = [line for page in pages for line in page.splitlines() if line.startswith(":::")]
 
-    assert {f"::: lightning_gpipe.{name}" for name in lightning_gpipe.__all__} <= {*page}
+    assert {f"::: lightning_gpipe.{name}" for name in lightning_gpipe.__all__} <= {*listed}
+    assert len(listed) == len({*listed})
 
 
 # Promises.
@@ -146,3 +149,13 @@ def test_figures_of_the_readme_are_those_of_the_whole_table() -> None:
 
     assert len(rows) == 1 + 4
     assert [row for row in rows if row not in whole] == []
+
+
+def test_page_of_the_errors_is_up_to_date() -> None:
+    """``python -m docs.site.errors`` writes it."""
+    assert errors.PAGE.read_text("utf-8") == errors.page()
+
+
+def test_moving_picture_is_that_of_the_schedules() -> None:
+    """``python -m docs.site.moving`` writes it."""
+    assert moving.PICTURE.read_text("utf-8") == moving.picture()

@@ -12,8 +12,8 @@ from docs.site.links import ELSEWHERE
 from tests.support.pages import DOCS, ROOT, SITE, Block, blocks, name_of, prose, run_blocks
 
 BUILT = ROOT / "build" / "site"
-API = DOCS / "api.md"
-PAGES = [page for page in [*map(ROOT.joinpath, ELSEWHERE), *SITE] if page != API]
+API = sorted((DOCS / "api").glob("*.md"))
+PAGES = [page for page in [*map(ROOT.joinpath, ELSEWHERE), *SITE] if page not in API]
 
 _INLINE = re.compile(r"(`+)(.+?)\1", re.DOTALL)
 _COMMENT = re.compile(r"^<!--.+?-->", re.DOTALL | re.MULTILINE)
@@ -96,7 +96,7 @@ def test_code_of_a_page_runs(
 def test_blocks_of_the_api_are_those_of_docstrings() -> None:
     modules = (ROOT / "lightning_gpipe").rglob("*.py")
     lines = {line.strip() for path in modules for line in path.read_text("utf-8").splitlines()}
-    shown = [line.strip() for block in built(API).blocks for line in block.splitlines()]
+    shown = [line.strip() for page in API for block in built(page).blocks for line in block.splitlines()]
 
     assert shown
     assert [line for line in shown if line not in lines] == []
