@@ -98,10 +98,12 @@ def test_one_page_says_how_to_install() -> None:
     """Pages, a notebook and errors said to run ``pip install 'lightning-gpipe[pictures]'``.
 
     No index has that package: pip failed, or would have installed one that somebody else publishes
-    under this name.
+    under this name. From the repository, with its address, it is this one.
     """
     modules, examples = (ROOT / "lightning_gpipe").rglob("*.py"), (ROOT / "examples").glob("*.*")
-    wrong = re.compile(r"lightning[-_]gpipe\[[a-z]|pip install ['\"]?lightning[-_]gpipe")
+    wrong = re.compile(
+        r"lightning[-_]gpipe\[[a-z]+\](?! @ git)|pip install ['\"]?lightning[-_]gpipe"
+    )
 
     assert [
         name_of(path)

@@ -61,12 +61,8 @@ def page() -> str:
             key=lambda row: row[0].lower().lstrip("…`'(= "),
         )
         table = [f"| {must} | {way_out} |" for must, way_out in rows]
-        sections.append(
-            "\n".join(
-                [f"## {title}", "", f"[The guide]({guide})", ""]
-                + ["| what must hold | what to do |", "|---|---|", *table, ""]
-            )
-        )
+        head = f"## {title}\n\n[The guide]({guide})\n\n| what must hold | what to do |\n|---|---|"
+        sections.append("\n".join([head, *table, ""]))
     return "\n".join(sections)
 
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from links import ELSEWHERE, Links  # MkDocs looks for modules beside this one
 from griffe import load
+from links import ELSEWHERE, Links  # MkDocs looks for modules beside this one
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page

@@ -60,14 +60,8 @@ EXPLAINED = (
     Explained(
         "run/minibatch_run.py",
         "MiniBatchRun.release",
-        "self.passes, self._used_leaves =",
+        "self.passes, self.used_leaves =",
         _COST + "hooks would be registered on shadows that nothing else holds.",
-    ),
-    Explained(
-        "run/minibatch_run.py",
-        "MiniBatchRun.release",
-        "self.workers =",
-        _COST + "as above.",
     ),
     Explained(
         "faithful/random/private_generators.py",
