@@ -58,7 +58,7 @@ def page() -> str:
     for k, (title, guide, _) in enumerate(TOPICS):
         rows = sorted(
             {row for path in _modules() if _topic_of(path) == k for row in _messages(path)},
-            key=lambda row: row[0].lower().lstrip("…`'(= "),
+            key=lambda row: (row[0].lower().lstrip("…`'(= "), row),
         )
         table = [f"| {must} | {way_out} |" for must, way_out in rows]
         head = f"## {title}\n\n[The guide]({guide})\n\n| what must hold | what to do |\n|---|---|"

@@ -103,9 +103,11 @@ class ThreadState(NamedTuple):
         """Exit the modes that an interrupt just before the end of a ``with`` block has left."""
         while torch._C._len_torch_dispatch_stack() > self.dispatch:
             mode = dispatch._get_current_dispatch_mode_stack()[-1]
-            if type(mode).__module__.startswith(_OWN):  # its exit does more than to pop it
+            if type(mode).__module__.startswith(_OWN):
                 mode.__exit__(None, None, None)
-            else:
+            elif getattr(mode, "old_dispatch_mode_flags", ()):
+                TorchDispatchMode.__exit__(mode, None, None, None)  # its own might print
+            else:  # pushed without being entered
                 dispatch._pop_mode()
         while torch._C._len_torch_function_stack() > self.function:
             overrides._pop_mode()

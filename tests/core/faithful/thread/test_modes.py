@@ -86,8 +86,12 @@ def test_own_mode_that_an_interrupt_left_is_exited() -> None:
 
 
 def test_modes_that_an_interrupt_left_are_taken_away() -> None:
-    """Ctrl-C just before a ``with`` block exits leaves the mode to nobody."""
-    before = ThreadState.capture()
+    """Ctrl-C just before a ``with`` block exits leaves the mode to nobody.
+
+    Modes of the user were popped without PyTorch's own exit, so that it went on to believe that one
+    was active: from then on, everything compiled was compiled again at each call.
+    """
+    before, within = ThreadState.capture(), is_in_torch_dispatch_mode(include_infra_modes=False)
     with ExitStack() as stack:
         stack.callback(before.restore)
         for mode in (ExpForLog(), redirecting(), ExpForLog(), SineForCosine()):
@@ -98,4 +102,17 @@ def test_modes_that_an_interrupt_left_are_taken_away() -> None:
 
         assert ThreadState.capture() == before
         assert not TorchModes.capture()
+        assert is_in_torch_dispatch_mode(include_infra_modes=False) == within
         assert torch.is_grad_enabled()
+
+
+def test_mode_that_was_pushed_again_is_popped() -> None:
+    """It was not entered, so it has nothing to restore."""
+    before, mode = ThreadState.capture(), ExpForLog()
+    with mode:
+        modes = TorchModes.capture()
+    modes.entered().__enter__()
+
+    before.restore()
+
+    assert ThreadState.capture() == before
