@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.pipeline import Measuring, profiles_of
+from lightning_gpipe.core.pipeline import LayerMeasurement, profiles_of
 from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
 from lightning_gpipe.core.schedules import KINDS
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
@@ -92,7 +92,7 @@ class _Planning(CPUAccelerator):
                 f"a plan is for one pipeline: got {len(modules)}, "
                 f"{', '.join(each.name for each in modules)}. Give module= one path."
             )
-        measuring = Measuring(
+        measuring = LayerMeasurement(
             modules,
             partial(entries_in, module, trainer, modules),
             [torch.device(self._options.measure_on)] * len(self._places),
@@ -103,7 +103,7 @@ class _Planning(CPUAccelerator):
         self.plan = self._plan(measuring, strategy)
         raise _Planned
 
-    def _plan(self, measuring: Measuring, strategy: GPipeStrategy) -> Plan:
+    def _plan(self, measuring: LayerMeasurement, strategy: GPipeStrategy) -> Plan:
         options = self._options
         profiles = profiles_of(measuring, options.chunks, len(self._places))
         rows = profiles[0].rows * profiles[0].chunks

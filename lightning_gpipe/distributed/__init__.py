@@ -15,7 +15,7 @@ from lightning_gpipe.distributed.gathering import (
     whole_optimizer_state,
     whole_state,
 )
-from lightning_gpipe.distributed.gradients import Together
+from lightning_gpipe.distributed.gradients import SameParameters
 from lightning_gpipe.distributed.group import Group
 from lightning_gpipe.distributed.groups import Arrangement, Mode, ProcessGroups, connect
 from lightning_gpipe.distributed.rendezvous import start_together
@@ -27,9 +27,9 @@ __all__ = [
     "Group",
     "Mode",
     "ProcessGroups",
+    "SameParameters",
     "Scripts",
     "SharedLoader",
-    "Together",
     "check_options",
     "check_same",
     "check_static_graph",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_gpipe.distributed.group import Group
 
 
-class Together:
+class SameParameters:
     """Keeps the parameters that each process has equal in all of them, while a model trains.
 
     Gradients are clipped and unscaled by methods that stand in for those of the precision plugin

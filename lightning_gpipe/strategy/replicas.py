@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
 from lightning_gpipe.distributed import (
-    Together,
+    SameParameters,
     check_options,
     check_static_graph,
     equalise,
@@ -51,7 +51,7 @@ class Replicas:
         self._processes = processes
         self._ddp = dict(ddp or {})
         self._averaged: set[int] = set()  # the ids of the parameters whose gradients are
-        self._together: Together | None = None
+        self._together: SameParameters | None = None
         self._accumulates = False  # whether another backward comes before the optimizer's step
         self._metrics: list[Metric] = []  # that gather from replicas
         self._hook: RemovableHandle | None = None
@@ -111,7 +111,7 @@ class Replicas:
         """
         processes = self._processes
         if processes.pipeline_group is not None:
-            self._together = Together(processes.pipeline_group, around, precision)
+            self._together = SameParameters(processes.pipeline_group, around, precision)
         if processes.groups is None:
             return
         if not processes.replicated:  # what is logged is the same in all processes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
-from lightning_gpipe.core.frontends.stored import Stored
+from lightning_gpipe.core.frontends.stored import StoredTensor
 from tests.gpu.models import DEVICES, ON_GPU, batch
 
 pytestmark = ON_GPU
@@ -40,13 +40,13 @@ def test_each_tensor_is_read_onto_the_device_of_its_stage(
     with parameters_on_meta():
         model = Model().double()
     read: list[tuple[str, torch.device]] = []
-    read_into = Stored.read_into
+    read_into = StoredTensor.read_into
 
-    def recorded(stored: Stored, tensor: Tensor) -> None:
+    def recorded(stored: StoredTensor, tensor: Tensor) -> None:
         read.append((stored.name, tensor.device))
         read_into(stored, tensor)
 
-    monkeypatch.setattr(Stored, "read_into", recorded)
+    monkeypatch.setattr(StoredTensor, "read_into", recorded)
 
     load_pretrained(model, tmp_path)
     assert read == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.core.pipeline.choose.measuring import Measuring
+from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from tests.support.clocks import Clock, Takes
 from tests.support.lightning_modules import (
     FEATURES,
@@ -56,13 +56,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was measured so far."""
     found: list[Any] = []
-    measure = Measuring.measure
+    measure = LayerMeasurement.measure
 
-    def counted(self: Measuring, device: torch.device) -> Any:
+    def counted(self: LayerMeasurement, device: torch.device) -> Any:
         found.append(measure(self, device))
         return found[-1]
 
-    monkeypatch.setattr(Measuring, "measure", counted)
+    monkeypatch.setattr(LayerMeasurement, "measure", counted)
     return found
 
 

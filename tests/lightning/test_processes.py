@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.distributed.gradients import Together
+from lightning_gpipe.distributed.gradients import SameParameters
 from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, six_layers
 from tests.support.ranks import Pool, new_ranks
@@ -368,7 +368,7 @@ def scaled(infinite: bool) -> tuple[list[float], float]:
     """A parameter after a scaled step, which only rank 0 has a gradient for; and the next scale."""
     group = Group(timedelta(seconds=20))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    together = Together(group, [], MixedPrecision("16-mixed", "cpu", scaler))
+    together = SameParameters(group, [], MixedPrecision("16-mixed", "cpu", scaler))
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], 0.5)
     loss = scaler.scale(parameter.sum() * (math.inf if infinite else 1.0))
@@ -392,7 +392,7 @@ def equalised() -> tuple[list[float], list[float]]:
     group = Group(timedelta(seconds=20))
     parameter = nn.Parameter(torch.full((2, 3), float(group.rank)).t())
     parameter.grad = torch.rand(3, 2, generator=torch.Generator().manual_seed(group.rank))
-    together = Together(group, [parameter], Precision())
+    together = SameParameters(group, [parameter], Precision())
     together.equalise()
     return parameter.flatten().tolist(), parameter.grad.flatten().tolist()
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import map_tensors, tree_flatten
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.traced import TracedForward
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import assert_same, gradients
 from tests.support.pipes import even
@@ -26,7 +26,7 @@ class Tracing:
     def __init__(self, mode: ActivationCheckpointing, threads: bool) -> None:
         self._mode = mode
         self._threads = threads
-        self._made: list[tuple[Traced, Running]] = []
+        self._made: list[tuple[TracedForward, Running]] = []
 
     def __call__(
         self, model: nn.Module, balance: int | Sequence[int] = 2, *, copy: bool = True
@@ -39,7 +39,7 @@ class Tracing:
             copy: Whether to leave ``model`` itself alone.
         """
         piped = deepcopy(model) if copy else model
-        traced = Traced(piped, "")
+        traced = TracedForward(piped, "")
         if isinstance(balance, int):
             balance = even(len(traced.units), balance)
         partitions = traced.partitions(balance)

@@ -5,7 +5,7 @@ Nothing here depends on stages or devices.
 
 from lightning_gpipe.core.data.marks import (
     MARKS,
-    Pending,
+    PendingTensor,
     copy_marks,
     is_aliased,
     is_whole,
@@ -58,7 +58,7 @@ __all__ = [
     "FlatTree",
     "MicroBatching",
     "PaddedSequences",
-    "Pending",
+    "PendingTensor",
     "Rows",
     "Term",
     "bytes_of",

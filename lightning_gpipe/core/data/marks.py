@@ -44,7 +44,7 @@ class _MarkedArray(np.ndarray):
     """An array that can have a mark; arrays computed from it are not marked."""
 
 
-class Pending(Tensor):
+class PendingTensor(Tensor):
     """A tensor whose value the running pipeline has yet to compute; layers cannot read it."""
 
 

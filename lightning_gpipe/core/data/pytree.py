@@ -28,19 +28,19 @@ T = TypeVar("T")
 LEAF_SPEC = _pytree.tree_flatten(None)[1]  # the structure of a single leaf, most often a tensor
 
 
-class Joined(NamedTuple):
+class JoinedStructure(NamedTuple):
     """The structure of several trees with one list of leaves, see :func:`join`."""
 
     specs: tuple[Structure | None, ...]
     sizes: tuple[int, ...]
 
 
-Structure = _pytree.TreeSpec | Joined
+Structure = _pytree.TreeSpec | JoinedStructure
 
 
 @lru_cache(maxsize=64)
-def _of_leaves(n: int) -> Joined:
-    return Joined((LEAF_SPEC,) * n, (1,) * n)
+def _of_leaves(n: int) -> JoinedStructure:
+    return JoinedStructure((LEAF_SPEC,) * n, (1,) * n)
 
 
 class FlatTree(NamedTuple):
@@ -97,7 +97,7 @@ def tree_unflatten(flat: FlatTree) -> Any:
     spec = flat.spec
     if spec is LEAF_SPEC:
         return flat.leaves[0]
-    if isinstance(spec, Joined):
+    if isinstance(spec, JoinedStructure):
         if spec is not _of_leaves(len(flat.leaves)):
             for inner in spec.specs:
                 if inner is not LEAF_SPEC:
@@ -113,7 +113,7 @@ def join(trees: Sequence[FlatTree]) -> FlatTree:
         return trees[0]
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     specs = tuple([tree.spec for tree in trees])
-    return FlatTree(leaves, Joined(specs, tuple([len(tree.leaves) for tree in trees])))
+    return FlatTree(leaves, JoinedStructure(specs, tuple([len(tree.leaves) for tree in trees])))
 
 
 def joined(values: Sequence[Any]) -> FlatTree:
@@ -132,7 +132,7 @@ def parted(flat: FlatTree, n: int) -> list[FlatTree]:
     """Split a tree into the ``n`` trees that were joined."""
     if n == 1:
         return [flat]
-    assert isinstance(flat.spec, Joined), "only joined trees can be parted"
+    assert isinstance(flat.spec, JoinedStructure), "only joined trees can be parted"
     leaves, trees, start = flat.leaves, [], 0
     if flat.spec is _of_leaves(len(leaves)):
         return [FlatTree([leaf], LEAF_SPEC) for leaf in leaves]

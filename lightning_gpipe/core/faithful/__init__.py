@@ -18,7 +18,7 @@ from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGe
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
 from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
-from lightning_gpipe.core.faithful.random.reproducible import Draws
+from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.contents import Contents
@@ -39,7 +39,6 @@ __all__ = [
     "Contents",
     "Context",
     "DeferredStatistics",
-    "Draws",
     "Journal",
     "LazyManagers",
     "LibraryDraws",
@@ -48,6 +47,7 @@ __all__ = [
     "ModuleState",
     "MutationGuard",
     "Norm",
+    "RandomDraws",
     "RandomState",
     "Randomness",
     "RowWatch",

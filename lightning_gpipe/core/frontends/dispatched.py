@@ -17,7 +17,7 @@ _GUARDS = ("to", "cuda")  # which warn that the model has hooks
 _ALIGNS = "AlignDevicesHook"  # the class of hooks that move inputs and outputs, and nothing else
 
 
-class Spread:
+class PartDevices:
     """The devices of the parts of a model when its hooks were removed."""
 
     def __init__(self, root: nn.Module, parts: list[str]) -> None:
@@ -46,7 +46,7 @@ class Spread:
         )
 
 
-def remove_dispatch_hooks(root: nn.Module) -> Spread | None:
+def remove_dispatch_hooks(root: nn.Module) -> PartDevices | None:
     """Remove the hooks that spread a model over devices, for good; return the weights' devices.
 
     Returns None if there are no such hooks.
@@ -60,7 +60,7 @@ def remove_dispatch_hooks(root: nn.Module) -> Spread | None:
         for path, module in root.named_modules()
         for part in vars(module).get(_MAP, ())
     ]
-    spread = Spread(root, parts)
+    spread = PartDevices(root, parts)
     for module in hooked.values():
         _remove_hook(module)
     for module in root.modules():

@@ -15,14 +15,14 @@ from torch import nn
 from lightning_gpipe.core.frontends.frontend import Frontend
 from lightning_gpipe.core.frontends.module_list.loop import Loop
 from lightning_gpipe.core.frontends.sequential import Layers
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.traced import TracedForward
 from lightning_gpipe.core.layout import check_sequential, is_plain
 
 # The model, and the path of the module in it. The first type that fits decides.
 FRONTENDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str], Frontend]], ...] = (
     (nn.Sequential, Layers),
     (nn.ModuleList, Loop),
-    (nn.Module, Traced),
+    (nn.Module, TracedForward),
 )
 
 

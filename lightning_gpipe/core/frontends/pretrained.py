@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_gpipe.core.frontends.device_moves import initialiser
 from lightning_gpipe.core.frontends.stored import (
     Source,
-    Stored,
+    StoredTensor,
     await_value,
     first_few,
     open_tensors,
@@ -95,7 +95,7 @@ def load_pretrained(
     state = model.state_dict(keep_vars=True)  # a tied tensor has several names there
     names = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     stored = _rename_to_fit(tensors_in(Path(path)), model, names.keys())
-    values: dict[int, Stored] = {}  # by the id of the tensor, under the first of its names
+    values: dict[int, StoredTensor] = {}  # by the id of the tensor, under the first of its names
     for name, tensor in names.items():
         if name in stored:
             values.setdefault(id(tensor), stored[name])
@@ -139,8 +139,8 @@ def _check(path: str | Path, faults: Mapping[str, list[str]]) -> None:
 
 
 def _rename_to_fit(
-    stored: Mapping[str, Stored], model: nn.Module, names: Set[str]
-) -> dict[str, Stored]:
+    stored: Mapping[str, StoredTensor], model: nn.Module, names: Set[str]
+) -> dict[str, StoredTensor]:
     """Name the tensors of the files as the model does.
 
     The names are those of the model's state dict, except for the name of the base model: a model
@@ -153,7 +153,9 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _renamings(stored: Mapping[str, Stored], model: nn.Module) -> Iterator[dict[str, Stored]]:
+def _renamings(
+    stored: Mapping[str, StoredTensor], model: nn.Module
+) -> Iterator[dict[str, StoredTensor]]:
     yield dict(stored)
     for child, _ in model.named_children():
         yield {f"{child}.{name}": tensor for name, tensor in stored.items()}
@@ -161,7 +163,7 @@ def _renamings(stored: Mapping[str, Stored], model: nn.Module) -> Iterator[dict[
         yield {name.removeprefix(f"{head}."): tensor for name, tensor in stored.items()}
 
 
-def tensors_in(path: Path) -> dict[str, Stored]:
+def tensors_in(path: Path) -> dict[str, StoredTensor]:
     """List the tensors of a file of safetensors, or of a folder with one, or several and an index.
 
     Only the headers are read.
@@ -198,11 +200,11 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
     )
 
 
-def _contents(file: Path) -> dict[str, Stored]:
+def _contents(file: Path) -> dict[str, StoredTensor]:
     with open_tensors(file) as header:
         slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118
         floating = ("F", "BF")  # as F32, BF16, F8_E4M3
         return {
-            name: Stored(file, name, tuple(x.get_shape()), x.get_dtype().startswith(floating))
+            name: StoredTensor(file, name, tuple(x.get_shape()), x.get_dtype().startswith(floating))
             for name, x in slices.items()
         }

@@ -21,7 +21,7 @@ _ATTRIBUTE = "_lightning_gpipe_value"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file of safetensors, and whether it has a floating-point type."""
 
     file: Path
@@ -68,17 +68,17 @@ def open_tensors(file: Path) -> Any:
     return safe_open(file, framework="pt")
 
 
-def await_value(tensor: Tensor, value: Stored | Source) -> None:
+def await_value(tensor: Tensor, value: StoredTensor | Source) -> None:
     """Set the place of the value of ``tensor``, on the meta device, until it is placed."""
     if type(tensor) is nn.Parameter:
         tensor.__class__ = AwaitedParameter
     setattr(tensor, _ATTRIBUTE, value)
 
 
-def stored_value(tensor: Tensor) -> Stored | None:
+def stored_value(tensor: Tensor) -> StoredTensor | None:
     """Return the place in a file of the value of a tensor on the meta device, if it has one."""
     value = tensor.__dict__.get(_ATTRIBUTE)
-    return value if isinstance(value, Stored) else None
+    return value if isinstance(value, StoredTensor) else None
 
 
 def is_in_another_process(tensor: Tensor) -> bool:

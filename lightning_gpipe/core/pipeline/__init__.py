@@ -15,7 +15,7 @@ from lightning_gpipe.core.pipeline.choose.balancing import (
     is_criterion,
     parameters_around,
 )
-from lightning_gpipe.core.pipeline.choose.measuring import Measuring, profile
+from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement, profile
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
@@ -28,7 +28,7 @@ __all__ = [
     "CRITERIA",
     "Entry",
     "GPipe",
-    "Measuring",
+    "LayerMeasurement",
     "MicroBatchStepping",
     "Outcome",
     "PipedModule",

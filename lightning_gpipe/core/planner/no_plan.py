@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.search import Search
+from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
 from lightning_gpipe.core.schedules import KINDS, counted
 
@@ -58,7 +58,10 @@ def nearest_fitting(request: PlanRequest) -> Prediction | None:
     free = replace(request, stages=None, balance=None, chunks=None, activation_checkpointing=None)
     others = replace(free, orders=tuple(filter(request.is_measured, KINDS)))
     for other in (free, others):
-        if other != request and (fastest := Search(other).fastest(other.candidates())) is not None:
+        if (
+            other != request
+            and (fastest := PlanSearch(other).fastest(other.candidates())) is not None
+        ):
             return fastest
     return _on_more(free) or _on_more(others)
 
@@ -76,12 +79,12 @@ def _on_more(free: PlanRequest) -> Prediction | None:
         return None
     between = range(few + 1, enough)
     least = on(few + 1 + bisect_left(between, True, key=lambda number: _fits(on(number))))
-    return Search(least).fastest(least.candidates())
+    return PlanSearch(least).fastest(least.candidates())
 
 
 def _fits(request: PlanRequest) -> bool:
     """Return True if a stage on each device fits with the settings that need the least memory."""
-    n, search = len(request.places), Search(request)
+    n, search = len(request.places), PlanSearch(request)
     for order in request.orders:
         m = request.numbers_of_micro_batches(n, order)[-1]
         if not any(search.predicted(PlannedSettings(n, m, m, order)).missing):

@@ -17,7 +17,7 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.search import Search
+from lightning_gpipe.core.planner.search import PlanSearch
 from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest, near
 from lightning_gpipe.core.schedules import (
     KINDS,
@@ -127,7 +127,7 @@ def plan_for(
     if split_backward is None or schedule == "auto":
         request = replace(request, orders=tuple(filter(request.is_measured, request.orders)))
     _check(request)
-    search, candidates = Search(request), request.candidates()
+    search, candidates = PlanSearch(request), request.candidates()
     chosen = search.fastest(candidates)
     if chosen is None:
         raise NoPlan(search.nearest(candidates), nearest_fitting(request))
@@ -157,7 +157,7 @@ def _check(request: PlanRequest) -> None:
 
 
 def _in_other_orders(
-    search: Search, request: PlanRequest, best: PlannedSettings
+    search: PlanSearch, request: PlanRequest, best: PlannedSettings
 ) -> Iterator[Prediction]:
     """Yield the fastest of each other kind of schedule, with as many stages and micro-batches."""
     placement = looped(best.stages, min(best.stages, len(request.places)))

@@ -27,7 +27,7 @@ _TRIES = 3  # balances of a candidate: the memory of a stage is known only with 
 _ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
 
 
-class Search:
+class PlanSearch:
     """Balances, bounds and predicts candidates, each of them once."""
 
     def __init__(self, request: PlanRequest) -> None:

@@ -51,7 +51,7 @@ class _Counted(NamedTuple):
     outputs: list[bool]
 
 
-class Alike:
+class AlikeLayers:
     """The layers counted so far."""
 
     def __init__(self) -> None:

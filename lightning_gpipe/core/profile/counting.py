@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 
 from lightning_gpipe.core.data import FlatTree, parted, requires_grad
-from lightning_gpipe.core.profile.alike import Alike, LayerRun
+from lightning_gpipe.core.profile.alike import AlikeLayers, LayerRun
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.saved import SavedBytes, bytes_beside
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, tensors_in
@@ -16,7 +16,7 @@ from lightning_gpipe.core.run import Stage
 Ends = tuple[int, int]  # the indices of the layer that makes a value, and of one that uses it
 
 
-class Counting:
+class LayerCounter:
     """Counts layers, in order, for a micro-batch.
 
     Attributes:
@@ -34,7 +34,7 @@ class Counting:
         self.waited: list[bool] = []
         self._program, self._meter, self._split = program, meter, split
         self._bytes = SavedBytes()
-        self._alike = Alike()
+        self._alike = AlikeLayers()
 
     def visit(self, stage: Stage, flow: Flow, last: int) -> None:
         """Run one layer, which takes its inputs out of the flow, and puts its outputs in."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.balance import CarriedValue, LinearCost
 from lightning_gpipe.core.data import FlatTree, bytes_of, tree_flatten
-from lightning_gpipe.core.profile.counting import Counting, ends_of
+from lightning_gpipe.core.profile.counting import LayerCounter, ends_of
 from lightning_gpipe.core.profile.meters import Meter
 from lightning_gpipe.core.profile.single_layer import Flow, alone, gradients_for, on_its_device
 from lightning_gpipe.core.programs import Program, chain
@@ -57,7 +57,9 @@ class Rounds:
         self.meter = Meter(device)
         self._program, self._microbatches = program, microbatches
         self._stages, self._empty, self._device, self._split = stages, empty, device, split
-        self._counted = {rows: Counting(program, self.meter, split=split) for rows in microbatches}
+        self._counted = {
+            rows: LayerCounter(program, self.meter, split=split) for rows in microbatches
+        }
         self._times = {rows: [Times() for _ in stages] for rows in microbatches}
         self._overhead = Times()
         self._gradients: list[Tensor] = []  # those that are alive

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import Context, Draws, Journal, LibraryDraws
+from lightning_gpipe.core.faithful import Context, Journal, LibraryDraws, RandomDraws
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.autograd_node import attach
@@ -28,7 +28,7 @@ from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
 from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
-from lightning_gpipe.core.run.minibatch import MiniBatch, Telling
+from lightning_gpipe.core.run.minibatch import MiniBatch, SharedErrors
 from lightning_gpipe.core.run.minibatch_run import Equipment
 from lightning_gpipe.core.run.observe.threads_or_inline import Execution, RunTimes, ThreadsOrInline
 from lightning_gpipe.core.run.observe.timeline import Timeline
@@ -79,7 +79,7 @@ class Engine:
             self.stages,
             layout,
             transport,
-            Draws(layout.devices_here, spread=layout.spread),
+            RandomDraws(layout.devices_here, spread=layout.spread),
             LibraryDraws(),
             UnfinishedMiniBatches(),
             partial(training_flags_of, modules),
@@ -273,9 +273,9 @@ class Engine:
         """See :meth:`Transport.on_lost_wait`."""
         self._transport.on_lost_wait(act)
 
-    def telling(self) -> Telling:
+    def telling(self) -> SharedErrors:
         """A ``with`` block that tells other processes of its errors."""
-        return Telling(self._transport)
+        return SharedErrors(self._transport)
 
     def close(self) -> None:
         """Close the transport; the next mini-batch opens it again."""

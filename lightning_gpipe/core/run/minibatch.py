@@ -37,7 +37,7 @@ _FORWARD, _BACKWARD = 0, 1  # the phases of a schedule whose loss is that of the
 _NO_GENERATORS = SharedGenerators(())
 
 
-class Telling:
+class SharedErrors:
     """Tells other processes of an error in a ``with`` block."""
 
     def __init__(self, transport: Transport) -> None:
@@ -140,7 +140,7 @@ class MiniBatch(MiniBatchRun):
         try:
             # On forward's streams, for which those of backward then wait.
             with self.streams.entered():
-                with Telling(self.equipment.transport), self.session:
+                with SharedErrors(self.equipment.transport), self.session:
                     input_gradients, pairs = self._backward(output_gradients)
                 gradients = sum_gradients(pairs, self.leaves)
             self.streams.lend(chain(*input_gradients, gradients))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import Division, FlatTree
 from lightning_gpipe.core.faithful import (
     Context,
-    Draws,
     LazyManagers,
     LibraryDraws,
     LibraryWatch,
     Manager,
+    RandomDraws,
     Randomness,
     RowWatch,
     SharedGenerators,
@@ -56,7 +56,7 @@ class Equipment(NamedTuple):
     stages: Sequence[Stage]
     layout: Layout
     transport: Transport
-    draws: Draws
+    draws: RandomDraws
     library_draws: LibraryDraws
     unfinished: UnfinishedMiniBatches
     training_flags: Callable[[], bytes]

@@ -25,7 +25,7 @@ from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
 from lightning_gpipe.core.skip import using_table
-from lightning_gpipe.core.transport import Cancelled, Exchange, Task
+from lightning_gpipe.core.transport import Exchange, RunCancelled, Task
 
 
 class RowTask(Task):
@@ -57,7 +57,7 @@ class RowTask(Task):
             try:
                 self._verbs[action.kind](self, action)
             except BaseException as error:
-                if not isinstance(error, Cancelled):
+                if not isinstance(error, RunCancelled):
                     add_note(error, f"raised in {self._describe(action)}")
                 raise
 

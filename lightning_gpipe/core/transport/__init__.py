@@ -8,11 +8,11 @@ from lightning_gpipe.core.transport.inline import InlineTransport
 from lightning_gpipe.core.transport.interface import (
     BETWEEN,
     NO_RUN,
-    Cancelled,
     Exchange,
     Label,
     OutOfStep,
     RankFailed,
+    RunCancelled,
     Task,
     Transport,
 )
@@ -39,7 +39,6 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 __all__ = [
     "BETWEEN",
     "NO_RUN",
-    "Cancelled",
     "Connection",
     "Exchange",
     "InlineTransport",
@@ -49,6 +48,7 @@ __all__ = [
     "OutOfStep",
     "ProcessGroupTransport",
     "RankFailed",
+    "RunCancelled",
     "Task",
     "Transport",
     "Workers",

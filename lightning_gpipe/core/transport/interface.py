@@ -23,7 +23,7 @@ from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Schedule
 
 
-class Cancelled(BaseException):
+class RunCancelled(BaseException):
     """Raised in a worker when the run it is part of has failed elsewhere."""
 
 
@@ -92,9 +92,9 @@ class Exchange(ABC):
         """
 
     def check(self) -> None:
-        """Raise :class:`Cancelled` if the run was cancelled."""
+        """Raise :class:`RunCancelled` if the run was cancelled."""
         if self.cancelled:
-            raise Cancelled
+            raise RunCancelled
 
     def signal(self, bits: Callable[[], int]) -> None:  # noqa: B027 - most have nobody to tell
         """Send ``bits()`` to other processes with each value; bits that are set stay set."""

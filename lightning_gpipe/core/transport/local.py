@@ -24,7 +24,7 @@ from lightning_gpipe.core.schedules import Action, Schedule
 from lightning_gpipe.core.transport.copies import Copies, Parcel
 from lightning_gpipe.core.transport.exclusion import Exclusion
 from lightning_gpipe.core.transport.inline import NESTED, InlineTransport
-from lightning_gpipe.core.transport.interface import Cancelled, Exchange, Label, Task, Transport
+from lightning_gpipe.core.transport.interface import Exchange, Label, RunCancelled, Task, Transport
 from lightning_gpipe.core.transport.threads import (
     JOIN,
     Job,
@@ -82,7 +82,7 @@ class LocalExchange(Exchange):
     def _fetch(self, inbox: int, at: Action) -> None:
         """Take the next parcel from an inbox; return without one if none comes for a while."""
         if self.cancelled:
-            raise Cancelled
+            raise RunCancelled
         more = inbox != self._caller or self._expects()
         if not self._take(inbox) and not more:
             raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")
@@ -181,12 +181,12 @@ class LocalTransport(Transport):
         def more() -> bool:
             self._check_threads()
             if outcomes.errors:
-                raise Cancelled
+                raise RunCancelled
             return bool(outcomes.pending)
 
         exchange.expect(more)
         # Cancelled says that a worker has failed, whose error is raised then.
-        with suppress(Cancelled), self._inline.sharing(), caller.session():
+        with suppress(RunCancelled), self._inline.sharing(), caller.session():
             caller.perform(caller.row)
 
     @override

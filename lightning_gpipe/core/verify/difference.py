@@ -91,7 +91,7 @@ class Comparison(NamedTuple):
     unrepeatable: Difference | None
 
 
-class Search:
+class DifferenceSearch:
     """Searches for the first difference between two runs, with the unit of an output.
 
     With a ``perturbed`` plain run, to which rounding errors were added, a deviation that is not
@@ -172,7 +172,7 @@ class Search:
         return range(agreeing + 1, len(plain.units)), None
 
 
-class UnitSearch(Search):
+class UnitSearch(DifferenceSearch):
     """Searches for the first difference, and for the units that can be its cause.
 
     Args:

@@ -24,7 +24,7 @@ from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
-from lightning_gpipe.core.verify.difference import Comparison, Search
+from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
 from lightning_gpipe.core.verify.isolation import (
     isolated,
     saving_as_caller,
@@ -85,7 +85,7 @@ class WholeCall:
             plain = self._own_run(piped)
             tolerance = tolerance_for(tolerance, plain, self.module.parameters(), devices)
             titles = list(chain.from_iterable(self.titles.values()))
-            search = Search(tolerance, titles, _DRAWS if self._drew else None)
+            search = DifferenceSearch(tolerance, titles, _DRAWS if self._drew else None)
             return search.compare(plain, piped, partial(self._own_run, piped))
 
     def isolated(self) -> Manager:

@@ -24,7 +24,11 @@ from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.run import loss_and_weight
 from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify.compare import perturbed
-from lightning_gpipe.core.verify.difference import BY_MICRO_BATCH, Search, normalises_by_batch
+from lightning_gpipe.core.verify.difference import (
+    BY_MICRO_BATCH,
+    DifferenceSearch,
+    normalises_by_batch,
+)
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
     isolated,
@@ -87,7 +91,7 @@ def verify_step(
         loss = float(value)
         summed = abs(sum(runs.losses) - loss) <= tolerance * abs(loss)
         # If the loss is a sum, that is the cause.
-        search = Search(tolerance, reason=None if summed else runs.reason())
+        search = DifferenceSearch(tolerance, reason=None if summed else runs.reason())
         comparison = search.compare(whole, pieces, runs.whole)
     loss_parity = LossParity(len(runs.losses), *comparison, summed=summed, weighted=runs.weighted)
     return StepParity(tuple(parities), loss_parity)

@@ -23,7 +23,7 @@ from lightning_gpipe.core.frontends.pretrained import (
     parameters_on_meta,
     tensors_in,
 )
-from lightning_gpipe.core.frontends.stored import Stored
+from lightning_gpipe.core.frontends.stored import StoredTensor
 
 CPU = ["cpu", "cpu"]
 WIDTH = 8
@@ -111,9 +111,9 @@ def test_one_tensor_of_the_files_is_in_memory_at_a_time(
 ) -> None:
     alive: dict[int, int] = {}
     most = 0
-    read = Stored.read
+    read = StoredTensor.read
 
-    def counted(stored: Stored) -> Tensor:
+    def counted(stored: StoredTensor) -> Tensor:
         nonlocal most
         tensor = read(stored)
         key = len(alive)
@@ -122,7 +122,7 @@ def test_one_tensor_of_the_files_is_in_memory_at_a_time(
         most = max(most, sum(alive.values()))
         return tensor
 
-    monkeypatch.setattr(Stored, "read", counted)
+    monkeypatch.setattr(StoredTensor, "read", counted)
     plain = Headed()
     model = without_memory()
     load_pretrained(model, saved(plain, tmp_path))

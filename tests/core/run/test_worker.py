@@ -17,7 +17,7 @@ from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.run.worker import WorkerTask
 from lightning_gpipe.core.schedules import Action, Kind, Schedule, fill_drain
 from lightning_gpipe.core.skip.declare import with_skips
-from lightning_gpipe.core.transport import Cancelled
+from lightning_gpipe.core.transport import RunCancelled
 from tests.support.stages import CPU, NONE, begin, stage
 from tests.support.transports import MockExchange
 
@@ -156,13 +156,13 @@ class GivenUp(MockExchange):
     cancelled = True
 
     def check(self) -> None:
-        raise Cancelled
+        raise RunCancelled
 
 
 def test_worker_stops_where_the_run_was_given_up() -> None:
     exchange = GivenUp({(Action(F, 0, 0), None): tree_flatten(X)})
 
-    with pytest.raises(Cancelled) as cancelled:
+    with pytest.raises(RunCancelled) as cancelled:
         perform(task_of(begin(stage(nn.Tanh())), exchange), Action(F, 0, 0))
 
     assert not hasattr(cancelled.value, "__notes__")

@@ -15,7 +15,7 @@ from lightning_gpipe.core.data.pytree import FlatTree, tree_flatten
 from lightning_gpipe.core.programs import Route, SkipName
 from lightning_gpipe.core.schedules import Action, Kind, fill_drain
 from lightning_gpipe.core.transport import local
-from lightning_gpipe.core.transport.interface import Cancelled, Exchange
+from lightning_gpipe.core.transport.interface import Exchange, RunCancelled
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.threads import Outcomes
 from tests.support.faults import Busy
@@ -174,9 +174,9 @@ def test_cancelled_exchange_wakes_who_waits(
     timer = threading.Timer(0.05, exchange.cancel)
     timer.start()
 
-    with pytest.raises(Cancelled):
+    with pytest.raises(RunCancelled):
         exchange.receive(forward(0, 0))
-    with pytest.raises(Cancelled):
+    with pytest.raises(RunCancelled):
         exchange.check()
     timer.join()
 
@@ -245,7 +245,7 @@ def test_error_reaches_the_caller_while_the_other_waits(
         run(transport, exchange, jobs)
 
     assert caught.value is error
-    assert [type(end) for end in ends] == [Cancelled]
+    assert [type(end) for end in ends] == [RunCancelled]
 
 
 def test_error_reaches_the_caller_while_the_other_is_busy(transport: LocalTransport) -> None:

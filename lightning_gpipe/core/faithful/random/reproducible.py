@@ -63,7 +63,7 @@ _LATE = {
 }
 
 
-class Draws:
+class RandomDraws:
     """Records whether a pipeline draws random numbers, and redirects its draws.
 
     Args:

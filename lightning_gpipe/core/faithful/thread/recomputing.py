@@ -13,7 +13,7 @@ from collections import deque
 from contextvars import ContextVar
 from typing import Any
 
-from lightning_gpipe.core.data import Pending, term_receiver
+from lightning_gpipe.core.data import PendingTensor, term_receiver
 
 # Set in the copy of the caller's context variables in which a recomputation runs.
 RECOMPUTING = ContextVar("RECOMPUTING", default=False)
@@ -61,7 +61,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         return copies[id(value)]
     if kind is tuple:
         return tuple(_copied(each, copies) for each in value)
-    if issubclass(kind, Pending):
+    if issubclass(kind, PendingTensor):
         return None  # which will be a result
     if kind not in (list, dict, set, deque):
         return value

@@ -3,6 +3,6 @@
 The layers stay the user's own modules. A forward that cannot be traced is refused, with the line.
 """
 
-from lightning_gpipe.core.frontends.traced.traced_module import Traced
+from lightning_gpipe.core.frontends.traced.traced_module import TracedForward
 
-__all__ = ["Traced"]
+__all__ = ["TracedForward"]

@@ -29,7 +29,7 @@ class Output:
 
 
 @dataclass(frozen=True, eq=False)
-class Lowered:
+class LoweredProgram:
     """The program of a kind of call.
 
     Attributes:
@@ -48,7 +48,7 @@ class Lowered:
         return map_instances(Output, lambda output: values[output.number], self.returned)
 
 
-def lower(graph: CallGraph, modules: StageModules) -> Lowered:
+def lower(graph: CallGraph, modules: StageModules) -> LoweredProgram:
     """Make the program of a graph; raise UnsupportedForward if it cannot run in stages."""
     lowering = _Lowering(graph, modules)
     for node in graph.nodes:
@@ -58,7 +58,7 @@ def lower(graph: CallGraph, modules: StageModules) -> Lowered:
     inputs = range(len(graph.inputs))
     computed = {x.number: None for x in outputs.values() if x.number not in inputs}
     program = Program(lowering.steps, inputs=inputs, outputs=list(computed), n=modules.own.n)
-    return Lowered(program, map_instances(fx.Node, outputs.__getitem__, graph.returned))
+    return LoweredProgram(program, map_instances(fx.Node, outputs.__getitem__, graph.returned))
 
 
 class _Lowering:

@@ -69,7 +69,7 @@ def _same(one: Any, other: Any) -> bool:
     return one is other
 
 
-class Assumed:
+class AssumedAttributes:
     """The attributes of modules that were traced through, as they were then.
 
     Attributes:

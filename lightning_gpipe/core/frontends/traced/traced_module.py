@@ -19,10 +19,10 @@ from lightning_gpipe.core.frontends.install import check_free, check_recordable,
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind, check_constants
 from lightning_gpipe.core.frontends.traced.inplace_edits import rename
-from lightning_gpipe.core.frontends.traced.lowering import Lowered, lower
+from lightning_gpipe.core.frontends.traced.lowering import LoweredProgram, lower
 from lightning_gpipe.core.frontends.traced.ownership import Ownership, Unit, units_of
 from lightning_gpipe.core.frontends.traced.stage_modules import StageModules
-from lightning_gpipe.core.frontends.traced.traced_attributes import Assumed
+from lightning_gpipe.core.frontends.traced.traced_attributes import AssumedAttributes
 from lightning_gpipe.core.frontends.traced.watching import Modes
 from lightning_gpipe.core.layout import Partition, check_balance
 
@@ -30,7 +30,7 @@ _KINDS = 64  # the most programs in memory
 _MANY = 16  # the number of traces that is a surprise
 
 
-class Traced(Frontend):
+class TracedForward(Frontend):
     """Traces a module's forward, once for each kind of call.
 
     Args:
@@ -117,7 +117,10 @@ class Traced(Frontend):
             check_constants(args, kwargs, tensors)
             graph = self._trace(kind)
             program = lower(graph, self._stage_modules)
-            assumed, shared = Assumed(self._module, graph.whole), self._stage_modules.own.shared
+            assumed, shared = (
+                AssumedAttributes(self._module, graph.whole),
+                self._stage_modules.own.shared,
+            )
             self._programs.add(kind, program, assumed, shared)
         return program(run, tensors)
 
@@ -152,17 +155,21 @@ class _Programs:
     """The programs of the kinds of call, each valid while its assumptions hold."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[Any, ...], tuple[Lowered, Assumed]] = {}
+        self._programs: dict[tuple[Any, ...], tuple[LoweredProgram, AssumedAttributes]] = {}
         self._modules: dict[nn.Module, None] = {}  # whose training flags make a difference
         self._traces = 0
 
-    def find(self, kind: CallKind) -> Lowered | None:
+    def find(self, kind: CallKind) -> LoweredProgram | None:
         """Return the program of a kind of call, in the current modes."""
         program, assumed = self._programs.get(self._key(kind), (None, None))
         return program if assumed is not None and assumed.holds() else None
 
     def add(
-        self, kind: CallKind, program: Lowered, assumed: Assumed, shared: Iterable[nn.Module]
+        self,
+        kind: CallKind,
+        program: LoweredProgram,
+        assumed: AssumedAttributes,
+        shared: Iterable[nn.Module],
     ) -> None:
         self._traces += 1
         if self._traces == _MANY:

@@ -12,7 +12,7 @@ from lightning_gpipe.core.balance import parameter_costs, solve
 from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.layout import check_enough_layers, check_sequential, layers_of
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
-from lightning_gpipe.core.pipeline.choose.measuring import Measuring
+from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.profile import Optimizers
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 
@@ -72,7 +72,7 @@ def balance_by_time(
         TypeError, ValueError: If the model cannot be cut, an argument is wrong, or nothing fits.
         BaseException: The error of a layer that cannot run on the sample, with a note.
     """
-    measuring = Measuring.of_model(
+    measuring = LayerMeasurement.of_model(
         model,
         module,
         sample,
@@ -107,7 +107,7 @@ def balance_by_memory(
     See :func:`balance_by_time` for the arguments, the result and errors. Micro-batches that are
     recomputed save nothing.
     """
-    measuring = Measuring.of_model(
+    measuring = LayerMeasurement.of_model(
         model,
         module,
         sample,

@@ -24,7 +24,7 @@ from lightning_gpipe.core.balance import (
     time_costs,
 )
 from lightning_gpipe.core.layout import Around, check_enough_layers
-from lightning_gpipe.core.pipeline.choose.measuring import Measuring
+from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
 from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed
 
@@ -59,7 +59,7 @@ def is_criterion(balance: Any) -> bool:
 
 
 def balances_for(
-    measuring: Measuring, balances: Sequence[Any], around: Around
+    measuring: LayerMeasurement, balances: Sequence[Any], around: Around
 ) -> list[Sequence[int]]:
     """Return the number of units in each stage, for each module that is measured.
 
@@ -91,7 +91,7 @@ def balances_for(
     return sizes
 
 
-def _unit_costs(criterion: str, measuring: Measuring, k: int) -> LayerCosts:
+def _unit_costs(criterion: str, measuring: LayerMeasurement, k: int) -> LayerCosts:
     """Return the costs of the units of module ``k`` by a criterion, for a mini-batch."""
     if criterion == "parameters":
         return LayerCosts(measuring.modules[k].frontend.costs())
@@ -103,7 +103,7 @@ def _unit_costs(criterion: str, measuring: Measuring, k: int) -> LayerCosts:
     return LayerCosts(peak.times, peak.times, peak.transfers)
 
 
-def _places(criterion: str, measuring: Measuring, outside: int) -> list[Place]:
+def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[Place]:
     """Return the place of each stage, with what is around the modules, by a criterion."""
     n = len(measuring.devices)
     if criterion == "parameters":

@@ -20,7 +20,7 @@ from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activa
 
 
 @dataclass(eq=False)
-class Measuring:
+class LayerMeasurement:
     """Measures piped modules once, when their costs are needed.
 
     Args:
@@ -60,7 +60,7 @@ class Measuring:
         sample: Any,
         devices: Sequence[torch.device],
         **settings: Any,
-    ) -> Measuring:
+    ) -> LayerMeasurement:
         """Return the measurements of one module of a model."""
         modules = [piped_module_at(model, module)]
         return cls(modules, partial(entries_with, modules, sample), devices, **settings)
@@ -154,7 +154,7 @@ def profile(
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         BaseException: The error of a layer that cannot run on the sample, with a note.
     """
-    measuring = Measuring.of_model(
+    measuring = LayerMeasurement.of_model(
         model,
         module,
         sample,

@@ -17,7 +17,7 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.layout import Around, check_around
 from lightning_gpipe.core.pipeline.choose.balancing import balances_for
-from lightning_gpipe.core.pipeline.choose.measuring import Measuring
+from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.choose.options import AUTO, Requested, Resolved
 from lightning_gpipe.core.pipeline.choose.sampling import Entry
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
@@ -50,7 +50,7 @@ def resolve(
     """Plan the settings that the user leaves open, and count the units in each stage.
 
     Args:
-        modules, entries, devices: See :class:`Measuring`.
+        modules, entries, devices: See :class:`LayerMeasurement`.
         balances, requested: What the user wrote.
         agree: Returns the first process's value in each process.
         measured: Whether to measure the layers even if no balance needs it.
@@ -60,7 +60,7 @@ def resolve(
         NoPlan: If nothing fits the devices.
     """
     chunks, mode = requested.chunks, requested.activation_checkpointing
-    measuring = Measuring(
+    measuring = LayerMeasurement(
         modules,
         entries,
         list(map(torch.device, devices)),
@@ -77,7 +77,7 @@ def resolve(
 
 
 def _with_plan(
-    measuring: Measuring, balances: Sequence[Any], requested: Requested, around: Around
+    measuring: LayerMeasurement, balances: Sequence[Any], requested: Requested, around: Around
 ) -> Resolved:
     """Resolve the settings, by a plan if the user leaves some open."""
     chunks, mode, schedule, split = requested
@@ -169,7 +169,7 @@ def plan(
     if not places:
         raise ValueError(f"devices must be one at least: got {devices!r}. Write devices=2.")
     n = len(places)
-    measuring = Measuring.of_model(
+    measuring = LayerMeasurement.of_model(
         model,
         module,
         sample,
@@ -184,7 +184,7 @@ def plan(
 
 
 def _plan(
-    measuring: Measuring,
+    measuring: LayerMeasurement,
     places: Sequence[Place],
     requested: Requested,
     n: int,
@@ -210,7 +210,7 @@ def _plan(
     )
 
 
-def profiles_of(measuring: Measuring, chunks: int | None, stages: int) -> list[ModelProfile]:
+def profiles_of(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
     """Measure the layers with micro-batches of as many sizes as a plan needs.
 
     The number of micro-batches is ``chunks`` or, if that is planned, depends on that of ``stages``.

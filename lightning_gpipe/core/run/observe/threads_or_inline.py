@@ -134,7 +134,7 @@ class ThreadsOrInline:
         devices = list(devices)
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._parallelism = min(len(devices), os.cpu_count() or 1)
-        self._comparisons: OrderedDict[Hashable, Comparison] = OrderedDict()
+        self._comparisons: OrderedDict[Hashable, RunnerComparison] = OrderedDict()
 
     def next(
         self, kind: Hashable, phases: int, pairs: int, work: float, bubble: float | None = None
@@ -155,7 +155,7 @@ class ThreadsOrInline:
         comparison = self._comparisons.pop(kind, None)
         if comparison is None:
             first = INLINE if pairs and work < self.bounds.heavy else THREADS
-            comparison = Comparison(pairs, speed_up, first, self.bounds)
+            comparison = RunnerComparison(pairs, speed_up, first, self.bounds)
         self._comparisons[kind] = comparison
         if len(self._comparisons) > self.bounds.kinds:
             self._comparisons.popitem(last=False)
@@ -168,7 +168,7 @@ class ThreadsOrInline:
         return Execution(computed, inline, stopwatch)
 
 
-class Comparison:
+class RunnerComparison:
     """Runs mini-batches of one kind both ways, until the faster one is known.
 
     Args:
@@ -257,7 +257,7 @@ class Comparison:
 class Stopwatch:
     """Measures the time of the phases of one mini-batch."""
 
-    comparison: Comparison
+    comparison: RunnerComparison
     inline: bool
     phases: int
     gpus: Iterable[torch.device]

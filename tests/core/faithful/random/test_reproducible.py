@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data.pytree import FlatTree
 from lightning_gpipe.core.faithful.random import reproducible as module_under_test
 from lightning_gpipe.core.faithful.random.generators import SharedGenerators
-from lightning_gpipe.core.faithful.random.reproducible import Draws
+from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.state import behavior
 from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState
@@ -40,9 +40,9 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
+def draws(monkeypatch: pytest.MonkeyPatch) -> RandomDraws:
     monkeypatch.setattr(module_under_test, "_ASSUMED", None)
-    return Draws([CPU, CPU])
+    return RandomDraws([CPU, CPU])
 
 
 def nothing(first: bool) -> Iterator[ModuleState]:
@@ -54,7 +54,7 @@ def state() -> Tensor:
 
 
 def run(
-    draws: Draws,
+    draws: RandomDraws,
     forward: Callable[[SharedGenerators | None], list[FlatTree]],
     flags: bytes = TRAIN,
     *,
@@ -72,7 +72,7 @@ def run(
     )
 
 
-def test_what_never_draws_has_private_generators_once(draws: Draws) -> None:
+def test_what_never_draws_has_private_generators_once(draws: RandomDraws) -> None:
     forward, before = Forward(draws=False), state()
 
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_what_never_draws_has_private_generators_once(draws: Draws) -> None:
     assert torch.equal(state(), before)
 
 
-def test_what_draws_is_run_once_each_time(draws: Draws) -> None:
+def test_what_draws_is_run_once_each_time(draws: RandomDraws) -> None:
     forward = Forward(draws=True)
 
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_what_draws_is_run_once_each_time(draws: Draws) -> None:
     assert forward.private == [True, True, True]
 
 
-def test_training_modes_are_told_apart(draws: Draws) -> None:
+def test_training_modes_are_told_apart(draws: RandomDraws) -> None:
     run(draws, Forward(draws=False), EVAL)
     forward = Forward(draws=True)
 
@@ -103,7 +103,7 @@ def test_training_modes_are_told_apart(draws: Draws) -> None:
     assert forward.private == [True, True]
 
 
-def test_what_draws_later_for_the_first_time_is_run_again(draws: Draws) -> None:
+def test_what_draws_later_for_the_first_time_is_run_again(draws: RandomDraws) -> None:
     forward = Forward(draws=False)
     run(draws, forward)
     forward.draws = True
@@ -120,7 +120,7 @@ class Moves(nn.Module):
         self.calls = nn.Buffer(torch.zeros(size))
 
 
-def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
+def test_buffers_are_put_back_before_it_runs_again(draws: RandomDraws) -> None:
     module = Moves(1)
     forward = Forward(draws=False)
     run(draws, forward)
@@ -136,7 +136,7 @@ def test_buffers_are_put_back_before_it_runs_again(draws: Draws) -> None:
     assert seen == [0, 0]
 
 
-def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
+def test_large_buffer_that_cannot_be_put_back(draws: RandomDraws) -> None:
     module, unedited = Moves(2**19), Behavior()
     state, unedited.edited_buffers = StageState([module], deferred=False), set()
     run(draws, Forward(draws=False))
@@ -149,7 +149,7 @@ def test_large_buffer_that_cannot_be_put_back(draws: Draws) -> None:
         run(draws, late, snapshots=lambda first: [state.capture(unedited)])
 
 
-def test_what_will_not_be_recomputed_is_not_run_again(draws: Draws) -> None:
+def test_what_will_not_be_recomputed_is_not_run_again(draws: RandomDraws) -> None:
     forward = Forward(draws=False)
     run(draws, forward, snapshots=None)
     forward.draws = True
@@ -163,12 +163,12 @@ def test_what_will_not_be_recomputed_is_not_run_again(draws: Draws) -> None:
 def test_lone_worker_has_its_generators_to_itself() -> None:
     forward = Forward(draws=True)
 
-    run(Draws([CPU]), forward)
+    run(RandomDraws([CPU]), forward)
 
     assert forward.private == [False]
 
 
-def test_under_modes_of_the_caller_nothing_is_run_twice(draws: Draws) -> None:
+def test_under_modes_of_the_caller_nothing_is_run_twice(draws: RandomDraws) -> None:
     forward = Forward(draws=False)
     run(draws, forward)
     forward.draws = True
@@ -178,7 +178,7 @@ def test_under_modes_of_the_caller_nothing_is_run_twice(draws: Draws) -> None:
     assert forward.private == [True, True]
 
 
-def test_what_was_learnt_can_be_forgotten(draws: Draws) -> None:
+def test_what_was_learnt_can_be_forgotten(draws: RandomDraws) -> None:
     with draws.unchanged():
         run(draws, Forward(draws=False))
     forward = Forward(draws=True)
@@ -188,14 +188,14 @@ def test_what_was_learnt_can_be_forgotten(draws: Draws) -> None:
     assert forward.private == [True]
 
 
-def test_what_is_known_is_bounded(draws: Draws) -> None:
+def test_what_is_known_is_bounded(draws: RandomDraws) -> None:
     for k in range(300):
         run(draws, Forward(draws=False), bytes(map(int, f"{k:09b}")))
 
     assert len(draws._history) < 100
 
 
-def test_what_draws_only_at_first_loses_its_private_generators(draws: Draws) -> None:
+def test_what_draws_only_at_first_loses_its_private_generators(draws: RandomDraws) -> None:
     """An initialisation that draws once made every later mini-batch slow."""
     forward = Forward(draws=True)
     run(draws, forward)
@@ -207,7 +207,7 @@ def test_what_draws_only_at_first_loses_its_private_generators(draws: Draws) -> 
     assert forward.private == [True, True, False, False]
 
 
-def test_what_drew_twice_keeps_them(draws: Draws) -> None:
+def test_what_drew_twice_keeps_them(draws: RandomDraws) -> None:
     forward = Forward(draws=True)
     run(draws, forward)
     run(draws, forward)
@@ -231,7 +231,7 @@ def test_all_buffers_are_saved_where_nothing_is_known(
         asked.append(first)
         return iter(())
 
-    draws = Draws([CPU, CPU])
+    draws = RandomDraws([CPU, CPU])
     for _ in range(2):
         run(draws, Forward(draws=False), snapshots=snapshots)
 
@@ -250,7 +250,7 @@ def strays(amount: int = 5) -> Callable[[SharedGenerators | None], None]:
     return backward
 
 
-def back(draws: Draws, backward: Callable[[SharedGenerators | None], None]) -> None:
+def back(draws: RandomDraws, backward: Callable[[SharedGenerators | None], None]) -> None:
     generators = SharedGenerators(draws.shared)
     draws.run_once("backward", TRAIN, backward, generators=generators, modes=False)
 
@@ -265,7 +265,7 @@ def expected_after_one_draw() -> Tensor:
     return after
 
 
-def test_generator_advances_by_one_draw_however_much_backward_drew(draws: Draws) -> None:
+def test_generator_advances_by_one_draw_however_much_backward_drew(draws: RandomDraws) -> None:
     after = expected_after_one_draw()
 
     with pytest.warns(UserWarning, match="must draw random numbers by PyTorch's operators"):
@@ -274,7 +274,7 @@ def test_generator_advances_by_one_draw_however_much_backward_drew(draws: Draws)
     assert torch.equal(state(), after)
 
 
-def test_generator_advances_by_one_draw_however_much_forward_strayed(draws: Draws) -> None:
+def test_generator_advances_by_one_draw_however_much_forward_strayed(draws: RandomDraws) -> None:
     after = expected_after_one_draw()
 
     with pytest.warns(UserWarning, match="must draw random numbers by PyTorch's operators"):
@@ -283,7 +283,7 @@ def test_generator_advances_by_one_draw_however_much_forward_strayed(draws: Draw
     assert torch.equal(state(), after)
 
 
-def test_generator_is_rewound_after_a_backward_that_failed(draws: Draws) -> None:
+def test_generator_is_rewound_after_a_backward_that_failed(draws: RandomDraws) -> None:
     before = state()
 
     def fail(shared: SharedGenerators | None) -> None:
@@ -296,7 +296,7 @@ def test_generator_is_rewound_after_a_backward_that_failed(draws: Draws) -> None
     assert torch.equal(state(), before)
 
 
-def test_backward_that_draws_nothing_runs_bare_from_then_on(draws: Draws) -> None:
+def test_backward_that_draws_nothing_runs_bare_from_then_on(draws: RandomDraws) -> None:
     private: list[bool] = []
 
     for _ in range(3):
@@ -309,7 +309,7 @@ def test_backward_that_draws_nothing_runs_bare_from_then_on(draws: Draws) -> Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_recorded_in_a_block(draws: Draws, fails: bool) -> None:
+def test_nothing_is_recorded_in_a_block(draws: RandomDraws, fails: bool) -> None:
     forward = Forward(draws=False)
     run(draws, forward)  # runs bare from now on
 
@@ -330,7 +330,7 @@ def test_nothing_is_recorded_in_a_block(draws: Draws, fails: bool) -> None:
 
 
 def test_training_mode_that_was_used_last_is_dropped_last(
-    draws: Draws, monkeypatch: pytest.MonkeyPatch
+    draws: RandomDraws, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(behavior, "_CAPACITY", 2)
     forward = Forward(draws=False)

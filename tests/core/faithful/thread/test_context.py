@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Pending
+from lightning_gpipe.core.data import PendingTensor
 from lightning_gpipe.core.faithful.thread.context import Autocast, Context
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_context_variables_follow() -> None:
 
 def test_containers_in_variables_are_others_when_a_forward_is_recomputed() -> None:
     found: ContextVar[Any] = ContextVar("found")
-    key, waiting = object(), torch.ones(1).as_subclass(Pending)
+    key, waiting = object(), torch.ones(1).as_subclass(PendingTensor)
     circle: list[Any] = []
     circle.append(circle)
     value: dict[str, Any] = {"list": [key, waiting], "others": (deque([1]), {2}), "circle": circle}

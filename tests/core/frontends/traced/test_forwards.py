@@ -17,7 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe import whole
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.traced import TracedForward
 from tests.support.pipes import every_mode
 from tests.support.traced import Tracing, assert_same_run
 from tests.support.traced import tracing as tracing  # a fixture
@@ -188,7 +188,7 @@ FORWARDS = [
 @pytest.mark.parametrize("run", FORWARDS, ids=lambda run: run.__name__)
 def test_same_numbers(tracing: Tracing, run: Callable[..., Any]) -> None:
     plain = Model(run)
-    count = len(Traced(plain, "").units)
+    count = len(TracedForward(plain, "").units)
 
     assert_same_run(tracing(plain, min(4, count)), plain, rows())
 
@@ -221,14 +221,14 @@ def test_hook_on_all_modules_is_told_of(tracing: Tracing) -> None:
 def test_calls_of_a_module_called_twice_are_one_unit() -> None:
     model = Model(module_called_twice)
 
-    assert Traced(model, "").units == ["a", "c", "d"]
+    assert TracedForward(model, "").units == ["a", "c", "d"]
 
 
 def test_parameter_that_the_forward_reads_counts_where_it_is_first_read() -> None:
     model = Model(weight_of_a_layer_on_another_stage)
     linear = WIDTH * WIDTH + WIDTH
 
-    assert Traced(model, "").costs() == [linear, linear, linear, linear + WIDTH]
+    assert TracedForward(model, "").costs() == [linear, linear, linear, linear + WIDTH]
 
 
 def arguments(m: Model, x: Any, *more: Tensor, scale: float = 1.0, **named: Any) -> Tensor:
@@ -313,7 +313,7 @@ def test_hooks_run_with_the_modules_that_they_are_on(tracing: Tracing) -> None:
     piped.get_submodule("first").register_forward_hook(lambda m, args, y: seen.append(len(y)))
     piped.register_forward_hook(lambda m, args, y: seen.append(len(y)))
 
-    assert Traced(plain, "").units == [
+    assert TracedForward(plain, "").units == [
         "first",
         *(f"second.{k}" for k in ("one", "other")),
         *(f"third.{k}" for k in ("one", "other")),
@@ -424,7 +424,7 @@ def test_default_device_holds_after_a_trace() -> None:
     """Once torch.device had no effect on torch.ones any more if a traced forward used it first."""
     _device_constructors.cache_clear()
     model = Model(with_a_device)
-    Traced(model, "")
+    TracedForward(model, "")
 
     with torch.device("meta"):
         assert torch.ones(1).is_meta

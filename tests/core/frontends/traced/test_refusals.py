@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.traced import TracedForward
 from tests.support.traced import Tracing, assert_same_run
 from tests.support.traced import tracing as tracing  # a fixture
 from tests.support.traced_models import Modes
@@ -257,7 +257,7 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     state = torch.get_rng_state()
 
     with pytest.raises(TypeError, match=REFUSED[between]) as raised:
-        Traced(model, "").partitions([1, 1])
+        TracedForward(model, "").partitions([1, 1])
 
     if between not in (counts, remembers, draws_in_python):
         assert "test_refusals.py:" in str(raised.value)
@@ -397,14 +397,14 @@ def test_module_that_cannot_be_traced_is_one_layer(tracing: Tracing) -> None:
     torch.manual_seed(0)
     plain = Outer(per_row)
 
-    assert Traced(plain, "").units == ["first", "inner", "last"]
+    assert TracedForward(plain, "").units == ["first", "inner", "last"]
     assert_same_run(tracing(plain, [1, 2]), plain, rows())
 
 
 def test_module_that_changes_its_attributes_is_one_layer() -> None:
     model = Outer(counts)
 
-    assert Traced(model, "").units == ["first", "inner", "last"]
+    assert TracedForward(model, "").units == ["first", "inner", "last"]
     assert model.inner.steps == 0
 
 
@@ -472,7 +472,7 @@ def edit_of_a_view(model: Any, x: Tensor) -> Tensor:
 def test_edits_in_place(tracing: Tracing, edit: Callable[..., Any], split: int) -> None:
     torch.manual_seed(0)
     plain = Edits(edit)
-    count = len(Traced(plain, "").units)
+    count = len(TracedForward(plain, "").units)
 
     assert_same_run(tracing(plain, [split, count - split]), plain, rows())
 

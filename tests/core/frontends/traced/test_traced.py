@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.frontends.traced import Traced
+from lightning_gpipe.core.frontends.traced import TracedForward
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode, with_and_without_threads
 from tests.support.traced import Tracing, assert_same_run, images, in_microbatches
@@ -115,7 +115,7 @@ def test_module_stays_what_it_was(tracing: Tracing) -> None:
 
 def test_removed_pipeline_leaves_the_plain_module() -> None:
     model = ResNet()
-    traced = Traced(model, "")
+    traced = TracedForward(model, "")
     traced.partitions([len(traced.units)])
     traced.install(lambda *_, **__: [torch.zeros(2)])
     assert model(images()).shape == (2,)
@@ -138,7 +138,7 @@ def test_copy_runs_as_the_plain_module(tracing: Tracing) -> None:
 
 def test_plain_calls_within_a_block(tracing: Tracing) -> None:
     model = ResNet().eval()
-    traced = Traced(model, "")
+    traced = TracedForward(model, "")
     traced.partitions([len(traced.units)])
     traced.install(lambda *_, **__: [torch.zeros(2)])
 

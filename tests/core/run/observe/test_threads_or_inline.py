@@ -8,7 +8,7 @@ from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run.observe.threads_or_inline import (
     INLINE,
     THREADS,
-    Comparison,
+    RunnerComparison,
     RunTimes,
     Stopwatch,
     ThreadsOrInline,
@@ -35,7 +35,7 @@ def compare(
     pairs: int = 0,
     speed_up: float = 0.0,
     begin: bool = THREADS,
-) -> tuple[Comparison, list[bool]]:
+) -> tuple[RunnerComparison, list[bool]]:
     """A comparison that has come to an end, and what it tried.
 
     Args:
@@ -45,7 +45,7 @@ def compare(
         speed_up: What the schedule allows threads.
         begin: The way of the first one.
     """
-    made, tried = Comparison(pairs, speed_up, begin), []
+    made, tried = RunnerComparison(pairs, speed_up, begin), []
     while (way := made.next()) is not None:
         tried.append(way)
         made.add(way, seconds[way], seconds[INLINE] if way is INLINE else computed)
@@ -122,7 +122,7 @@ def test_ways_that_take_about_as_long(faster: bool) -> None:
 
 @pytest.mark.parametrize("faster", [THREADS, INLINE])
 def test_mini_batches_that_were_held_up_do_not_decide(faster: bool) -> None:
-    made = Comparison()
+    made = RunnerComparison()
     for held_up in (2.0, 2.0, 1.0, 2.0):
         for way in (THREADS, INLINE):
             if made.next() is way:

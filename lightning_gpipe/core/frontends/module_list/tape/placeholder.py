@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gpipe.core.data import Pending
+from lightning_gpipe.core.data import PendingTensor
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
 
 
-class Placeholder(Pending):
+class Placeholder(PendingTensor):
     """Stands for a value of a recording.
 
     Attributes:
