@@ -1,10 +1,36 @@
-"""The commands of ``python -m lightning_gpipe``: ``fit``, ``check`` and ``plan``.
+"""The command ``lightning-gpipe``, or ``python -m lightning_gpipe``: ``fit``, ``check``, ``plan``.
 
 Each command is a function of its arguments, a list of strings.
 """
+
+import sys
 
 from lightning_gpipe.commands.check import check
 from lightning_gpipe.commands.fit import main
 from lightning_gpipe.commands.plan import plan_command
 
-__all__ = ["check", "main", "plan_command"]
+__all__ = ["check", "main", "plan_command", "run"]
+
+_HELP = """\
+usage: lightning-gpipe COMMAND ...
+
+  fit, validate, test, predict   LightningCLI, in which the strategy is registered as gpipe
+  check   shows how a model would run as a pipeline, or why it cannot
+  plan    chooses stages, micro-batches and a schedule for devices, which need not be there
+
+Each has its own help, such as: lightning-gpipe plan --help
+Without an installation, write python -m lightning_gpipe instead of lightning-gpipe.
+"""
+
+
+def run() -> None:
+    """Run the command line of this process, and end it."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    command = {"check": check, "plan": plan_command}.get(name)
+    if name in ("-h", "--help"):
+        print(_HELP, end="")
+    elif command is None:
+        main()
+    else:
+        del sys.argv[1:]  # or LightningCLI, which the command gives its own, warns of them
+        sys.exit(command(arguments or ["--help"]))

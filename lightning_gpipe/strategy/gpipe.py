@@ -60,6 +60,7 @@ from lightning_gpipe.strategy.refusals import (
     refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
+    refusing_unknown_arguments,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
@@ -155,6 +156,7 @@ class GPipeStrategy(ParallelStrategy):
 
     # Construction.
 
+    @refusing_unknown_arguments
     def __init__(
         self,
         balance: list[int]

@@ -160,6 +160,9 @@ def _check_balance(balance: Any) -> None:
     if isinstance(balance, str):
         if not (is_criterion(balance) or balance == FROM_CHECKPOINT):
             words = ", ".join(map(repr, (*CRITERIA, FROM_CHECKPOINT)))
-            raise ValueError(f"balance must be a list, or one of {words}: got {balance!r}.")
+            raise ValueError(
+                f"balance must be a list, or one of {words}: got {balance!r}. To have it measured, "
+                "write balance='time', with chunks='auto' for a plan of all settings."
+            )
     elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
         check_balance(balance)

@@ -109,6 +109,7 @@ class PipelinedModule:
         self._root = root
         self._verifier: FirstBatchVerifier | None = None
         self._reported: set[tuple[str, bool]] = set()  # the faster way of each module
+        self._first = True  # whether no batch has run
         by_default = _CHUNKS_PER_STAGE * max(map(len, sizes))
         self.pipeline = GPipe(
             root,
@@ -153,7 +154,18 @@ class PipelinedModule:
         return {path for path, module in self._root.named_modules() if module in foreign}
 
     def say_ways(self) -> None:
-        """Report once whether threads or one thread run a pipeline, when it is measured."""
+        """Report once whether threads or one thread run a pipeline, when it is measured.
+
+        The first batch also tells if it has fewer micro-batches than the user asks for.
+        """
+        timeline, chunks = self.pipeline.timeline, self.pipeline.chunks
+        if timeline is not None and self._first:
+            self._first = False
+            if (m := timeline.schedule.m) < chunks:
+                rank_zero_info(
+                    f"GPipe: the first batch has rows for {m} of {chunks} micro-batches, so the "
+                    "devices wait longer than they would. Larger batches fill the pipeline."
+                )
         for piped, way in zip(self.modules, self.pipeline.ways, strict=True):
             if way is not None and (piped.name, way.faster) not in self._reported:
                 self._reported.add((piped.name, way.faster))
