@@ -47,7 +47,11 @@ from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
-from lightning_gpipe.strategy.options import StartMethod, StrategyOptions
+from lightning_gpipe.strategy.options import (
+    StartMethod,
+    StrategyOptions,
+    refusing_unknown_arguments,
+)
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
@@ -60,7 +64,6 @@ from lightning_gpipe.strategy.refusals import (
     refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
-    refusing_unknown_arguments,
 )
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, Literal, ParamSpec, get_args
+
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_gpipe.checkpoints import FROM_CHECKPOINT
 from lightning_gpipe.core.data import MicroBatching, check_microbatching
@@ -23,6 +28,7 @@ from lightning_gpipe.distributed import Mode
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
+P = ParamSpec("P")
 _SAME = "balance", "chunks", "module", "deferred_batch_norm", "around"
 
 
@@ -166,3 +172,25 @@ def _check_balance(balance: Any) -> None:
             )
     elif not (isinstance(balance, list) and balance and all(isinstance(b, str) for b in balance)):
         check_balance(balance)
+
+
+def refusing_unknown_arguments(construct: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor refuse misspelt arguments, and those of DistributedDataParallel."""
+    known = signature(construct).parameters
+
+    @wraps(construct)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(_unknown(name, known))
+        construct(*args, **kwargs)
+
+    return checked
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    meant = get_close_matches(name, known, n=1)
+    way_out = f"Did you mean {meant[0]}?" if meant else "Leave it out."
+    if name in signature(DistributedDataParallel).parameters:
+        way_out = f"For replicas, write ddp={{{name!r}: ...}}; one pipeline has no use for it."
+    return f"GPipeStrategy must get arguments of its own: got {name}. {way_out}"

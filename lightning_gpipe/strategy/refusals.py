@@ -6,11 +6,8 @@ Lightning supports them, and a pipeline would have to ignore them silently.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
-from functools import wraps
-from inspect import signature
-from typing import Any, NoReturn, ParamSpec
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -36,7 +33,6 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torchmetrics import Metric
 
@@ -44,8 +40,6 @@ from lightning_gpipe.checkpoints import AtomicFiles
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.strategy.adapters.averages import WeightAveraging
-
-P = ParamSpec("P")
 
 # Precision plugins that a pipeline cannot honour, and what they are for.
 _FOREIGN_PRECISION: dict[type[Precision], str] = {
@@ -58,28 +52,6 @@ _FOREIGN_PRECISION: dict[type[Precision], str] = {
 AUTO_DEVICES = (
     "devices='auto' means one device on the CPU and in a notebook, and all GPUs elsewhere."
 )
-
-
-def refusing_unknown_arguments(construct: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor refuse misspelt arguments, and those of DistributedDataParallel."""
-    known = signature(construct).parameters
-
-    @wraps(construct)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(_unknown(name, known))
-        construct(*args, **kwargs)
-
-    return checked
-
-
-def _unknown(name: str, known: Iterable[str]) -> str:
-    meant = get_close_matches(name, known, n=1)
-    way_out = f"Did you mean {meant[0]}?" if meant else "Leave it out."
-    if name in signature(DistributedDataParallel).parameters:
-        way_out = f"For replicas, write ddp={{{name!r}: ...}}; one pipeline has no use for it."
-    return f"GPipeStrategy must get arguments of its own: got {name}. {way_out}"
 
 
 def check_environment(

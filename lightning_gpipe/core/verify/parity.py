@@ -84,7 +84,7 @@ class Verdict(ABC):
 
     @property
     def extent(self) -> str:
-        """How large the deviations are, as a sentence."""
+        """The size of the deviations, as a sentence."""
         largest = [
             f"{kind} ({len(deviations)}) {_number(max(d.relative for d in deviations))}"
             for kind, deviations in self.compared.items()

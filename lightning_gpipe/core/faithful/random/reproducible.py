@@ -31,7 +31,7 @@ _FORWARD = "forward"
 
 
 class _Frequency(Enum):
-    """How often layers drew random numbers in earlier mini-batches."""
+    """The number of earlier mini-batches in which layers drew random numbers."""
 
     NEVER = "in none"
     ONCE = "in the first, which an initialisation may do"

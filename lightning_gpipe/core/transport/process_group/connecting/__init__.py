@@ -1,1 +1,1 @@
-"""How processes find one another, and how long they wait."""
+"""Connecting: processes find one another, and wait for a limited time."""

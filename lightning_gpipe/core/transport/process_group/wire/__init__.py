@@ -1,1 +1,1 @@
-"""What one process sends to another, and the connection that carries it."""
+"""Messages from one process to another, and the connection that carries them."""
