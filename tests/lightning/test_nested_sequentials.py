@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from torch import nn
 
 from lightning_gpipe import GPipeStrategy
-from tests.support.compilation import counting, has_dynamo
+from tests.support.compilation import can_compile, counting
 from tests.support.lightning_modules import (
     Classifier,
     assert_same_weights,
@@ -44,7 +44,7 @@ def test_checkpoint_of_a_balance_by_children(tmp_path: Path) -> None:
     assert_same_weights(again(GPipeStrategy([3, 3], 3), devices=2), again())
 
 
-@pytest.mark.skipif(not has_dynamo(), reason="needs torch.compile")
+@pytest.mark.skipif(not can_compile(), reason="needs modes that torch.compile may ignore")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:Guards may run")
 def test_layers_in_groups_are_compiled(tmp_path: Path) -> None:
     graphs: list[int] = []
