@@ -54,7 +54,7 @@ def test_partition_with_names_prints_them() -> None:
     assert str(Partition(1, 3, blocks[:2], ("blocks.3", "head"))) == "blocks.3..head"
     assert str(Partition(1, 3, blocks[:1], ("blocks.3",))) == "blocks.3"
     assert Partition(1, 3, blocks).titles == ["layer 3", "layer 4", "layer 5"]
-    assert str(Partition(1, 3, ())) == "no modules"
+    assert str(Partition(1, 3, ())) == Partition(1, 3, ()).span == "no modules"
     assert str(Partition(1, 3, blocks[:2], ("a.b.3", "a.c.1.2"))) == "a.b.3..c.1.2"
     groups = Partition(0, 0, blocks[:2], ("0.0", "1"))
     assert (str(groups), groups.span) == ("layers 0.0..1", "0.0..1")
