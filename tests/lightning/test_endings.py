@@ -39,8 +39,8 @@ class Fault(Callback):
         self._wait = SlowWait()
 
     def on_fit_start(self, trainer: L.Trainer, *_: Any) -> None:
-        groups = trainer.strategy._processes.groups  # type: ignore[attr-defined]  # of ours
-        groups.lifeline.on_lost_wait(self._wait.end)
+        for watcher in trainer.strategy.pipeline_group.watchers:  # type: ignore[attr-defined]
+            watcher.on_lost_wait(self._wait.end)
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if (trainer.global_rank, trainer.global_step) == (self._rank, 1):

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import PlanSearch
-from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
+from lightning_gpipe.core.planner.settings import PlannedSettings
 from lightning_gpipe.core.schedules import KINDS, counted
 
 _GIB = 2**30
@@ -49,29 +49,26 @@ class NoPlan(ValueError):
         }
 
 
-def nearest_fitting(request: PlanRequest) -> Prediction | None:
+def nearest_fitting(search: PlanSearch) -> Prediction | None:
     """Return the nearest plan that fits: on the same devices with other settings, or on more.
 
     Other schedules are tried only if need be; more devices are as few as possible, each like the
     largest. None if no number of them would do.
     """
-    free = replace(request, stages=None, balance=None, chunks=None, activation_checkpointing=None)
-    others = replace(free, orders=tuple(filter(request.is_measured, KINDS)))
+    free = replace(search, stages=None, balance=None, chunks=None, activation_checkpointing=None)
+    others = replace(free, orders=tuple(filter(search.is_measured, KINDS)))
     for other in (free, others):
-        if (
-            other != request
-            and (fastest := PlanSearch(other).fastest(other.candidates())) is not None
-        ):
+        if other != search and (fastest := other.fastest(other.candidates())) is not None:
             return fastest
     return _on_more(free) or _on_more(others)
 
 
-def _on_more(free: PlanRequest) -> Prediction | None:
+def _on_more(free: PlanSearch) -> Prediction | None:
     """The fastest plan on as few more devices as possible."""
     largest = max(free.places, key=lambda place: place.memory)
     few, enough = len(free.places), free.layers  # few do not fit
 
-    def on(devices: int) -> PlanRequest:
+    def on(devices: int) -> PlanSearch:
         more = [largest] * (devices - len(free.places))
         return replace(free, places=(*free.places, *more), stages=devices)
 
@@ -79,14 +76,14 @@ def _on_more(free: PlanRequest) -> Prediction | None:
         return None
     between = range(few + 1, enough)
     least = on(few + 1 + bisect_left(between, True, key=lambda number: _fits(on(number))))
-    return PlanSearch(least).fastest(least.candidates())
+    return least.fastest(least.candidates())
 
 
-def _fits(request: PlanRequest) -> bool:
+def _fits(search: PlanSearch) -> bool:
     """Return True if a stage on each device fits with the settings that need the least memory."""
-    n, search = len(request.places), PlanSearch(request)
-    for order in request.orders:
-        m = request.numbers_of_micro_batches(n, order)[-1]
+    n = len(search.places)
+    for order in search.orders:
+        m = search.numbers_of_micro_batches(n, order)[-1]
         if not any(search.predicted(PlannedSettings(n, m, m, order)).missing):
             return True
     return False

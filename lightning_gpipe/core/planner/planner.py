@@ -18,7 +18,7 @@ from lightning_gpipe.core.layout import Around, check_even
 from lightning_gpipe.core.planner.no_plan import NoPlan, nearest_fitting
 from lightning_gpipe.core.planner.prediction import Prediction
 from lightning_gpipe.core.planner.search import PlanSearch
-from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest, near
+from lightning_gpipe.core.planner.settings import PlannedSettings, near
 from lightning_gpipe.core.schedules import (
     KINDS,
     ActivationCheckpointing,
@@ -112,7 +112,7 @@ def plan_for(
         NoPlan: If nothing fits.
     """
     profiles = (profiles,) if isinstance(profiles, ModelProfile) else tuple(profiles)
-    request = PlanRequest(
+    search = PlanSearch(
         profiles,
         tuple(places),
         rows or profiles[0].rows * profiles[0].chunks,
@@ -125,47 +125,45 @@ def plan_for(
         kinds_for(schedule, split_backward),
     )
     if split_backward is None or schedule == "auto":
-        request = replace(request, orders=tuple(filter(request.is_measured, request.orders)))
-    _check(request)
-    search, candidates = PlanSearch(request), request.candidates()
+        search = replace(search, orders=tuple(filter(search.is_measured, search.orders)))
+    _check(search)
+    candidates = search.candidates()
     chosen = search.fastest(candidates)
     if chosen is None:
-        raise NoPlan(search.nearest(candidates), nearest_fitting(request))
+        raise NoPlan(search.nearest(candidates), nearest_fitting(search))
     others = [
         *map(search.predicted, near(chosen.settings, candidates)),
-        *_in_other_orders(search, request, chosen.settings),
+        *_in_other_orders(search, chosen.settings),
     ]
-    alternatives = (Alternative(other, _reason(chosen, other, request.orders)) for other in others)
+    alternatives = (Alternative(other, _reason(chosen, other, search.orders)) for other in others)
     return Plan(chosen, tuple(alternatives))
 
 
-def _check(request: PlanRequest) -> None:
+def _check(search: PlanSearch) -> None:
     """Refuse numbers of stages that the devices cannot run."""
-    stages, devices = request.stages, len(request.places)
+    stages, devices = search.stages, len(search.places)
     if stages is None or 1 <= stages <= devices:
         return
-    if request.balance is None:
+    if search.balance is None:
         raise ValueError(
             f"a plan has a device for each stage: got {counted(stages, 'stage')} and "
             f"{counted(devices, 'device')}. Give as many devices as stages, or a balance."
         )
     check_even(stages, devices, "Use a number of devices that divides the number of stages.")
-    for order in request.orders:
+    for order in search.orders:
         if order.by_micro_batch:
-            m = request.numbers_of_micro_batches(stages, order)[0]
+            m = search.numbers_of_micro_batches(stages, order)[0]
             check_by_micro_batch(order.schedule, m, looped(stages, devices))
 
 
-def _in_other_orders(
-    search: PlanSearch, request: PlanRequest, best: PlannedSettings
-) -> Iterator[Prediction]:
+def _in_other_orders(search: PlanSearch, best: PlannedSettings) -> Iterator[Prediction]:
     """Yield the fastest of each other kind of schedule, with as many stages and micro-batches."""
-    placement = looped(best.stages, min(best.stages, len(request.places)))
+    placement = looped(best.stages, min(best.stages, len(search.places)))
     for order in KINDS:
-        possible = request.is_measured(order) and order.possible(best.chunks, placement)
+        possible = search.is_measured(order) and order.possible(best.chunks, placement)
         if order == best.order or not possible:
             continue
-        same = replace(request, stages=best.stages, chunks=best.chunks, orders=(order,))
+        same = replace(search, stages=best.stages, chunks=best.chunks, orders=(order,))
         candidates = same.candidates()
         yield search.fastest(candidates) or search.predicted(candidates[-1])
 

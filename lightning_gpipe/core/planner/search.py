@@ -11,29 +11,76 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import ceil, log2
 
 from lightning_gpipe.core.balance import LayerCosts, ModelProfile, NothingFits, Place, solve_on
-from lightning_gpipe.core.layout import layer_ranges
+from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.settings import PlannedSettings, PlanRequest
+from lightning_gpipe.core.planner.settings import (
+    PlannedSettings,
+    doubled,
+    fewer_stages,
+    numbers_recomputed,
+)
 from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
-from lightning_gpipe.core.schedules import KINDS
+from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, ActivationCheckpointing, ScheduleKind
 
 _TRIES = 3  # balances of a candidate: the memory of a stage is known only with a balance
 _ALIVE = 8  # numbers that the solver tells apart; each has tables of its own
 
 
+@dataclass(frozen=True)
 class PlanSearch:
-    """Balances, bounds and predicts candidates, each of them once."""
+    """Balances, bounds and predicts candidates, each of them once.
 
-    def __init__(self, request: PlanRequest) -> None:
-        self._request = request
-        self._predictions: dict[PlannedSettings, Prediction] = {}
-        self._wholes: dict[tuple[int, bool], MicroBatchCost] = {}
+    What is None is left to choose; ``orders`` are the kinds of schedules to choose from.
+    """
+
+    profiles: tuple[ModelProfile, ...]
+    places: tuple[Place, ...]
+    rows: int
+    stages: int | None = None
+    balance: tuple[int, ...] | None = None
+    chunks: int | None = None
+    most: int | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    around: Around = "last"
+    orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
+    _predictions: dict[PlannedSettings, Prediction] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _wholes: dict[tuple[int, bool], MicroBatchCost] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def is_measured(self, order: ScheduleKind) -> bool:
+        """Return True if the times of the schedule's actions were measured."""
+        return not order.split or all(profile.split for profile in self.profiles)
+
+    @property
+    def layers(self) -> int:
+        return len(self.profiles[0].layers)
+
+    def candidates(self) -> list[PlannedSettings]:
+        """Return all combinations of what is left to choose, without balances."""
+        most = min(len(self.places), self.layers)
+        numbers = [self.stages] if self.stages else fewer_stages(most)
+        return [
+            PlannedSettings(n, m, k, order)
+            for order in self.orders
+            for n in numbers
+            for m in self.numbers_of_micro_batches(n, order)
+            for k in numbers_recomputed(m, self.activation_checkpointing)
+        ]
+
+    def numbers_of_micro_batches(self, stages: int, order: ScheduleKind) -> list[int]:
+        """Return the numbers of micro-batches to try, the least first."""
+        group = order.group(stages, min(stages, len(self.places)))
+        tried = [self.chunks] if self.chunks else doubled(group, self.most or self.rows)
+        return sorted({min(m, self.rows) for m in tried})
 
     def fastest(self, candidates: Iterable[PlannedSettings]) -> Prediction | None:
         """Return the prediction with the least time of those that fit; None if none does."""
@@ -92,8 +139,8 @@ class PlanSearch:
         does not fit, its prediction says how many micro-batches are alive on each stage, and how
         many bytes of inputs from other stages it holds.
         """
-        if self._request.balance is not None:
-            return self._with(candidate, self._request.balance)
+        if self.balance is not None:
+            return self._with(candidate, self.balance)
         costs, places = self._costs(candidate), self._places(candidate)
         alive: Sequence[float] = [_least_alive(candidate)] * candidate.stages
         latest = best = None
@@ -119,7 +166,7 @@ class PlanSearch:
 
     def _costs(self, candidate: PlannedSettings) -> LayerCosts:
         m, split = candidate.chunks, candidate.order.split
-        profile, rows = self._profile(m), max(sizes_of(self._request.rows, m))
+        profile, rows = self._profile(m), max(sizes_of(self.rows, m))
         sized = replace(profile, chunks=m, rows=rows)
         return LayerCosts(
             sized.times(recomputed=candidate.recomputed / m, split=split),
@@ -132,18 +179,18 @@ class PlanSearch:
         return Prediction(
             candidate._replace(balance=balance),
             self._profile(candidate.chunks),
-            tuple(replace(self._request.places[d], taken=0, alive=0) for d in devices),
-            sizes_of(self._request.rows, candidate.chunks),
-            self._request.around,
+            tuple(replace(self.places[d], taken=0, alive=0) for d in devices),
+            sizes_of(self.rows, candidate.chunks),
+            self.around,
             tuple(devices),
         )
 
     def _places(self, candidate: PlannedSettings) -> list[Place]:
         """Return the place of each stage, with the modules around and the outputs on one."""
-        places = [self._request.places[d] for d in self._devices(candidate.stages)]
-        outside = len(places) - 1 if self._request.around == "last" else 0
+        places = [self.places[d] for d in self._devices(candidate.stages)]
+        outside = len(places) - 1 if self.around == "last" else 0
         profile = self._profile(candidate.chunks)
-        sizes = sizes_of(self._request.rows, candidate.chunks)
+        sizes = sizes_of(self.rows, candidate.chunks)
         outputs = [profile.output.at(rows) for rows in sizes]
         at_once = max(outputs) if candidate.order.by_micro_batch else sum(outputs)
         around = places[outside].taken + profile.around.held_bytes + at_once
@@ -155,15 +202,15 @@ class PlanSearch:
 
         With more stages than devices, stage j is on device j mod d.
         """
-        places = self._request.places
+        places = self.places
         order = sorted(range(len(places)), key=lambda d: (-places[d].speed, -places[d].memory, d))
         best = sorted(order[:n])
         return [best[j % len(best)] for j in range(n)]
 
     def _profile(self, m: int) -> ModelProfile:
         """The profile that was measured with the nearest number of rows."""
-        rows = max(sizes_of(self._request.rows, m))
-        return min(self._request.profiles, key=lambda p: max(p.rows / rows, rows / p.rows))
+        rows = max(sizes_of(self.rows, m))
+        return min(self.profiles, key=lambda p: max(p.rows / rows, rows / p.rows))
 
     def _bound(self, candidate: PlannedSettings) -> float:
         """A lower bound of a candidate's time, whatever the balance.
@@ -175,7 +222,7 @@ class PlanSearch:
         """
         n, m, k, order, _ = candidate
         devices = {*self._devices(n)}
-        speeds = [self._request.places[d].speed for d in devices]
+        speeds = [self.places[d].speed for d in devices]
         through, share = 1 / max(speeds), 1 / sum(speeds)
         whole = self._whole(m, split=order.split)
         # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
@@ -195,21 +242,21 @@ class PlanSearch:
 
     def _excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""
-        memory = sum(self._request.places[d].memory for d in {*self._devices(candidate.stages)})
+        memory = sum(self.places[d].memory for d in {*self._devices(candidate.stages)})
         saved = self._whole(candidate.chunks).saved
         return self._held + _least_alive(candidate) * saved - memory
 
     @cached_property
     def _held(self) -> int:
         """The bytes of all layers and of the modules around them, whatever runs."""
-        profile = self._request.profiles[0]
+        profile = self.profiles[0]
         return sum(layer.held_bytes for layer in (*profile.layers, profile.around))
 
     def _whole(self, m: int, *, split: bool = False) -> MicroBatchCost:
         """The least cost of one of ``m`` micro-batches in all layers."""
         if (m, split) not in self._wholes:
-            profile, rows = self._profile(m), self._request.rows // m
-            (whole,) = costs_of(profile, [self._request.layers], rows)
+            profile, rows = self._profile(m), self.rows // m
+            (whole,) = costs_of(profile, [self.layers], rows)
             if split:  # on some stages only; a whole backward counts where it is faster
                 inputs = sum(each.inputs.at(rows) for each in profile.layers if each.inputs)
                 weights = sum(each.weights.at(rows) for each in profile.layers if each.weights)

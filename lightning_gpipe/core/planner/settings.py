@@ -1,13 +1,10 @@
-"""The settings of a pipeline that a plan chooses, and those it chooses from."""
+"""The settings of a pipeline that a plan chooses, and the numbers that it tries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lightning_gpipe.core.balance import ModelProfile, Place
-from lightning_gpipe.core.layout import Around
 from lightning_gpipe.core.schedules import (
     FILL_DRAIN,
     ActivationCheckpointing,
@@ -61,47 +58,6 @@ class PlannedSettings(NamedTuple):
         return ", ".join(filter(None, arguments))
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """The arguments of a plan, and the kinds of schedules to choose from, ``orders``."""
-
-    profiles: tuple[ModelProfile, ...]
-    places: tuple[Place, ...]
-    rows: int
-    stages: int | None = None
-    balance: tuple[int, ...] | None = None
-    chunks: int | None = None
-    most: int | None = None
-    activation_checkpointing: ActivationCheckpointing | None = None
-    around: Around = "last"
-    orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
-
-    def is_measured(self, order: ScheduleKind) -> bool:
-        """Return True if the times of the schedule's actions were measured."""
-        return not order.split or all(profile.split for profile in self.profiles)
-
-    @property
-    def layers(self) -> int:
-        return len(self.profiles[0].layers)
-
-    def candidates(self) -> list[PlannedSettings]:
-        """Return all combinations of what is left to choose, without balances."""
-        numbers = [self.stages] if self.stages else _fewer(min(len(self.places), self.layers))
-        return [
-            PlannedSettings(n, m, k, order)
-            for order in self.orders
-            for n in numbers
-            for m in self.numbers_of_micro_batches(n, order)
-            for k in _shares(m, self.activation_checkpointing)
-        ]
-
-    def numbers_of_micro_batches(self, stages: int, order: ScheduleKind) -> list[int]:
-        """Return the numbers of micro-batches to try, the least first."""
-        group = order.group(stages, min(stages, len(self.places)))
-        tried = [self.chunks] if self.chunks else _doubled(group, self.most or self.rows)
-        return sorted({min(m, self.rows) for m in tried})
-
-
 def near(best: PlannedSettings, candidates: Sequence[PlannedSettings]) -> Iterator[PlannedSettings]:
     """Yield the candidates next to the best one in one thing, and those with no or all recomputed.
 
@@ -127,19 +83,19 @@ def _beside(values: Sequence[int], value: int) -> list[int]:
     return [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
 
 
-def _fewer(devices: int) -> list[int]:
+def fewer_stages(devices: int) -> list[int]:
     """The numbers of stages to try: all, or of many devices their halves."""
     if devices <= 16:
         return list(range(1, devices + 1))
     return sorted({max(1, devices >> shift) for shift in range(devices.bit_length())})
 
 
-def _doubled(least: int, most: int) -> list[int]:
+def doubled(least: int, most: int) -> list[int]:
     """Powers of two times ``least``, up to ``most``; at least one number."""
     return [least << shift for shift in range(max(1, (most // least).bit_length()))]
 
 
-def _shares(m: int, mode: ActivationCheckpointing | None) -> list[int]:
+def numbers_recomputed(m: int, mode: ActivationCheckpointing | None) -> list[int]:
     """The numbers of micro-batches to recompute that are tried."""
     if mode is not None:
         return [count_recomputed(mode, m)]

@@ -78,7 +78,6 @@ def state(pipeline: GPipe) -> dict[str, Any]:
         "hooks": {name: len(module._forward_hooks) for name, module in modules.items()},
         "rates": {name: getattr(module, "p", None) for name, module in modules.items()},
         "timeline": id(pipeline.timeline),
-        "draws": dict(pipeline.engine._equipment.draws._history),
     }
 
 
@@ -99,6 +98,28 @@ def test_nothing_is_left_of_it(
 
     assert state(pipeline) == before
     assert (input.tolist(), input.grad) == (input_before, None)
+
+
+def test_forward_after_it_expects_no_draws_that_it_saw(pipe: Pipe) -> None:
+    """A forward runs twice if it draws after one that did not, which verify() is not."""
+    runs: list[bool] = []
+    counts: list[int] = []
+    draws = False
+
+    def draws_later(x: Tensor) -> Tensor:
+        runs.append(draws)
+        return x + torch.rand_like(x) if draws else x
+
+    for verified in (False, True):
+        pipeline, draws = pipe(sequential(linear(), Call(draws_later))), False
+        if verified:
+            verify(pipeline, rows(7))
+        draws = True
+        pipeline(rows(7))
+        counts.append(runs.count(True))
+        runs.clear()
+
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("rows_that_fail", [range(4), range(4, 8)], ids=["pipelined", "plain"])
