@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         training_windows=options.steps * options.batch_size,
     )
 
-    # The pipeline. It selects the blocks, which have more than half of all parameters.
+    # The pipeline. It selects the blocks, which have most of the work.
     strategy = GPipeStrategy(options.balance, options.chunks, activation_checkpointing="never")
 
     best, measurements = ModelCheckpoint(filename="best", monitor="val_loss"), Measurements()

@@ -86,7 +86,7 @@ class _Planning(CPUAccelerator):
         strategy, module = trainer.strategy, trainer.lightning_module
         assert isinstance(strategy, GPipeStrategy), "the Planner sees to it"
         assert isinstance(module, LightningModule), "it is fitted"
-        modules = strategy.piped_modules(module)
+        modules = strategy.piped_modules(module, several=False)
         if len(modules) > 1:
             raise ValueError(
                 f"a plan is for one pipeline: got {len(modules)}, "

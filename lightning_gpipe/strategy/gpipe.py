@@ -92,10 +92,10 @@ class GPipeStrategy(ParallelStrategy):
         chunks: The number of micro-batches of a batch; one with fewer rows makes fewer. None is 4
             per stage, which makes the bubble small. ``"auto"`` plans it: the layers are measured,
             and the settings that are predicted to be fastest in the devices' memory are used.
-        module: The path of the module in the LightningModule, such as ``"net.layers"``. None finds
-            the nn.Sequential or nn.ModuleList with more than half of all parameters, or the only
-            nn.Sequential. Several paths, such as ``["generator", "discriminator"]``, are a pipeline
-            each, over the same devices and threads.
+        module: The path of the module in the LightningModule, such as ``"net.layers"``. Several
+            paths, such as ``["generator", "discriminator"]``, are a pipeline each, over the same
+            devices and threads. None takes, of each child, the nn.Sequential or nn.ModuleList with
+            nine tenths of the work, or else the whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
             training_step's loss of the whole batch, and all backwards. With ``"1f1b"``
             training_step is called for each micro-batch, so that backwards begin early and few
@@ -226,9 +226,9 @@ class GPipeStrategy(ParallelStrategy):
         """Measure the cost of each layer at setup, whatever the balance goes by."""
         self._measures_layers = True
 
-    def piped_modules(self, module: LightningModule) -> list[PipedModule]:
-        """The modules of a LightningModule that would run as pipelines."""
-        return piped_modules_of(module, self.options)
+    def piped_modules(self, module: LightningModule, *, several: bool = True) -> list[PipedModule]:
+        """The modules of a LightningModule that would run as pipelines, or the largest one."""
+        return piped_modules_of(module, self.options, several=several)
 
     def rebalance(self, balance: list[int] | list[list[int]]) -> None:
         """Cut by another balance between two steps of a fit, and move the layers.

@@ -6,13 +6,13 @@ The modules are piped within the whole LightningModule, whose forward and steps 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_gpipe.checkpoints import MeasuredBalances
-from lightning_gpipe.core.frontends import candidates, is_installed, locate, on_meta
+from lightning_gpipe.core.frontends import candidates, is_installed, on_meta
 from lightning_gpipe.core.layout import check_balance, check_even
 from lightning_gpipe.core.pipeline import (
     GPipe,
@@ -21,7 +21,9 @@ from lightning_gpipe.core.pipeline import (
     piped_modules_at,
     resolve,
 )
+from lightning_gpipe.core.schedules import is_by_micro_batch
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
+from lightning_gpipe.strategy.default_modules import default_modules
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
@@ -37,16 +39,28 @@ _STARVED = (
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
 
-def piped_modules_of(root: nn.Module, options: StrategyOptions) -> list[PipedModule]:
-    """Return the piped modules at the user's paths or, without a path, where a search finds one.
+def piped_modules_of(
+    root: nn.Module, options: StrategyOptions, *, several: bool = True
+) -> list[PipedModule]:
+    """Return the piped modules at the user's paths or, without a path, those with the work.
+
+    Args:
+        root: The LightningModule.
+        options: The user's.
+        several: Whether there may be several where the user names none.
 
     Raises:
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
-    paths: Any = options.module
-    if paths is None:
-        paths = PipedModule(root, *locate(root, None))
-    return piped_modules_at(root, paths, options.balances)
+    if options.module is not None:
+        return piped_modules_at(root, options.module, options.balances)
+    one = options.requested(1, options.schedule).planned or is_by_micro_batch(options.schedule)
+    return default_modules(
+        root,
+        options.balance,
+        several=several and not one,
+        traced=options.microbatching is None,
+    )
 
 
 class PipelinedModule:
@@ -72,10 +86,11 @@ class PipelinedModule:
         *,
         measured: bool,
     ) -> None:
-        root, devices, balances = trainer.lightning_module, processes.workers, settings.balances
+        root, devices = trainer.lightning_module, processes.workers
         # A training_step that calls backward itself is for a whole batch.
         whole = settings.schedule == "auto" and not root.automatic_optimization
         self.modules = piped_modules_of(root, settings)
+        balances = settings.balances * (1 if settings.module else len(self.modules))
         balances_known = [
             measured_balances.balance_of(piped, balance, len(devices))
             for piped, balance in zip(self.modules, balances, strict=True)
@@ -188,11 +203,20 @@ class PipelinedModule:
             lines.append(f"GPipe runs {piped.name} ({kind}) as a pipeline: {cut}")
         beside = parameters_around(self.modules)
         if beside:
-            lines[-1] += f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters"
+            total = sum(parameter.numel() for parameter in self._root.parameters())
+            lines[-1] += (
+                f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters, "
+                f"{beside / total:.0%}"
+            )
         inside = {module for piped in self.modules for module in piped.module.modules()}
-        others = [path for path, x in candidates(self._root).items() if x not in inside]
+        others = [
+            path for path, x in candidates(self._root).items() if inside.isdisjoint(x.modules())
+        ]
         if others:
-            lines[-1] += f"; not piped: {', '.join(map(repr, others))}"
+            paths = [*(piped.path for piped in self.modules), *others]
+            lines[-1] += (
+                f"; not piped: {', '.join(map(repr, others))} (module={paths} pipes them too)"
+            )
         return ".\n".join(lines) + "."
 
 

@@ -14,14 +14,16 @@ from lightning_gpipe.core.frontends.device_moves import (
 from lightning_gpipe.core.frontends.dispatched import remove_dispatch_hooks
 from lightning_gpipe.core.frontends.frontend import RunProgram
 from lightning_gpipe.core.frontends.install import check_recordable, is_installed
-from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, locate
+from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, module_at
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
 from lightning_gpipe.core.frontends.stored import is_in_another_process
+from lightning_gpipe.core.frontends.traced import UnsupportedForward
 
 __all__ = [
     "RunProgram",
     "StandIn",
+    "UnsupportedForward",
     "candidates",
     "check_recordable",
     "choose_devices",
@@ -30,7 +32,7 @@ __all__ = [
     "is_in_another_process",
     "is_installed",
     "load_pretrained",
-    "locate",
+    "module_at",
     "move_home",
     "on_meta",
     "parameters_on_meta",

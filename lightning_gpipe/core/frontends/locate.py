@@ -1,9 +1,7 @@
 """Finds the module to pipeline inside a larger one, and the front-end for its type.
 
-A LightningModule seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often
-beside a loss and metrics. The user may name the module. If they do not, it is the Sequential or
-ModuleList with more than half of all parameters, or the only Sequential; if none of these exists,
-an error lists the candidates.
+A model seldom *is* an nn.Sequential; it holds one, or an nn.ModuleList of blocks, often beside a
+loss and metrics.
 """
 
 from __future__ import annotations
@@ -31,22 +29,24 @@ def frontend_of(root: nn.Module, path: str, module: nn.Module) -> Frontend:
     return next(make for kind, make in FRONTENDS if isinstance(module, kind))(root, path)
 
 
-def locate(root: nn.Module, path: str | None) -> tuple[str, nn.Module]:
-    """Find the module to pipeline; return its path from ``root``, and the module.
+def module_at(root: nn.Module, path: str) -> nn.Module:
+    """Return the module to pipeline at a path, such as ``"net.layers"``.
 
-    Args:
-        root: The module that holds it.
-        path: Its path, such as ``"net.layers"``, or None to search.
+    Raises:
+        TypeError: If it is an nn.Sequential with a forward of its own.
+        ValueError: If there is none.
     """
-    if path is not None:
-        return path, _at(root, path)
-    heavy = heaviest(root)
-    if heavy is not None:
-        return heavy
-    sequentials = _outermost(root, is_plain)
-    if len(sequentials) == 1:
-        return next(iter(sequentials.items()))
-    raise ValueError(_no_choice(root))
+    modules = dict(root.named_modules())
+    if path not in modules:
+        names = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
+        raise ValueError(
+            f"module must be the path of a module in {type(root).__name__}: got {path!r}, "
+            f"where there is none. It holds {names}."
+        )
+    module = modules[path]
+    if isinstance(module, nn.Sequential):
+        check_sequential(module, f"module={path!r}")
+    return module
 
 
 def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
@@ -84,38 +84,5 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList) and _weight(module) > 0
 
 
-def _at(root: nn.Module, path: str) -> nn.Module:
-    modules = dict(root.named_modules())
-    if path not in modules:
-        names = ", ".join(map(repr, candidates(root))) or "no nn.Sequential and no nn.ModuleList"
-        raise ValueError(
-            f"module must be the path of a module in {type(root).__name__}: got {path!r}, "
-            f"where there is none. It holds {names}."
-        )
-    module = modules[path]
-    if isinstance(module, nn.Sequential):
-        check_sequential(module, f"module={path!r}")
-    return module
-
-
 def _weight(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _no_choice(root: nn.Module) -> str:
-    owner, modules = type(root).__name__, candidates(root)
-    if not modules:
-        return (
-            f"{owner} must hold an nn.Sequential or an nn.ModuleList to pipeline: got none. Name "
-            "another module with module=..., or put the layers into one, as in "
-            "self.layers = nn.Sequential(...), in __init__ or configure_model."
-        )
-    lines = [
-        f"\n  module={path!r}: {type(module).__name__} of {len(list(module.children()))}, "
-        f"{_weight(module):,} parameters"
-        for path, module in modules.items()
-    ]
-    return (
-        f"the module to pipeline must be unambiguous: got {len(modules)} in {owner}, none "
-        f"with more than half of its parameters. Choose one with module=...:{''.join(lines)}"
-    )

@@ -21,9 +21,9 @@ from lightning_gpipe.core.frontends import (
     check_recordable,
     frontend_of,
     heaviest,
-    locate,
+    module_at,
 )
-from lightning_gpipe.core.layout import check_whole, layers_of
+from lightning_gpipe.core.layout import check_whole
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import change_tensors, walk_program
 from lightning_gpipe.core.programs import Program
@@ -74,6 +74,14 @@ class PipedModule:
     def name(self) -> str:
         """The name in errors."""
         return f"{type(self.root).__name__}.{self.path}" if self.path else "module"
+
+    def takes(self, balance: Sequence[Any]) -> bool:
+        """Return whether a user's list counts or names the layers of this module."""
+        if all(isinstance(begin, str) for begin in balance):
+            layers = {name for name, _ in self.module.named_children()}
+            return {begin.removeprefix(f"{self.path}.") for begin in balance} <= layers
+        counts = [size for size in balance if isinstance(size, int)]
+        return sum(self.frontend.in_units(counts)) == len(self.frontend.units)
 
     def attach(self, pipeline: Pipeline) -> None:
         """Let calls of the model run ``pipeline``, whose stages have the partitions."""
@@ -179,27 +187,18 @@ def piped_module_at(
             "into an nn.Sequential."
         )
     if path is not None:
-        return PipedModule(root, *locate(root, path))
+        return PipedModule(root, path, module_at(root, path))
     heavy = None if isinstance(root, nn.Sequential) else heaviest(root)
-    if heavy is not None and _is_balance_of(balance, *heavy):
-        return PipedModule(root, *heavy)
+    if heavy is not None:
+        # The heaviest nn.Sequential of a U-Net or a residual network is not what its author calls
+        # layers, but a loop over blocks can seldom be traced.
+        piped = PipedModule(root, *heavy)
+        if isinstance(balance, list | tuple):
+            if piped.takes(balance):
+                return piped
+        elif isinstance(piped.module, nn.ModuleList):
+            return piped
     return PipedModule(root, "", root)
-
-
-def _is_balance_of(balance: Any, path: str, module: nn.Module) -> bool:
-    """Return whether a balance is for the layers of a module, and not of the model around it.
-
-    The heaviest nn.Sequential of a U-Net or a residual network is not what its author calls layers.
-    """
-    if not isinstance(balance, list | tuple):
-        return isinstance(module, nn.ModuleList)  # a loop over blocks can seldom be traced
-    if all(isinstance(begin, str) for begin in balance):
-        layers = {name for name, _ in module.named_children()}
-        return {begin.removeprefix(f"{path}.") for begin in balance} <= layers
-    counts = {len(list(module.children()))}
-    if isinstance(module, nn.Sequential):
-        counts.add(len(layers_of(module)))
-    return sum(size for size in balance if isinstance(size, int)) in counts
 
 
 def piped_modules_at(root: nn.Module, paths: Any, balances: Sequence[Any]) -> list[PipedModule]:
