@@ -206,7 +206,7 @@ class PipelinedModule:
             total = sum(parameter.numel() for parameter in self._root.parameters())
             lines[-1] += (
                 f"; around, on {self.pipeline.layout.outside}: {beside:,} parameters, "
-                f"{beside / total:.0%}"
+                f"{beside / total:.0%} of all"
             )
         inside = {module for piped in self.modules for module in piped.module.modules()}
         others = [

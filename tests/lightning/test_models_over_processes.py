@@ -164,7 +164,7 @@ def lines_at_setup(root: Path, processes: str, build: Any, balance: Any, options
             {},
             [
                 "GPipe runs Classifier.layers (Sequential) as a pipeline: layers 0..1 on cpu of "
-                "rank 0, layers 2..5 on cpu of rank 1; around, on cpu: 27 parameters."
+                "rank 0, layers 2..5 on cpu of rank 1; around, on cpu: 27 parameters, 12% of all."
             ],
         ),
         (
@@ -176,7 +176,7 @@ def lines_at_setup(root: Path, processes: str, build: Any, balance: Any, options
                 "on cpu of rank 0, layers.encoder.1..2 on cpu of rank 1.",
                 "GPipe runs Translator.layers.decoder (ModuleList) as a pipeline: "
                 "layers.decoder.0..1 on cpu of rank 0, layers.decoder.2..3 on cpu of rank 1; "
-                "around, on cpu: 83 parameters.",
+                "around, on cpu: 83 parameters, 14% of all.",
             ],
         ),
     ],

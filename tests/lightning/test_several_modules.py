@@ -83,7 +83,10 @@ def test_setup_has_a_line_for_each_module(tmp_path: Path, caplog: pytest.LogCapt
         "layers.encoder.1..2 on cpu."
     )
     assert second.startswith("GPipe runs More.layers.decoder (ModuleList) as a pipeline: ")
-    assert second.endswith("; around, on cpu: 89 parameters; not piped: 'other'.")
+    assert second.endswith(
+        "; around, on cpu: 89 parameters, 15% of all; not piped: 'other' "
+        "(module=['layers.encoder', 'layers.decoder', 'other'] pipes them too)."
+    )
 
 
 def test_first_batch_of_each_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

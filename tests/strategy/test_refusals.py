@@ -148,10 +148,10 @@ class Flat(Classifier):
 @pytest.mark.parametrize(
     "build, arguments, error, messages",
     [
-        (Flat, {}, ValueError, ["Flat must hold an nn.Sequential", "got none"]),
+        (Flat, {}, ValueError, ["Flat must hold layers to pipeline", "got no nn.Sequential"]),
         (
             lambda: Holder(six_layers()),
-            {},
+            {"balance": [3, 3]},
             ValueError,
             [
                 "got 3 in Holder",
