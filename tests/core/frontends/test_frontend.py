@@ -151,11 +151,6 @@ def test_balance_by_names_and_by_parameters() -> None:
     assert by_parameters.balance == [3, 1]  # beside what is around, on the last device
 
 
-def test_balance_by_parameters_without_devices() -> None:
-    with pytest.raises(ValueError, match="gives each device a stage, so devices must be given"):
-        GPipe(model(), "parameters", module="blocks")
-
-
 def test_model_itself_runs_the_pipeline_until_it_is_released() -> None:
     own = model()
     pipeline = GPipe(own, [2, 2], module="blocks", chunks=3)
