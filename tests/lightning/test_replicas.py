@@ -301,7 +301,6 @@ def test_replica_that_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy, message",
     [
-        ({"replicas": 0}, "replicas must be a positive integer: got 0"),
         ({"ddp": {"static_graph": True}}, "with replicas=1. Write replicas=2"),
         ({"replicas": 2, "ddp": {"buckets": 1}}, "options of DistributedDataParallel: got buckets"),
     ],
