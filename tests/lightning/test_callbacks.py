@@ -1,4 +1,7 @@
-"""Unchanged model: Lightning's callbacks and tuner see the same model as on one device."""
+"""Unchanged model: Lightning's callbacks and tuner see the same model as on one device.
+
+Here are also the tests of ``averages``.
+"""
 
 from __future__ import annotations
 

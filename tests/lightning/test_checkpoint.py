@@ -1,4 +1,7 @@
-"""Plain checkpoints: a checkpoint equals that of a plain Trainer and loads anywhere."""
+"""Plain checkpoints: a checkpoint equals that of a plain Trainer and loads anywhere.
+
+Here are also the tests of ``checkpointing`` and ``portable``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A Trainer over several processes ends where one in a single process does, to the bit."""
+"""A Trainer over several processes ends where one in a single process does, to the bit.
+
+Here are also the tests of ``gathering`` and ``shared_batches``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Replicas of a pipeline, each with its part of a batch, train as a plain Trainer on the whole."""
+"""Replicas of a pipeline, each with its part of a batch, train as a plain Trainer on the whole.
+
+Here are also the tests of ``ddp`` and ``replicas``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Transparency: fits with a loss for each micro-batch equal those of a plain Trainer."""
+"""Transparency: fits with a loss for each micro-batch equal those of a plain Trainer.
+
+Here are also the tests of ``strategy/micro_batch_steps``.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,7 @@
-"""One autograd node: each gradient arrives once per backward."""
+"""One autograd node: each gradient arrives once per backward.
+
+Here are also the tests of ``autograd_node``.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Reported: a GPipe refuses bad arguments, and lists its stages and its timeline."""
+"""Reported: a GPipe refuses bad arguments, and lists its stages and its timeline.
+
+Here are also the tests of ``pipeline/pipeline`` and ``sequential``.
+"""
 
 import copy
 import gc

@@ -1,4 +1,7 @@
-"""Profilers of Lightning and PyTorch show what the stages do, each action by its name."""
+"""Profilers of Lightning and PyTorch show what the stages do, each action by its name.
+
+Here are also the tests of ``adapters/trainer``.
+"""
 
 from __future__ import annotations
 
