@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,8 @@ from lightning_gpipe import __version__
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
+PACKAGE = ROOT / "lightning_gpipe"
+TESTS = ROOT / "tests"
 
 
 def text_of(name: str) -> str:
@@ -68,3 +71,36 @@ def test_workflows_run_targets_that_exist(workflow: str) -> None:
 
     assert steps
     assert set(steps) <= set(targets)
+
+
+def has_code(path: Path) -> bool:
+    """Return whether a module defines a class or a function, and is no door."""
+    body = ast.parse(path.read_text("utf-8")).body
+    defines = any(isinstance(node, ast.ClassDef | ast.FunctionDef) for node in body)
+    return defines and not path.stem.startswith("__")
+
+
+def named_modules() -> set[str]:
+    """The names in double backticks in the first docstrings of test files."""
+    trees = (ast.parse(path.read_text("utf-8")) for path in TESTS.rglob("test_*.py"))
+    docstrings = "\n".join(ast.get_docstring(tree) or "" for tree in trees)
+    return set(re.findall(r"``([a-z0-9_/]+)``", docstrings))
+
+
+def test_every_module_has_a_test_file_of_its_name_or_one_that_names_it() -> None:
+    """A name is enough if no other module has it; else the folder goes before it: ``wire/link``."""
+    modules = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    named = named_modules()
+
+    def is_named(module: Path) -> bool:
+        alone = sum(other.name == module.name for other in modules) == 1
+        return "/".join(module.parts[-2:]) in named or (alone and module.name in named)
+
+    missing = [
+        str(module)
+        for module in modules
+        if has_code(PACKAGE / f"{module}.py")
+        and not (TESTS / module.parent / f"test_{module.name}.py").is_file()
+        and not is_named(module)
+    ]
+    assert missing == []

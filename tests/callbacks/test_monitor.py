@@ -1,4 +1,7 @@
-"""What the monitor logs and writes, and what it says at the end."""
+"""The monitor logs metrics, writes traces and pictures, and prints a line at the end.
+
+Here are also the tests of ``running``.
+"""
 
 import re
 from datetime import timedelta

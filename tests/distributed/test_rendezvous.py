@@ -1,4 +1,7 @@
-"""Processes that do not start, or start with something else than the others, are named in time."""
+"""Processes that do not start, or start with something else than the others, are named in time.
+
+Here are also the tests of ``comparison``.
+"""
 
 import os
 from collections.abc import Iterator

@@ -2,6 +2,8 @@
 
 The reference is the plain module on the CPU. A wait that is missing rarely gives wrong numbers on
 real GPUs; on simulated ones it fails the test whatever the timing was.
+
+Here are also the tests of ``streams``.
 """
 
 from __future__ import annotations

@@ -58,13 +58,3 @@ def test_setup_says_what_was_taken(tmp_path: Path, caplog: pytest.LogCaptureFixt
         trained(tmp_path, strategy=GPipeStrategy([1, 2], module="layers"), devices=2)
 
     assert "GPipe runs Classifier.layers (Body) as a pipeline: layers.down on cpu," in caplog.text
-
-
-def test_first_batch_is_verified(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        trained(tmp_path, strategy=GPipeStrategy([1, 2], module="layers", verify=True), devices=2)
-
-    assert (
-        "verified: a plain run and one in 7 micro-batches agree, and with the model's own"
-        in caplog.text
-    )

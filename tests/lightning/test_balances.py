@@ -1,4 +1,7 @@
-"""A Trainer's balance by time or memory: what it is measured on, and where it is kept."""
+"""A Trainer's balance by time or memory: what it is measured on, and where it is kept.
+
+Here are also the tests of ``entry`` and ``sample``.
+"""
 
 from __future__ import annotations
 

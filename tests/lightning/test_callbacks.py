@@ -1,4 +1,7 @@
-"""Unchanged model: Lightning's callbacks and tuner see the same model as on one device."""
+"""Unchanged model: Lightning's callbacks and tuner see the same model as on one device.
+
+Here are also the tests of ``averages``.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,9 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     GradientAccumulationScheduler,
-    LearningRateMonitor,
     ModelSummary,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.model_summary.model_summary import summarize
 from torch import nn
@@ -55,26 +56,6 @@ def test_early_stopping_in_the_same_epoch(tmp_path: Path) -> None:
     assert 2 < plain.current_epoch < 30
     assert pipelined.current_epoch == plain.current_epoch
     assert_same_weights(pipelined, plain)
-
-
-def test_learning_rate_monitor(tmp_path: Path) -> None:
-    def run(*args: Any, **options: Any) -> str:
-        logger = CSVLogger(tmp_path, version=len(args))
-        build = partial(Classifier, scheduled=True)
-        fitted(
-            tmp_path,
-            *args,
-            build=build,
-            logger=logger,
-            callbacks=[LearningRateMonitor()],
-            log_every_n_steps=1,
-            **options,
-        )
-        lines = (Path(logger.log_dir) / "metrics.csv").read_text("utf-8").splitlines()
-        column = lines[0].split(",").index("lr-SGD")
-        return ",".join(line.split(",")[column] for line in lines)
-
-    assert run(strategy(), devices=2) == run()
 
 
 def test_gradient_accumulation_scheduler(tmp_path: Path) -> None:

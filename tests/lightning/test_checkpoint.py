@@ -1,4 +1,7 @@
-"""Plain checkpoints: a checkpoint equals that of a plain Trainer and loads anywhere."""
+"""Plain checkpoints: a checkpoint equals that of a plain Trainer and loads anywhere.
+
+Here are also the tests of ``checkpointing`` and ``portable``.
+"""
 
 from __future__ import annotations
 
@@ -203,15 +206,6 @@ def test_weights_of_another_size(tmp_path: Path, build: Any, plain: dict[str, Pa
 
     with pytest.raises(RuntimeError, match="size mismatch for layers.0.weight"):
         made.fit(Classifier(layers=other), datamodule=Data(), ckpt_path=plain["half"])
-
-
-def test_resumed_without_a_pipeline_is_exact(tmp_path: Path) -> None:
-    # What these tests rest on: Lightning itself resumes to the same weights.
-    whole = fitted(tmp_path, max_epochs=2)
-    first = fitted(tmp_path, max_epochs=1)
-    first.save_checkpoint(tmp_path / "one.ckpt")
-
-    assert_same_weights(fitted(tmp_path, ckpt_path=tmp_path / "one.ckpt", max_epochs=2), whole)
 
 
 def test_model_that_is_connected_before_it_has_a_trainer(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""What layers log and what metrics within layers count."""
+"""Layers that log, and metrics within layers.
+
+Here are also the tests of ``methods``.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
-from lightning_gpipe import GPipeStrategy
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import Classifier, Data
 from tests.support.processes import said
@@ -222,10 +221,3 @@ def test_process_that_is_stopped_while_it_starts_is_named(tmp_path: Path) -> Non
         message = ranks.result(0)
 
     assert message.startswith("RankFailed | rank 1 is lost: nothing was heard for 2 s")
-
-
-def test_bound_is_for_several_processes() -> None:
-    with pytest.raises(ValueError, match="lost_after must be positive.*processes='single'"):
-        GPipeStrategy([2, 4], lost_after=timedelta(seconds=2))
-    with pytest.raises(ValueError, match="lost_after must be positive"):
-        GPipeStrategy([2, 4], processes="per_stage", lost_after=timedelta(0))

@@ -1,8 +1,10 @@
-"""A Trainer over several processes ends where one in a single process does, to the bit."""
+"""A Trainer over several processes ends where one in a single process does, to the bit.
+
+Here are also the tests of ``gathering`` and ``shared_batches``.
+"""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,13 +23,9 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_gpipe import GPipeStrategy
-from lightning_gpipe.distributed.gradients import SameParameters
-from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, six_layers
 from tests.support.ranks import Pool, new_ranks
 from tests.support.trainers import trainer_over
@@ -326,18 +324,6 @@ def test_model_on_meta_that_shares_a_parameter_with_a_stage(
 # What is refused.
 
 
-def test_verification() -> None:
-    with pytest.raises(ValueError, match="verify=True.*processes='per_stage'.*'single'"):
-        GPipeStrategy([2, 4], processes="per_stage", verify=True)
-
-
-def test_words_of_other_processes() -> None:
-    with pytest.raises(ValueError, match="processes must be one of 'single'.*got 'threads'"):
-        GPipeStrategy([2, 4], processes="threads")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="start_method must be one of 'popen'.*got 'thread'"):
-        GPipeStrategy([2, 4], start_method="thread")  # type: ignore[arg-type]
-
-
 def refused(root: Path) -> list[str]:
     """What a fit says that cannot be over processes."""
     found = []
@@ -361,48 +347,6 @@ def test_what_needs_all_parameters(tmp_path: Path, two_ranks: Pool) -> None:
     assert two_ranks.run(refused, tmp_path) == [names, names]
 
 
-# Gradients.
-
-
-def scaled(infinite: bool) -> tuple[list[float], float]:
-    """A parameter after a scaled step, which only rank 0 has a gradient for; and the next scale."""
-    group = Group(timedelta(seconds=20))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    together = SameParameters(group, [], MixedPrecision("16-mixed", "cpu", scaler))
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([parameter], 0.5)
-    loss = scaler.scale(parameter.sum() * (math.inf if infinite else 1.0))
-    if group.rank == 0:
-        loss.backward()
-    scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
-    together.release()
-    assert "_unscale_grads_" not in vars(scaler)
-    return parameter.tolist(), scaler.get_scale()
-
-
-def test_scaler_where_only_one_process_has_gradients(two_ranks: Pool) -> None:
-    assert two_ranks.run(scaled, False) == [([0.5, 0.5], 4.0), ([1.0, 1.0], 4.0)]
-    assert two_ranks.run(scaled, True) == [([1.0, 1.0], 2.0)] * 2
-
-
-def equalised() -> tuple[list[float], list[float]]:
-    """Values and gradients that differ between processes, made the same."""
-    group = Group(timedelta(seconds=20))
-    parameter = nn.Parameter(torch.full((2, 3), float(group.rank)).t())
-    parameter.grad = torch.rand(3, 2, generator=torch.Generator().manual_seed(group.rank))
-    together = SameParameters(group, [parameter], Precision())
-    together.equalise()
-    return parameter.flatten().tolist(), parameter.grad.flatten().tolist()
-
-
-def test_parameters_that_every_process_has(two_ranks: Pool) -> None:
-    gradient = torch.rand(6, generator=torch.Generator().manual_seed(0)).tolist()
-
-    assert two_ranks.run(equalised) == [([0.0] * 6, gradient)] * 2
-
-
 class Raising(Callback):
     """Raises in one process, between forward and backward."""
 
@@ -424,36 +368,3 @@ def test_callback_that_raises_in_one_process(tmp_path: Path) -> None:
 
     assert raised == "KeyError: 'a callback'"
     assert told.startswith("RankFailed: rank 1 (stage 1) failed: KeyError: 'a callback'")
-
-
-def sent(values: list[Any]) -> Any:
-    """What a rank gets that another one sends."""
-    group = Group(timedelta(seconds=20))
-    return group.broadcast(values if group.rank == 0 else None)
-
-
-def test_tensors_of_any_form_are_sent(two_ranks: Pool) -> None:
-    base = torch.arange(24.0).reshape(2, 3, 4)
-    values: list[Any] = [
-        base.transpose(0, 2),
-        base[:, ::2],
-        base[0, 0].expand(3, 4),
-        torch.tensor(3, dtype=torch.bfloat16),
-        torch.ones(2, dtype=torch.bool),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch.empty(0, 3),
-        base.to_sparse(),
-        {"twice": (base, base)},
-        None,
-    ]
-
-    (found,) = two_ranks.run(sent, values)[1:]
-
-    assert_equal([x for x in found if not is_sparse(x)], [x for x in values if not is_sparse(x)])
-    assert torch.equal(found[7].to_dense(), base)
-    assert found[8]["twice"][0] is found[8]["twice"][1]
-    assert found[0].stride() == values[0].stride()
-
-
-def is_sparse(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_sparse

@@ -1,4 +1,7 @@
-"""Replicas of a pipeline, each with its part of a batch, train as a plain Trainer on the whole."""
+"""Replicas of a pipeline, each with its part of a batch, train as a plain Trainer on the whole.
+
+Here are also the tests of ``ddp`` and ``replicas``.
+"""
 
 from __future__ import annotations
 
@@ -301,7 +304,6 @@ def test_replica_that_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "strategy, message",
     [
-        ({"replicas": 0}, "replicas must be a positive integer: got 0"),
         ({"ddp": {"static_graph": True}}, "with replicas=1. Write replicas=2"),
         ({"replicas": 2, "ddp": {"buckets": 1}}, "options of DistributedDataParallel: got buckets"),
     ],

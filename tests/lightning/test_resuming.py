@@ -1,4 +1,7 @@
-"""Plain checkpoints: a resumed run equals the uninterrupted one, to the bit."""
+"""Plain checkpoints: a resumed run equals the uninterrupted one, to the bit.
+
+Here are also the tests of ``resuming``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Transparency: fits with a loss for each micro-batch equal those of a plain Trainer."""
+"""Transparency: fits with a loss for each micro-batch equal those of a plain Trainer.
+
+Here are also the tests of ``strategy/micro_batch_steps``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -346,22 +349,6 @@ def test_schedule_is_not_planned_for_manual_optimization(tmp_path: Path) -> None
     fitted(tmp_path, build=Manual, strategy=strategy, devices=2, callbacks=[chosen := Chosen()])
 
     assert chosen.plan is not None and not chosen.plan.settings.order.by_micro_batch
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"schedule": "2f2b"}, "schedule must be one of"),
-        ({"schedule": "1f1b", "processes": "per_stage"}, "runs in one process"),
-        ({"schedule": "zero_bubble_v", "chunks": "auto"}, "is not planned"),
-        ({"schedule": "1f1b", "replicas": 2}, "replicas=2"),
-        ({"schedule": "auto", "replicas": 2}, "replicas=2"),
-        ({"split_backward": "some"}, "split_backward must be"),
-    ],
-)
-def test_refused_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GPipeStrategy([2, 2, 2], **options)
 
 
 def test_chunks_that_interleaved_stages_cannot_have(tmp_path: Path) -> None:

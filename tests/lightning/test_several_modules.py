@@ -1,4 +1,7 @@
-"""Unchanged model: several modules become pipelines over the same devices and threads."""
+"""Unchanged model: several modules become pipelines over the same devices and threads.
+
+Here are also the tests of ``pipelined``.
+"""
 
 from __future__ import annotations
 

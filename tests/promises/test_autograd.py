@@ -1,4 +1,7 @@
-"""One autograd node: each gradient arrives once per backward."""
+"""One autograd node: each gradient arrives once per backward.
+
+Here are also the tests of ``autograd_node``.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.pipeline import GPipe
 from tests.support.models import (
     Call,
     assert_same,
-    assert_same_step,
     gradients,
     perceptron,
     rows,
@@ -89,24 +90,6 @@ def test_post_accumulate_hook_fires_once_per_backward(pipeline: GPipe) -> None:
         )
 
 
-def test_hook_on_a_parameter_sees_the_whole_gradient(pipeline: GPipe, plain: nn.Sequential) -> None:
-    seen: list[Tensor] = []
-    pipeline.get_parameter("0.weight").register_hook(lambda gradient: seen.append(gradient.clone()))
-    plain(rows(7)).sum().backward()
-
-    pipeline(rows(7)).sum().backward()
-
-    assert_same(seen, [plain.get_parameter("0.weight").grad])
-
-
-def test_hook_on_a_parameter_changes_its_gradient(pipeline: GPipe, plain: nn.Sequential) -> None:
-    for module in (plain, pipeline):
-        module.get_parameter("0.weight").register_hook(lambda gradient: gradient * 3)
-        module(rows(7)).sum().backward()
-
-    assert_same(gradients(pipeline), gradients(plain))
-
-
 def test_hook_on_the_output_changes_every_gradient(pipeline: GPipe, plain: nn.Sequential) -> None:
     for module in (plain, pipeline):
         y = module(rows(7))
@@ -125,30 +108,6 @@ def test_output_that_is_edited_in_place(chunks: int, pipe: Pipe) -> None:
         module(rows(7)).mul_(2).sum().backward()
 
     assert_same(gradients(pipeline), gradients(plain))
-
-
-def test_two_forwards_before_one_backward(pipeline: GPipe, plain: nn.Sequential) -> None:
-    for module in (plain, pipeline):
-        (module(rows(7)).exp().sum() * module(rows(5, seed=1)).sum()).backward()
-
-    assert_same(gradients(pipeline), gradients(plain))
-
-
-def test_pipeline_applied_to_its_own_output(pipeline: GPipe, plain: nn.Sequential) -> None:
-    for module in (plain, pipeline):
-        module(module(rows(7))).exp().sum().backward()
-
-    assert_same(gradients(pipeline), gradients(plain))
-
-
-def test_pipeline_in_the_middle_of_a_graph(pipeline: GPipe, plain: nn.Sequential) -> None:
-    around = []
-    for module in (plain, pipeline):
-        before, scale = rows(7), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-        (module(before.sin() * scale) * scale).exp().mean().backward()
-        around.append((before.grad, scale.grad))
-
-    assert_same(around[1], around[0])
 
 
 def test_gradients_stay_apart_from_one_another(pipeline: GPipe) -> None:
@@ -195,13 +154,6 @@ def test_functional_call_leaves_the_parameters(pipeline: GPipe) -> None:
     assert all(other.grad is not None for other in others.values())
 
 
-def test_pipeline_within_a_pipeline(pipe: Pipe) -> None:
-    first, second = perceptron(2), perceptron(2)
-    outer = pipe(nn.Sequential(pipe(first), second), copy=False)
-
-    assert_same_step(outer, nn.Sequential(first, second), rows(7))
-
-
 @every_mode
 def test_parameter_edited_between_forward_and_backward(pipeline: GPipe) -> None:
     loss = pipeline(rows(7)).sum()
@@ -210,21 +162,6 @@ def test_parameter_edited_between_forward_and_backward(pipeline: GPipe) -> None:
 
     with pytest.raises(RuntimeError, match="edited between a forward|modified by an inplace"):
         loss.backward()
-
-
-@every_mode
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_pipeline_within_checkpointing(
-    pipeline: GPipe, plain: nn.Sequential, use_reentrant: bool
-) -> None:
-    x = rows(7)
-
-    checkpoint(pipeline, x, use_reentrant=use_reentrant).square().sum().backward()
-
-    y = rows(7)
-    plain(y).square().sum().backward()
-    assert_same(gradients(pipeline), gradients(plain))
-    assert_same(x.grad, y.grad)
 
 
 # Around the pipeline.

@@ -2,6 +2,8 @@
 
 PyTorch's attention and recurrent layers with ``batch_first=False`` have the time in dim 0, where a
 mini-batch is cut. PyTorch's own transformer guide was 1.18 off, without an error.
+
+Here are also the tests of ``mixed_dims``.
 """
 
 from functools import partial

@@ -3,6 +3,8 @@
 A user may write the next batch into the same memory, or edit an output for the loss; a layer may
 edit its input or ask for its gradient. The plain module sees each of these at once. Here a stage
 keeps its inputs for a recomputation, and runs on slices of the batch.
+
+Here are also the tests of ``forbidden_edits``.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 That is in hooks on tensors and on what autograd saves, in an observer, in what splits and merges
 batches, and of any type: errors that cannot be changed, and those that Python itself uses.
+
+Here are also the tests of ``notes``.
 """
 
 from collections.abc import Callable, Sequence

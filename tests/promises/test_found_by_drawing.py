@@ -1,7 +1,6 @@
 """Transparency: minimal cases of the faults that drawn models once found."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -98,26 +97,6 @@ def test_layer_that_checkpoints_itself_and_draws(use_reentrant: bool, pipe: Pipe
 
     with pytest.raises(RuntimeError, match="must not draw random numbers under torch.utils"):
         step(pipeline, rows(8))
-
-
-def test_layers_that_checkpoint_themselves_leave_the_generator_alone(pipe: Pipe) -> None:
-    """Once each put back the state that it had found, set by another stage: a wrong one stayed."""
-
-    def slow(x: Tensor) -> Tensor:
-        time.sleep(0.01)
-        return x.tanh()
-
-    first, last = (Call(lambda x: checkpoint(slow, x, use_reentrant=False)) for _ in range(2))
-    module = nn.Sequential(nn.Linear(W, W), first, last, nn.Dropout()).double()
-    pipeline = pipe(module, mode="never")
-    step(pipeline, rows(8))
-
-    with seeded():
-        loss = whole_batch_loss(pipeline(rows(8)))
-        before = torch.get_rng_state()
-        loss.backward()
-
-        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_layer_that_starts_to_draw_while_another_draws(pipe: Pipe) -> None:

@@ -3,6 +3,8 @@
 A layer computes attention biases or a kernel from its parameters, keeps them, and computes them no
 more. The plain module uses them for all rows of a mini-batch. For a second mini-batch it cannot:
 autograd has freed their graph. A pipeline does the same, and a gradient that it would lose raises.
+
+Here are also the tests of ``lost_gradients``.
 """
 
 from collections.abc import Callable, MutableMapping

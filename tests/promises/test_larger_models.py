@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.models import Call, a_loss, assert_same_ends, perceptron, rows
-from tests.support.pipes import Pipe, every_mode
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 
 pytestmark = every_mode
 
@@ -49,10 +49,12 @@ def of_larger(module: Larger) -> list[Tensor]:
     return []
 
 
+@with_and_without_threads
 def test_pipeline_with_parts_before_and_after(pipe: Pipe, plain: nn.Sequential) -> None:
     assert_same_ends(of_larger, larger(pipe(plain)), larger(plain))  # type: ignore[arg-type]
 
 
+@with_and_without_threads
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoint_of_the_larger_module(
     pipe: Pipe, plain: nn.Sequential, use_reentrant: bool

@@ -29,7 +29,7 @@ from tests.support.meters import (
     wide,
 )
 from tests.support.models import Call, Fork, Join, Through, perceptron, rows
-from tests.support.pipes import RECOMPUTED, M, Pipe, every_mode, with_and_without_threads
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.process import workers
 from tests.support.waiting import awaited
 
@@ -60,31 +60,6 @@ def watching(pipe: Pipe) -> tuple[GPipe, Watch]:
     watch = Watch()
     module = nn.Sequential(*perceptron(2), watch, nn.Tanh())
     return pipe(module, [1, 3], copy=False), watch
-
-
-@pytest.mark.usefixtures("no_collector")
-@every_mode
-def test_activations_between_forward_and_backward(
-    mode: ActivationCheckpointing, pipe: Pipe
-) -> None:
-    pipeline, watch = watching(pipe)
-
-    y = pipeline(rows(7))
-
-    assert watch.alive == M - RECOMPUTED[mode]
-    y.sum().backward()
-    assert watch.alive == 0
-
-
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("mode", ["never"])
-def test_forward_without_a_backward_frees_its_activations(pipe: Pipe) -> None:
-    pipeline, watch = watching(pipe)
-
-    y = pipeline(rows(7))
-    del y
-
-    assert watch.alive == 0
 
 
 class Weight(nn.Linear):

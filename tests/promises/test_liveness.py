@@ -1,4 +1,7 @@
-"""No hang: a lost process ends the others and is named; a slow one does not."""
+"""No hang: a lost process ends the others and is named; a slow one does not.
+
+Here are also the tests of ``connecting/groups``.
+"""
 
 import gc
 import os

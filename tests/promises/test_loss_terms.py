@@ -2,6 +2,8 @@
 
 A divergence of weights, the balance of a router, a penalty on activations: beside the output, from
 any layer, in any number.
+
+Here are also the tests of ``terms``.
 """
 
 from collections.abc import Callable

@@ -6,6 +6,7 @@ of the other.
 
 import copy
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -123,15 +124,26 @@ class Holder:
         return y
 
 
-@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{"threads": True}, {"threads": False}, {"devices": 1}],
+    ids=["threads", "no threads", "one device"],
+)
 @every_mode
-def test_layer_that_runs_its_own_pipeline(pipe: Pipe, threads: bool) -> None:
+def test_layer_that_runs_its_own_pipeline(pipe: Pipe, options: dict[str, Any]) -> None:
+    """Once the inner run took the shadows of the outer one away, where both were inline."""
     holder = Holder()
-    plain = nn.Sequential(*perceptron(2), Call(holder), *perceptron(2))
-    holder.pipeline = pipe(plain, copy=False, threads=threads)
+    again = Call(holder)
+    plain = nn.Sequential(*perceptron(2), again, *perceptron(2))
+    holder.pipeline = pipe(plain, copy=False, **options)
+    parameters = list(plain.parameters())
 
     with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
         in_time(lambda: holder.pipeline(rows(7)))
+
+    assert all(one is two for one, two in zip(plain.parameters(), parameters, strict=True))
+    again.function = torch.tanh
+    in_time(lambda: assert_same_steps(holder.pipeline, copy.deepcopy(plain), [rows(7)]))
 
 
 @every_combination

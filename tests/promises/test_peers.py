@@ -11,7 +11,7 @@ TESTS = Path(__file__).parents[1]
 
 TORCHGPIPE = {
     "paired up the pieces of tensors, so rows without a partner were lost": (
-        "core/test_pipeline.py::test_batch_whose_tensors_disagree"
+        "core/pipeline/test_gpipe.py::test_batch_whose_tensors_disagree"
     ),
     "ran stages without the caller's autocast, which is of a thread": (
         "promises/test_thread_local_state.py::test_layers_see_the_callers_state"

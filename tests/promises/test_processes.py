@@ -1,4 +1,7 @@
-"""Same numbers: several processes compute the same as one, to the bit."""
+"""Same numbers: several processes compute the same as one, to the bit.
+
+Here are also the tests of ``process_group/transport`` and ``shared_parameters``.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""No hang: if one process fails, all report it, and continue or end."""
+"""No hang: if one process fails, all report it, and continue or end.
+
+Here are also the tests of ``link`` and ``links``.
+"""
 
 import os
 import random

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import a_loss, assert_same, assert_same_ends, gradients, perceptron, rows
-from tests.support.pipes import Pipe, every_mode
+from tests.support.pipes import Pipe, every_mode, with_and_without_threads
 from tests.support.process import seeded
 
 pytestmark = every_mode
@@ -44,6 +44,7 @@ def test_three_forwards_and_their_backwards(
     assert_same_ends(run, pipe(plain), plain)
 
 
+@with_and_without_threads
 def test_three_forwards_before_one_backward(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         outputs = [module(rows(4 + k, seed=k)) for k in range(3)]
@@ -75,6 +76,7 @@ def test_backwards_and_forwards_by_turns(pipe: Pipe, plain: nn.Sequential) -> No
     assert_same_ends(run, pipe(plain), plain)
 
 
+@with_and_without_threads
 def test_output_as_the_next_input_several_times(pipe: Pipe, plain: nn.Sequential) -> None:
     def run(module: nn.Module) -> list[Tensor]:
         x = state = rows(7)

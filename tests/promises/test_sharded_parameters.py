@@ -3,6 +3,8 @@
 FSDP2 (``fully_shard``) gives a layer its whole parameters when its forward begins. A pipeline had
 put shadows of the shards in their place by then, so no gradient came back: all were None after the
 first step, and the second one ended in an error about a loss term.
+
+Here are also the tests of ``shards``.
 """
 
 from __future__ import annotations

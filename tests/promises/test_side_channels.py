@@ -1,4 +1,7 @@
-"""Nothing silent: side channels between layers are reported in the first mini-batches."""
+"""Nothing silent: side channels between layers are reported in the first mini-batches.
+
+Here are also the tests of ``shared_objects``.
+"""
 
 import logging
 import warnings

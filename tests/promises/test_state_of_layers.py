@@ -2,6 +2,8 @@
 
 Each micro-batch advances it once. A pipeline is therefore compared with the plain module run on one
 micro-batch after another: the same gradients, and the same state afterwards.
+
+Here are also the tests of ``attributes`` and ``contents``.
 """
 
 import random

@@ -3,6 +3,9 @@
 The reference is the plain module in one ordinary graph: of the whole mini-batch where layers do not
 mix its rows, else of one micro-batch after the other. Cases are drawn as in
 `test_drawn_models.py`; what comes before and after the pipeline is drawn with them.
+
+Here are also the tests of ``outside_parameters``, ``pipeline/micro_batch_steps``,
+``step_minibatch`` and ``user_step``.
 """
 
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 The part that fails, the micro-batch and the kind of failure are drawn together: 30 faults in the
 suite, 500 in a soak. After each, the next step computes what the plain modules do.
+
+Here are also the tests of ``caller_task``.
 """
 
 from collections.abc import Callable

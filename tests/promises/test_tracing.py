@@ -1,4 +1,7 @@
-"""Nothing silent: recording a pipeline records its layers, as for the plain module."""
+"""Nothing silent: recording a pipeline records its layers, as for the plain module.
+
+Here are also the tests of ``tracing``.
+"""
 
 from __future__ import annotations
 

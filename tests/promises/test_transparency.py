@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_gpipe.core.schedules import ActivationCheckpointing
 from tests.support.models import (
     Call,
     Counting,
@@ -72,19 +71,6 @@ def test_edit_in_place_of_the_pipelines_input(pipe: Pipe) -> None:
 
 
 @every_mode
-def test_frozen_first_stage(pipe: Pipe) -> None:
-    module = perceptron(4)
-    module[0].requires_grad_(False)
-    x = rows(7).detach()
-    pipeline = pipe(module)
-
-    actual = step(pipeline, x)
-
-    assert_same(actual._asdict(), step(module, x)._asdict())
-    assert set(actual.gradients) == {"2.weight", "2.bias"}
-
-
-@every_mode
 def test_gradients_accumulate(pipe: Pipe) -> None:
     module = perceptron(4)
     pipeline = pipe(module)
@@ -92,25 +78,6 @@ def test_gradients_accumulate(pipe: Pipe) -> None:
     for seed in range(3):
         batch = rows(5 + seed, seed=seed)
         assert_same_step(pipeline, module, batch)
-
-
-def test_parameters_frozen_and_thawed_between_steps(pipe: Pipe) -> None:
-    module = perceptron(6)
-    pipeline = pipe(module)
-
-    for frozen in ["0.weight", "4.bias", "0.bias"]:
-        for each in (module, pipeline):
-            parameter = each.get_parameter(frozen)
-            parameter.requires_grad_(not parameter.requires_grad)
-        assert_same_step(pipeline, module, rows(5))
-
-
-def test_layers_that_share_a_weight(pipe: Pipe) -> None:
-    module = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Tanh(), nn.Linear(W, W)).double()
-    module[3].weight = module[0].weight
-    pipeline = pipe(module)
-
-    assert_same_step(pipeline, module, rows(5))
 
 
 def test_learning(pipe: Pipe) -> None:
@@ -162,27 +129,6 @@ def test_autocast_holds_in_backward(pipe: Pipe) -> None:
 
     # Sums in bfloat16 are taken over micro-batches.
     torch.testing.assert_close(gradients(pipeline), gradients(module), rtol=2e-2, atol=1e-2)
-
-
-@every_mode
-def test_saved_tensors_hooks_hold_in_the_stages(mode: ActivationCheckpointing, pipe: Pipe) -> None:
-    module = perceptron(4)
-    pipeline = pipe(module)
-    packed: list[int] = []
-
-    def pack(x: Tensor) -> Tensor:
-        packed.append(1)
-        return x / 2
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x * 2):
-        y = pipeline(rows(6))
-
-    assert bool(packed) == (mode in ("except_last", "never", 1))
-    packed.clear()
-    whole_batch_loss(y).backward()
-    assert bool(packed) == (mode != "never")  # what is recomputed is saved once more
-    step(module, rows(6))
-    assert_same(gradients(pipeline), gradients(module))
 
 
 @with_and_without_threads

@@ -7,15 +7,13 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from torch import nn
+from lightning.pytorch.strategies import ParallelStrategy
 
 import lightning_gpipe
 from lightning_gpipe import GPipe, GPipeStrategy
@@ -102,39 +100,6 @@ def test_strategy_has_parts_and_no_ancestors_of_ours() -> None:
     assert GPipeStrategy.__bases__ == (ParallelStrategy,)
 
 
-def test_name_is_known_to_the_trainer(tmp_path: Path) -> None:
-    assert "gpipe" in StrategyRegistry
-
-    made = trainer(tmp_path, "gpipe", devices=2)
-
-    assert type(made.strategy) is GPipeStrategy
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"balance": "even"}, ValueError, "balance must be a list, or one of.*'time'.*got 'even'"),
-        ({"balance": 4}, TypeError, "balance must be a list of ints"),
-        ({"balance": []}, ValueError, r"at least one stage: got balance=\[\]"),
-        ({"balance": [2, 0]}, ValueError, r"at least one layer.*got balance=\[2, 0\]"),
-        ({"balance": [2, -1]}, ValueError, r"got balance=\[2, -1\]"),
-        ({"balance": [2, 1.0]}, TypeError, r"ints only.*\(types int, float\)"),
-        ({"balance": [2, True]}, TypeError, r"ints only.*\(types int, bool\)"),
-        ({"chunks": 0}, ValueError, "chunks must be at least 1.*got 0"),
-        ({"chunks": 2.0}, TypeError, "chunks must be an integer.*got 2.0"),
-        ({"chunks": True}, TypeError, "chunks must be an integer.*got True"),
-        ({"activation_checkpointing": "sometimes"}, ValueError, "'always'.*got 'sometimes'"),
-        ({"activation_checkpointing": -1}, ValueError, "0 or more: got -1"),
-        ({"activation_checkpointing": 1.5}, TypeError, "activation_checkpointing.*got 1.5"),
-    ],
-)
-def test_impossible_argument(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        GPipeStrategy(**arguments)
-
-
 # What it is to the Trainer: one process with several devices.
 
 
@@ -218,12 +183,6 @@ def test_faster_way_is_said(
     assert len(said) in ((1, 2) if threads == "auto" else (0,))
     assert len(set(said)) == len(said)
     assert caplog.text.count("processes='per_stage' gives each device its own") == len(said)
-
-
-@pytest.mark.parametrize("make", [GPipeStrategy, partial(GPipe, nn.Sequential(nn.Tanh()))])
-def test_threads_that_are_neither(make: Any) -> None:
-    with pytest.raises(ValueError, match="threads must be True, False or 'auto': got 'some'"):
-        make([1], threads="some")
 
 
 def test_last_hooks_see_the_plain_module(tmp_path: Path) -> None:

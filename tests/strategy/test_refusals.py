@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,27 +238,6 @@ def test_layer_that_the_module_moves_away(tmp_path: Path) -> None:
     message = r"stage 1 \(layers 3..5, cpu\) must stay on cpu: found 'weight' of Linear on meta"
     with pytest.raises(RuntimeError, match=message):
         fitted(tmp_path, GPipeStrategy([3, 3]), build=Mover, devices=2)
-
-
-@pytest.mark.parametrize(
-    "name, way_out",
-    [
-        ("chunk", "Did you mean chunks?"),
-        ("scheduler", "Did you mean schedule?"),
-        ("find_unused_parameters", "For replicas, write ddp={'find_unused_parameters': ...};"),
-        ("sharding", "Leave it out."),
-    ],
-)
-def test_argument_that_it_does_not_have(name: str, way_out: str) -> None:
-    options: dict[str, Any] = {name: 4}
-
-    with pytest.raises(TypeError, match=f"got {name}. {re.escape(way_out)}"):
-        GPipeStrategy(**options)
-
-
-def test_balance_auto_is_told_what_to_write() -> None:
-    with pytest.raises(ValueError, match=r"got 'auto'\. To have it measured, write balance='time'"):
-        GPipeStrategy(balance="auto")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunks, said", [(4, False), (40, True)])

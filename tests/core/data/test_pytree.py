@@ -1,3 +1,8 @@
+"""Nested values are taken apart and put together; tensors hidden in objects are refused.
+
+Here are also the tests of ``tensor_search``.
+"""
+
 from collections import OrderedDict
 from dataclasses import InitVar, dataclass, field, fields
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""A model gets the weights in a folder; what runs as a pipeline then is the plain model."""
+"""A model gets the weights in a folder; what runs as a pipeline then is the plain model.
+
+Here are also the tests of ``stored``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans: the fastest of those that fit."""
+"""Plans: the fastest of those that fit.
+
+Here are also the tests of ``search``.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Predictions of any schedule: times as by the simulation, and as many alive as in the engine."""
+"""Predictions of any schedule: times as by the simulation, and as many alive as in the engine.
+
+Here are also the tests of ``predicted_stage`` and ``stage_cost``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What layers cost is measured one by one, and leaves no trace."""
+"""The costs of layers are measured one by one, which leaves no trace.
+
+Here are also the tests of ``counting``, ``meters``, ``rounds`` and ``single_layer``.
+"""
 
 from __future__ import annotations
 

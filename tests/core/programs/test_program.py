@@ -1,4 +1,7 @@
-"""What travels between the stages of a program follows from its steps."""
+"""The values that travel between the stages of a program follow from its steps.
+
+Here are also the tests of ``route``.
+"""
 
 from __future__ import annotations
 

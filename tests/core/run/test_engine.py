@@ -1,3 +1,8 @@
+"""The engine runs mini-batches, one phase after the other, and undoes what was not ended.
+
+Here are also the tests of ``caller``, ``minibatch`` and ``minibatch_run``.
+"""
+
 import copy
 from contextlib import suppress
 

@@ -1,3 +1,8 @@
+"""One micro-batch on one stage: what it receives, keeps, and hands on.
+
+Here are also the tests of ``activations`` and ``stage_borders``.
+"""
+
 import gc
 import weakref
 from typing import Any

@@ -1,4 +1,7 @@
-"""The worker alone, against an exchange in which the test plays all others."""
+"""The worker alone, against an exchange in which the test plays all others.
+
+Here are also the tests of ``work``.
+"""
 
 import pytest
 import torch

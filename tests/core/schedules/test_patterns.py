@@ -1,3 +1,8 @@
+"""Rows of workers in brief, written out for any number of micro-batches.
+
+Here are also the tests of ``placement``.
+"""
+
 from textwrap import dedent
 
 import pytest

@@ -1,4 +1,7 @@
-"""The schedules of the table: their names, pictures, bubbles and memory."""
+"""The schedules of the table: their names, pictures, bubbles and memory.
+
+Here are also the tests of ``caller_row`` and ``zero_bubble_v``.
+"""
 
 from textwrap import dedent
 from typing import cast, get_args

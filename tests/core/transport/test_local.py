@@ -1,3 +1,8 @@
+"""Workers on threads: values arrive, errors reach the caller, and threads end.
+
+Here are also the tests of ``interface``.
+"""
+
 import copy
 import gc
 import sys

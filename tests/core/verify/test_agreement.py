@@ -1,4 +1,7 @@
-"""verify() finds no difference where there is none."""
+"""verify() finds no difference where there is none.
+
+Here are also the tests of ``named_values`` and ``runs``.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Values of two runs are compared by what rounding allows."""
+
 import math
 
 import pytest

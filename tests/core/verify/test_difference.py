@@ -1,4 +1,7 @@
-"""verify() finds what differs, where it begins, and why it must where that is known."""
+"""verify() finds what differs, where it begins, and why it must where that is known.
+
+Here are also the tests of ``parity``.
+"""
 
 from __future__ import annotations
 

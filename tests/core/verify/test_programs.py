@@ -1,4 +1,7 @@
-"""Promise: a verification finds out where micro-batches of a program differ from the mini-batch."""
+"""Promise: a verification finds out where micro-batches of a program differ from the mini-batch.
+
+Here are also the tests of ``subject``.
+"""
 
 from __future__ import annotations
 

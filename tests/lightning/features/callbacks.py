@@ -91,6 +91,13 @@ def logged(run: Run) -> list[str]:
     return sorted({name for kind, *rest in told.told if kind == "log_metrics" for name in rest[0]})
 
 
+def rates(run: Run) -> list[float]:
+    """The learning rates that were logged."""
+    told: Any = run.trainer.loggers[0]
+    logged = [rest[0] for kind, *rest in told.told if kind == "log_metrics"]
+    return [metrics["lr-SGD"] for metrics in logged if "lr-SGD" in metrics]
+
+
 def predictions(run: Run) -> Any:
     """What was written of the predictions."""
     return [torch.load(path) for path in sorted(run.root.glob("*.pt"))]
@@ -147,7 +154,9 @@ CASES: dict[str, Case] = {
         build=Rated,
     ),
     "LearningRateMonitor": Case(
-        made(library.LearningRateMonitor, logger=True), logged, build=Rated
+        made(library.LearningRateMonitor, logger=True),
+        rates,
+        build=partial(Classifier, scheduled=True),
     ),
     "ModelCheckpoint": Case(
         lambda root: {
@@ -184,5 +193,4 @@ CASES: dict[str, Case] = {
         made(library.TQDMProgressBar),
         lambda run: run.callback(library.TQDMProgressBar).train_progress_bar.n,
     ),
-    "ModelSummary": Case(made(library.ModelSummary), lambda run: True, build=Rated),
 }

@@ -1,4 +1,7 @@
-"""Profilers of Lightning and PyTorch show what the stages do, each action by its name."""
+"""Profilers of Lightning and PyTorch show what the stages do, each action by its name.
+
+Here are also the tests of ``adapters/trainer``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import DeviceStatsMonitor, ThroughputMonitor
+from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor, nn
@@ -173,17 +176,6 @@ def test_profiler_ends_with_a_fit_that_fails(tmp_path: Path) -> None:
     assert profiler.profiler is None
     assert not torch.autograd.profiler._is_profiler_enabled
     assert any(event["name"] == "stage 0 backward 0" for event in trace(tmp_path))
-
-
-def test_device_stats_of_one_device_are_as_lightning_logs_them(tmp_path: Path) -> None:
-    def names(*args: Any, **options: Any) -> list[str]:
-        logger = CSVLogger(tmp_path, version=len(args))
-        callbacks = [DeviceStatsMonitor()]
-        fitted(tmp_path, *args, logger=logger, callbacks=callbacks, log_every_n_steps=1, **options)
-        return (Path(logger.log_dir) / "metrics.csv").read_text("utf-8").splitlines()[0].split(",")
-
-    pytest.importorskip("psutil")
-    assert names(strategy(), devices=2, max_steps=1) == names(max_steps=1)
 
 
 def test_use_of_the_devices_is_of_all(tmp_path: Path) -> None:

@@ -1,3 +1,8 @@
+"""Micro-batches of padded sequences are sorted by length, trimmed, and merged in order.
+
+Here are also the tests of ``order``.
+"""
+
 import pickle
 from copy import deepcopy
 from dataclasses import dataclass

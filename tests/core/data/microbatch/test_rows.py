@@ -1,3 +1,8 @@
+"""Batches are split into micro-batches by rows, and outputs merged again.
+
+Here are also the tests of ``merging``.
+"""
+
 from typing import Any
 
 import pytest

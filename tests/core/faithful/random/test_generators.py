@@ -1,3 +1,8 @@
+"""Layers draw from generators of their own or private ones, and a recomputation draws the same.
+
+Here are also the tests of ``private_generators``.
+"""
+
 import threading
 from collections.abc import Callable, Iterator
 

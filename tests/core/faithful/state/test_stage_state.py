@@ -1,4 +1,7 @@
-"""The state of modules as one value: captured, compared, swapped in, restored."""
+"""The state of modules as one value: captured, compared, swapped in, restored.
+
+Here are also the tests of ``behavior``.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,8 @@
+"""The caller's state of the thread applies on other threads, and nothing of it stays there.
+
+Here are also the tests of ``recomputing``.
+"""
+
 import threading
 from collections import deque
 from collections.abc import Callable

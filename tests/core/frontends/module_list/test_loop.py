@@ -1,4 +1,7 @@
-"""A model whose forward loops over the blocks of an nn.ModuleList, as programs."""
+"""A model whose forward loops over the blocks of an nn.ModuleList, as programs.
+
+Here are also the tests of ``forward_state``, ``forwards`` and ``recording``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What real forwards do besides calling layers, traced and compared with the plain model."""
+"""Forwards that do more than call layers, traced and compared with the plain model.
+
+Here are also the tests of ``lowering``, ``symbolic`` and ``tracer``.
+"""
 
 from __future__ import annotations
 

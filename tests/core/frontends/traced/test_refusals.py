@@ -1,4 +1,8 @@
-"""What a traced forward must not do: refused with the user's line, or run as one layer."""
+"""Forwards that cannot be cut are refused with the user's line, or run as one layer.
+
+Here are also the tests of ``inplace_edits``, ``row_checks``, ``row_dims``, ``traced_attributes``
+and ``watching``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Backward in two parts, alone: against autograd itself, over drawn graphs."""
+"""Backward in two parts, alone: against autograd itself, over drawn graphs.
+
+Here are also the tests of ``split``.
+"""
 
 from __future__ import annotations
 

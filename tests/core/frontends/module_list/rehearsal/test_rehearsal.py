@@ -1,4 +1,7 @@
-"""What a rehearsal finds out, and that nothing of it remains."""
+"""A rehearsal tells which arguments have rows, and leaves no trace.
+
+Here are also the tests of ``effects``, ``packing`` and ``samples``.
+"""
 
 from __future__ import annotations
 

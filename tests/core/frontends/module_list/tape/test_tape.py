@@ -1,6 +1,8 @@
 """A forward that does what an earlier one did has its program; one that differs has its own.
 
 Its arguments are the same as the recorded ones in every leaf and container, or they differ.
+
+Here are also the tests of ``arguments``, ``calls``, ``outside_tensors`` and ``placeholder``.
 """
 
 from __future__ import annotations

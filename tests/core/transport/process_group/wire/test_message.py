@@ -1,4 +1,7 @@
-"""Values as messages: what arrives is what was sent, however it lies in memory."""
+"""Values as messages: what arrives is what was sent, however it lies in memory.
+
+Here are also the tests of ``bodies``, ``envelope`` and ``tensor_bytes``.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe
-from lightning_gpipe.core.balance import LayerCosts, Place, solve_on
 from tests.support.models import assert_same
 
 WIDTH = 4
@@ -85,17 +84,3 @@ def test_copy_keeps_it() -> None:
 def test_another_word() -> None:
     with pytest.raises(ValueError, match="around must be 'last' or 'first'.*got 'both'"):
         GPipe(model(), [3, 3], module="blocks", around="both")  # type: ignore[arg-type]  # wrong
-
-
-def test_solver_against_all_cuts() -> None:
-    costs = [3, 1, 4, 1, 5, 9, 2]
-    for held in ([0, 7, 0], [10, 0, 3], [0, 0, 30]):
-        best = min(
-            max(sum(costs[:a]) + held[0], sum(costs[a:b]) + held[1], sum(costs[b:]) + held[2])
-            for a in range(1, 6)
-            for b in range(a + 1, 7)
-        )
-        a, b, c = solve_on(LayerCosts(costs), [Place(busy=busy) for busy in held])
-        ends = [sum(costs[:a]), sum(costs[a : a + b]), sum(costs[a + b :])]
-        assert a + b + c == 7
-        assert max(x + h for x, h in zip(ends, held, strict=True)) == best

@@ -1,4 +1,7 @@
-"""Plans for models, and what pipelines make of them."""
+"""Plans for models, and what pipelines make of them.
+
+Here are also the tests of ``choose/options``.
+"""
 
 from __future__ import annotations
 

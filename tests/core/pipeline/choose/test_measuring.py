@@ -1,4 +1,7 @@
-"""Balances by time and by memory, of any model."""
+"""Balances by time and by memory, of any model.
+
+Here are also the tests of ``sampling``.
+"""
 
 from __future__ import annotations
 

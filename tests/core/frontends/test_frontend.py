@@ -1,7 +1,4 @@
-"""Promise: a program's values are cut, and its outputs merged, as the plain model would have them.
-
-The front-end is one of a test: a model that loops over its blocks and says so itself.
-"""
+"""A front-end of another kind serves a GPipe: one for a model that lists its blocks itself."""
 
 from __future__ import annotations
 
@@ -15,14 +12,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_gpipe import GPipe, Rows, whole
+from lightning_gpipe import GPipe, whole
 from lightning_gpipe.core.balance import parameter_costs
 from lightning_gpipe.core.frontends import frontend_of
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
-from lightning_gpipe.core.layout import Partition, cut, lay_out
-from lightning_gpipe.core.pipeline import Pipeline
+from lightning_gpipe.core.layout import Partition
 from lightning_gpipe.core.programs import Program, Step, Value
-from lightning_gpipe.core.transport import Workers
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -156,11 +151,6 @@ def test_balance_by_names_and_by_parameters() -> None:
     assert by_parameters.balance == [3, 1]  # beside what is around, on the last device
 
 
-def test_balance_by_parameters_without_devices() -> None:
-    with pytest.raises(ValueError, match="gives each device a stage, so devices must be given"):
-        GPipe(model(), "parameters", module="blocks")
-
-
 def test_model_itself_runs_the_pipeline_until_it_is_released() -> None:
     own = model()
     pipeline = GPipe(own, [2, 2], module="blocks", chunks=3)
@@ -183,56 +173,3 @@ def test_copy_of_a_pipeline_runs_its_own_model() -> None:
     assert_same(copied(rows()), pipeline(rows()))
     assert len(seen) == 1
     assert not set(copied.parameters()) & set(pipeline.parameters())
-
-
-# What leaves a pipeline.
-
-
-class Ending(nn.Module):
-    """Blocks, and what one ends with."""
-
-    def __init__(self, end: Any) -> None:
-        super().__init__()
-        self.block = nn.Linear(WIDTH, WIDTH).double()
-        self.end = end
-
-    def program(self) -> Program:
-        steps = [
-            Step(self.block, (Value(0),), 1, 0, name="block"),
-            Step(self.end, (Value(1),), 2, 1, name="the end"),
-        ]
-        return Program(steps, inputs=[0], outputs=[2], n=2)
-
-
-def ended(end: Any, chunks: int | None = None, n: int = 7) -> Any:
-    ending = Ending(end)
-    layers = nn.Sequential(ending.block, nn.Identity())
-    layout = lay_out(cut(layers, [1, 1]), [torch.device("cpu")])
-    pipeline = Pipeline(
-        layout,
-        chunks=3,
-        activation_checkpointing="never",
-        microbatching=Rows(),
-        deferred_batch_norm=True,
-        threads=False,
-        split_backward=False,
-        workers=Workers(layout),
-    )
-    return pipeline.run_program(ending.program(), [rows(n)], chunks=chunks)[0]
-
-
-@pytest.mark.parametrize("n", [6, 7])
-@pytest.mark.parametrize("end", [Tensor.mean, lambda x: x.mean(0, keepdim=True)])
-def test_output_without_rows_is_refused_by_the_name_of_its_step(end: Any, n: int) -> None:
-    with pytest.raises(ValueError, match=r"row per sample.*from the end.*or write chunks=1"):
-        ended(end, n=n)
-    ended(end, n=n, chunks=1)
-
-
-def test_output_that_is_the_same_for_all_micro_batches_is_returned_once() -> None:
-    table = torch.arange(5.0).view(1, 5)
-    assert_same(ended(lambda x: (x, table, torch.tensor(3)))[1:], (table, torch.tensor(3)))
-
-
-def test_output_with_several_rows_per_sample_is_concatenated() -> None:
-    assert ended(lambda x: x.repeat_interleave(3, 0)).shape == (21, WIDTH)

@@ -1,4 +1,7 @@
-"""Reported: a GPipe refuses bad arguments, and lists its stages and its timeline."""
+"""Reported: a GPipe refuses bad arguments, and lists its stages and its timeline.
+
+Here are also the tests of ``pipeline/pipeline`` and ``sequential``.
+"""
 
 import copy
 import gc
@@ -6,7 +9,6 @@ import io
 import threading
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -14,11 +16,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.schedules import ActivationCheckpointing, Kind
-from tests.support.models import Call, assert_same, perceptron, rows, step
+from tests.support.models import assert_same, perceptron, rows, step
 from tests.support.pipes import RECOMPUTED, Pipe, every_mode
 
 CPU = torch.device("cpu")
@@ -177,10 +178,6 @@ def test_runs_on_the_calling_thread(arguments: dict[str, Any], pipe: Pipe) -> No
 # The module.
 
 
-def test_state_dict_has_the_plain_modules_keys(pipeline: GPipe) -> None:
-    assert list(pipeline.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
 def test_state_dict_loads_both_ways(pipeline: GPipe) -> None:
     plain = perceptron(4)
 
@@ -302,67 +299,6 @@ def test_small_batch_makes_fewer_micro_batches(pipeline: GPipe) -> None:
 
 
 # What belongs to the caller's thread.
-
-
-def test_context_variables_reach_the_layers(pipe: Pipe) -> None:
-    request: ContextVar[str] = ContextVar("request", default="none")
-    seen: list[str] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(request.get())
-        return x
-
-    pipeline = pipe(nn.Sequential(Call(look), Call(look)), chunks=1)
-    token = request.set("of the caller")
-    pipeline(rows(4))
-    request.reset(token)
-
-    assert seen == ["of the caller"] * 2
-
-
-def test_flop_counter_counts_what_the_plain_module_takes(
-    module: nn.Sequential, pipeline: GPipe
-) -> None:
-    pipeline.activation_checkpointing = "never"
-    plain = copy.deepcopy(module)
-    counts = []
-
-    for each in (plain, pipeline):
-        with FlopCounterMode(display=False) as forward:
-            loss = each(rows(7)).sum()
-        with FlopCounterMode(display=False) as backward:
-            loss.backward()
-        counts.append((forward.get_total_flops(), backward.get_total_flops()))
-
-    assert counts[1] == counts[0]
-    assert min(counts[0]) > 0
-
-
-@pytest.mark.parametrize(
-    "arguments", [{}, {"threads": False}, {"devices": ["cpu"]}], ids=["threads", "inline", "one"]
-)
-def test_layer_that_runs_the_pipeline_it_is_part_of(pipe: Pipe, arguments: dict[str, Any]) -> None:
-    """Once the inner run took the shadows of the outer one away, where both were inline."""
-    pipelines: list[GPipe] = []
-    linear = nn.Linear(3, 3).double()
-    again = Call(lambda x: pipelines[0](x))
-    pipelines.append(pipe(nn.Sequential(linear, again), copy=False, **arguments))
-
-    with pytest.raises(RuntimeError, match="must not run the pipeline that it is part of"):
-        pipelines[0](rows(4))
-
-    assert isinstance(linear.weight, nn.Parameter)
-    again.function = torch.tanh
-    assert pipelines[0](rows(4)).shape == (4, 3)
-
-
-def test_layer_that_runs_another_pipeline(pipe: Pipe) -> None:
-    inner = pipe(perceptron(2), threads=False)
-    module = nn.Sequential(nn.Linear(3, 3).double(), Call(inner), nn.Tanh())
-
-    pipeline = pipe(module, [1, 2], threads=False, copy=False)
-
-    assert pipeline(rows(4)).shape[0] == 4
 
 
 def test_layer_replaced_after_setup(pipeline: GPipe, module: nn.Sequential) -> None:

@@ -1,4 +1,7 @@
-"""Promise: a traced model in stages computes what the plain model does."""
+"""Promise: a traced model in stages computes what the plain model does.
+
+Here are also the tests of ``call_graph``, ``ownership`` and ``stage_modules``.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,123 @@
+"""Processes that miss their beats are reported once; those that are heard, or excused, are not.
+
+The beats are counted, so that no test depends on how long they take.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+
+from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
+from tests.support.waiting import PATIENCE
+
+RANKS = [1, 2]
+
+
+class FakeLink:
+    """The connection to a process, which counts the beats that it sends."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.beats = 0
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+class Watch:
+    """A heartbeat over fake links, with what it reports; ``after_beat`` is called on its thread."""
+
+    def __init__(self, start: int = 1) -> None:
+        self.links = [FakeLink(rank) for rank in RANKS]
+        self.silent: list[list[int]] = []
+        self.after_beat: Callable[[], None] = lambda: None
+        links = cast(Any, self.links)  # of Links, it takes the iteration only
+        lost_after = timedelta(seconds=0.02)
+        self.heartbeat = Heartbeat(links, lost_after, start, self.silent.append, self._on_beat)
+        self._left = 0
+        self._done = threading.Event()
+
+    def run(self, beats: int) -> None:
+        """Let it beat so many times."""
+        self._left = beats
+        self._done.clear()
+        self.heartbeat.start()
+        assert self._done.wait(PATIENCE)
+
+    def _on_beat(self) -> None:
+        self.after_beat()
+        self._left -= 1
+        if self._left == 0:
+            self.heartbeat.stop()
+            self._done.set()
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+def test_beats_go_to_all_other_processes(watch: Watch) -> None:
+    watch.run(5)
+
+    assert [link.beats for link in watch.links] == [1 + 5, 1 + 5], "the first one at once"
+
+
+def test_silent_process_is_reported_once(watch: Watch) -> None:
+    watch.after_beat = lambda: watch.heartbeat.reset(2)
+
+    watch.run(5 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1]]
+
+
+def test_processes_that_fall_silent_together_are_reported_together(watch: Watch) -> None:
+    for rank in RANKS:
+        watch.heartbeat.reset(rank)
+
+    watch.run(5 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1, 2]]
+
+
+def test_process_that_was_excused_may_be_silent(watch: Watch) -> None:
+    watch.heartbeat.excuse(2)
+
+    watch.run(5 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1]]
+
+
+def test_process_that_is_heard_again_is_reported_again(watch: Watch) -> None:
+    watch.heartbeat.excuse(2)
+    watch.run(5 * watch.heartbeat.limit)
+    watch.heartbeat.reset(1)
+
+    watch.run(5 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1], [1]]
+
+
+def test_process_may_take_longer_to_start() -> None:
+    watch = Watch(start=10)
+
+    watch.run(5 * watch.heartbeat.limit)
+    assert watch.silent == []
+    watch.run(20 * watch.heartbeat.limit)
+
+    assert watch.silent == [[1, 2]]
+
+
+def test_beats_that_were_missed_before_a_stop_do_not_count(watch: Watch) -> None:
+    for rank in RANKS:
+        watch.heartbeat.reset(rank)
+
+    for _ in range(5):
+        watch.run(watch.heartbeat.limit - 1)
+
+    assert watch.silent == []

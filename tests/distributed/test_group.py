@@ -1,0 +1,49 @@
+"""Values that a group exchanges arrive as they were sent, whatever the form of their tensors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_gpipe.distributed.group import Group
+from tests.support.processes import assert_equal
+from tests.support.ranks import Pool
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+def sent(values: list[Any]) -> Any:
+    """What a rank gets that another one sends."""
+    group = Group(timedelta(seconds=20))
+    return group.broadcast(values if group.rank == 0 else None)
+
+
+def is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_sparse
+
+
+def test_tensors_of_any_form(two_ranks: Pool) -> None:
+    base = torch.arange(24.0).reshape(2, 3, 4)
+    values: list[Any] = [
+        base.transpose(0, 2),
+        base[:, ::2],
+        base[0, 0].expand(3, 4),
+        torch.tensor(3, dtype=torch.bfloat16),
+        torch.ones(2, dtype=torch.bool),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.empty(0, 3),
+        base.to_sparse(),
+        {"twice": (base, base)},
+        None,
+    ]
+
+    (found,) = two_ranks.run(sent, values)[1:]
+
+    assert_equal([x for x in found if not is_sparse(x)], [x for x in values if not is_sparse(x)])
+    assert torch.equal(found[7].to_dense(), base)
+    assert found[8]["twice"][0] is found[8]["twice"][1]
+    assert found[0].stride() == values[0].stride()

@@ -1,0 +1,80 @@
+"""Nothing silent: impossible arguments of GPipeStrategy are refused where it is made."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_gpipe import GPipe, GPipeStrategy
+
+IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"balance": "even"}, ValueError, "balance must be a list, or one of.*'time'.*got 'even'"),
+    ({"balance": "auto"}, ValueError, r"got 'auto'\. To have it measured, write balance='time'"),
+    ({"balance": 4}, TypeError, "balance must be a list of ints"),
+    ({"balance": []}, ValueError, r"at least one stage: got balance=\[\]"),
+    ({"balance": [2, 0]}, ValueError, r"at least one layer.*got balance=\[2, 0\]"),
+    ({"balance": [2, -1]}, ValueError, r"got balance=\[2, -1\]"),
+    ({"balance": [2, 1.0]}, TypeError, r"ints only.*\(types int, float\)"),
+    ({"balance": [2, True]}, TypeError, r"ints only.*\(types int, bool\)"),
+    ({"chunks": 0}, ValueError, "chunks must be at least 1.*got 0"),
+    ({"chunks": 2.0}, TypeError, "chunks must be an integer.*got 2.0"),
+    ({"chunks": True}, TypeError, "chunks must be an integer.*got True"),
+    ({"activation_checkpointing": "sometimes"}, ValueError, "'always'.*got 'sometimes'"),
+    ({"activation_checkpointing": -1}, ValueError, "0 or more: got -1"),
+    ({"activation_checkpointing": 1.5}, TypeError, "activation_checkpointing.*got 1.5"),
+    ({"schedule": "2f2b"}, ValueError, "schedule must be one of"),
+    ({"schedule": "1f1b", "processes": "per_stage"}, ValueError, "runs in one process"),
+    ({"schedule": "zero_bubble_v", "chunks": "auto"}, ValueError, "is not planned"),
+    ({"schedule": "1f1b", "replicas": 2}, ValueError, "replicas=2"),
+    ({"schedule": "auto", "replicas": 2}, ValueError, "replicas=2"),
+    ({"split_backward": "some"}, ValueError, "split_backward must be"),
+    ({"processes": "threads"}, ValueError, "processes must be one of 'single'.*got 'threads'"),
+    ({"start_method": "thread"}, ValueError, "start_method must be one of 'popen'.*got 'thread'"),
+    ({"replicas": 0}, ValueError, "replicas must be a positive integer: got 0"),
+    ({"lost_after": timedelta(seconds=2)}, ValueError, "lost_after .*positive.*processes='single'"),
+    (
+        {"processes": "per_stage", "lost_after": timedelta(0)},
+        ValueError,
+        "lost_after must be positive",
+    ),
+    (
+        {"processes": "per_stage", "verify": True},
+        ValueError,
+        "verify=True.*processes='per_stage'.*'single'",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", IMPOSSIBLE, ids=str)
+def test_impossible_argument(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        GPipeStrategy(**arguments)
+
+
+@pytest.mark.parametrize("make", [GPipeStrategy, partial(GPipe, nn.Sequential(nn.Tanh()))])
+def test_threads_that_are_neither(make: Any) -> None:
+    with pytest.raises(ValueError, match="threads must be True, False or 'auto': got 'some'"):
+        make([1], threads="some")
+
+
+@pytest.mark.parametrize(
+    "name, way_out",
+    [
+        ("chunk", "Did you mean chunks?"),
+        ("scheduler", "Did you mean schedule?"),
+        ("find_unused_parameters", "For replicas, write ddp={'find_unused_parameters': ...};"),
+        ("sharding", "Leave it out."),
+    ],
+)
+def test_argument_that_it_does_not_have(name: str, way_out: str) -> None:
+    options: dict[str, Any] = {name: 4}
+
+    with pytest.raises(TypeError, match=f"got {name}. {re.escape(way_out)}"):
+        GPipeStrategy(**options)
