@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.frontends import candidates, is_installed, locate, on_meta
-from lightning_gpipe.core.layout import check_balance, check_even
+from lightning_gpipe.core.layout import check_balance, check_even, check_initialised
 from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
@@ -24,7 +24,12 @@ from lightning_gpipe.core.pipeline import (
 from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.processes import Processes
-from lightning_gpipe.strategy.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
+from lightning_gpipe.strategy.refusals import (
+    AUTO_DEVICES,
+    metrics_on_meta,
+    refuse_pipelines,
+    warn_of_one_device,
+)
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 
 if TYPE_CHECKING:
@@ -43,6 +48,8 @@ def piped_modules_of(root: nn.Module, options: StrategyOptions) -> list[PipedMod
     Raises:
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
+    refuse_pipelines(root)
+    check_initialised(root, type(root).__name__)
     paths: Any = options.module
     if paths is None:
         paths = PipedModule(root, *locate(root, None))
