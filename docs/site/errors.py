@@ -1,14 +1,15 @@
 """Writes the page of error messages from the code: ``python -m docs.site.errors``.
 
 Each message says what must hold, what was found, and what to do. The page has the first and the
-last, for what was found is the reader's own.
+last, for what was found is the reader's own. Those of other packages that a user meets first are
+listed here.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,21 +50,50 @@ The errors of this package, to search by their words. A message says what must h
 """
 
 
+# Messages of Lightning and jsonargparse where they do not find the strategy.
+OTHERS = [
+    (
+        "You selected an invalid strategy name: `strategy='gpipe'`",
+        "Write `import lightning_gpipe` above: that registers the name. In a LightningCLI of your "
+        "own, import it in the script.",
+    ),
+    (
+        "You selected an invalid strategy name",
+        'Write `strategy="gpipe"`, or an object: `strategy=GPipeStrategy(...)`, not the class. In '
+        "YAML, `strategy: lightning_gpipe.GPipeStrategy` is a name too.",
+    ),
+    (
+        'Parser key "trainer.strategy": Expected a dot import path string: gpipe',
+        "A name takes no options. Write `class_path: lightning_gpipe.GPipeStrategy` with "
+        "`init_args`, or `--trainer.strategy=GPipeStrategy --trainer.strategy.chunks=8`.",
+    ),
+    (
+        "Option 'chunk' is not accepted",
+        "`GPipeStrategy` has no such argument: see `--trainer.strategy.help=GPipeStrategy`.",
+    ),
+]
+
+
 _FOUND = re.compile(r": (?:got|found)\b")
 
 
 def page() -> str:
     """Return the page, in Markdown."""
-    sections = [_HEAD]
+    sections = [_HEAD, _section("Messages of Lightning", "index.md#configuration-files", OTHERS)]
     for k, (title, guide, _) in enumerate(TOPICS):
         rows = sorted(
             {row for path in _modules() if _topic_of(path) == k for row in _messages(path)},
             key=lambda row: (row[0].lower().lstrip("…`'(= "), row),
         )
-        table = [f"| {must} | {way_out} |" for must, way_out in rows]
-        head = f"## {title}\n\n[The guide]({guide})\n\n| what must hold | what to do |\n|---|---|"
-        sections.append("\n".join([head, *table, ""]))
+        sections.append(_section(title, guide, rows))
     return "\n".join(sections)
+
+
+def _section(title: str, guide: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A section of the page, with a row for each message."""
+    table = [f"| {must} | {way_out} |" for must, way_out in rows]
+    head = f"## {title}\n\n[The guide]({guide})\n\n| what must hold | what to do |\n|---|---|"
+    return "\n".join([head, *table, ""])
 
 
 def _modules() -> Iterator[Path]:

@@ -14,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_gpipe.callbacks.running import (
+    BETWEEN,
+    RecordedStep,
     all_of,
     best_balance,
     check_positive,
@@ -31,26 +33,16 @@ from lightning_gpipe.callbacks.running import (
     spans_of_all,
     strategy_of,
 )
-from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.planner import changes, doubts, split_shares
-from lightning_gpipe.core.run import Observation, Span, Timeline
+from lightning_gpipe.core.run import Observation, Timeline
 from lightning_gpipe.core.show import INSTALL, Slice, can_draw, timeline_picture, trace_of
 from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import path_of
 
 TRACE, PICTURE = "pipeline_trace.json", "pipeline_timeline.png"
 _STEPS = 5  # the latest recorded steps, which the trace shows
-_BETWEEN = "between steps"
 _WORTH = 0.02  # changes with a smaller gain are not listed
-
-
-class _Step(NamedTuple):
-    """A recorded step: its number, its mini-batches, and what the caller's thread did."""
-
-    number: int
-    runs: list[tuple[Layout, list[Span]]]
-    caller: list[Slice]
 
 
 class PipelineMonitor(Callback):
@@ -70,6 +62,7 @@ class PipelineMonitor(Callback):
     Args:
         every_n_steps: How often to record; None takes the Trainer's ``log_every_n_steps``.
         folder: Where to write; None takes the logger's folder, or else ``default_root_dir``.
+        progress_bar: Whether the progress bar shows the measured bubble.
 
     Attributes:
         metrics: The metrics that were logged last.
@@ -78,10 +71,16 @@ class PipelineMonitor(Callback):
         TypeError, ValueError: If an argument has the wrong type or an impossible value.
     """
 
-    def __init__(self, every_n_steps: int | None = None, folder: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        folder: str | Path | None = None,
+        *,
+        progress_bar: bool = False,
+    ) -> None:
         if every_n_steps is not None:
             check_positive("every_n_steps", every_n_steps)
-        self.every_n_steps, self.folder = every_n_steps, folder
+        self.every_n_steps, self.folder, self.progress_bar = every_n_steps, folder, progress_bar
         self.metrics: dict[str, float] = {}
         self._begin()
 
@@ -90,7 +89,7 @@ class PipelineMonitor(Callback):
         self._behind = 0.0  # seconds, this process's clock behind that of the first
         self._timelines: list[Timeline] = []  # of the current step
         self._marks: list[tuple[str, float]] = []  # the caller's activities and when they began
-        self._steps: deque[_Step] = deque(maxlen=_STEPS)
+        self._steps: deque[RecordedStep] = deque(maxlen=_STEPS)
         self._latest: dict[str, deque[Observation]] = {}  # of each pipeline, in these steps
         self._step = 0
 
@@ -130,11 +129,14 @@ class PipelineMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        self._mark(_BETWEEN)
+        self._mark(BETWEEN)
         self._step += 1
         every = self.every_n_steps or getattr(trainer, "log_every_n_steps", 0)
         if every and self._step % every == 0:
             self._record(trainer)
+            if self.progress_bar:
+                bubbles = {k: x for k, x in self.metrics.items() if k.endswith("/bubble")}
+                pl_module.log_dict(bubbles, prog_bar=True, logger=False)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,7 +148,7 @@ class PipelineMonitor(Callback):
             rank_zero_info("PipelineMonitor has nothing to show: no step ran the pipeline.")
 
     def _see(self, timeline: Timeline) -> None:
-        if self._marks and self._marks[-1][0] != _BETWEEN:  # skip evaluation
+        if self._marks and self._marks[-1][0] != BETWEEN:  # skip evaluation
             self._timelines.append(timeline)
 
     def _mark(self, name: str) -> None:
@@ -158,11 +160,11 @@ class PipelineMonitor(Callback):
             (timeline, spans_of_all(self._group, timeline.spans, self._behind))
             for timeline in self._timelines
         ]
-        observations = {
-            path_of(pipeline, timeline): observation
+        observations = [
+            (path_of(pipeline, timeline), observation)
             for timeline, spans in spans_of
             if (observation := Observation.of(timeline, spans)) is not None
-        }
+        ]
         if not observations:
             return
         # Only pipelines of one process have actions of the caller, on the clock of that process.
@@ -173,17 +175,17 @@ class PipelineMonitor(Callback):
         ]
         pairs = zip(self._marks, self._marks[1:], strict=False)
         caller = [Slice(name, start, end) for (name, start), (_, end) in pairs]
-        self._steps.append(_Step(self._step, runs, caller))
+        seconds = sum(observation.length for _, observation in observations)
+        step = RecordedStep(self._step, runs, caller, seconds)
+        self._steps.append(step)
         self.metrics = {}
-        for name, observation in observations.items():
+        for name, observation in dict(observations).items():
             self._latest.setdefault(name, deque(maxlen=_STEPS)).append(observation)
             prefix = f"pipeline/{name}/" if name else "pipeline/"
             for key, metric in _metrics(observation).items():
                 self.metrics[prefix + key] = metric
-        length = caller[-1].end - caller[0].start if caller else 0.0
-        if length:
-            count = sum(timeline.schedule.m for timeline in self._timelines)
-            self.metrics["pipeline/micro_batches_per_second"] = count / length
+        count = sum(timeline.schedule.m for timeline in self._timelines)
+        self.metrics["pipeline/micro_batches_per_second"] = count / step.length
         for device, peak in self._peaks(pipeline):
             self.metrics[f"pipeline/peak_memory_GiB/{device}"] = peak / 2**30
         for logger in trainer.loggers:
@@ -204,6 +206,7 @@ class PipelineMonitor(Callback):
             return
         for name, latest in self._latest.items():
             rank_zero_info(_summary(name, pipeline, latest, steps=self._allows_steps(trainer)))
+        rank_zero_info(f"PipelineMonitor: {self._steps[-1]}.")
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         runs = [run for step in self._steps for run in step.runs]
@@ -235,10 +238,9 @@ class PipelineMonitor(Callback):
             workers.append(f"{layout.outside}\ncaller")
         first = next(iter(self._latest.values()))[-1]
         note = (
-            f"one mini-batch of {first.schedule.m} micro-batches, bubble {first.bubble:.0%} "
-            f"({first.schedule.bubble:.0%} by the schedule)"
+            f"{step}\none mini-batch of {first.schedule.m} micro-batches, bubble "
+            f"{first.bubble:.0%} ({first.schedule.bubble:.0%} by the schedule)"
         )
-        title = f"{title}, step {step.number}"
         timeline_picture(all_spans, workers, title=title, note=note).savefig(path)
 
 

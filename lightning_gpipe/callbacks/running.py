@@ -14,21 +14,54 @@ from dataclasses import replace
 from itertools import chain
 from math import inf
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
 
 from lightning_gpipe.core.balance import Place, Shift, shift_for, time_costs
+from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.pipeline import GPipe
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.schedules import count_recomputed
+from lightning_gpipe.core.show import Slice
 from lightning_gpipe.distributed import Group
 from lightning_gpipe.strategy import GPipeStrategy
 
 T = TypeVar("T")
 
+BETWEEN = "between steps"
 _QUESTIONS = 8
+
+
+class RecordedStep(NamedTuple):
+    """A step of a fit.
+
+    Attributes:
+        number: The number of the step.
+        runs: The layout and the actions of each mini-batch.
+        caller: The activities of the caller's thread.
+        seconds: The time in which a pipeline ran.
+    """
+
+    number: int
+    runs: list[tuple[Layout, list[Span]]]
+    caller: list[Slice]
+    seconds: float
+
+    @property
+    def length(self) -> float:
+        """The time from the end of the step before to the end of this one, in seconds."""
+        return self.caller[-1].end - self.caller[0].start
+
+    def __str__(self) -> str:
+        before = sum(x.end - x.start for x in self.caller if x.name == BETWEEN)
+        rest = self.length - self.seconds - before
+        return (
+            f"step {self.number} took {milliseconds(self.length)}: pipeline "
+            f"{milliseconds(self.seconds)}; loading, callbacks and logging before it "
+            f"{milliseconds(before)}; loss, hooks and optimizer {milliseconds(rest)}"
+        )
 
 
 def strategy_of(trainer: Trainer, callback: object) -> GPipeStrategy:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_gpipe.checkpoints import MeasuredBalances
 from lightning_gpipe.core.frontends import candidates, is_installed, on_meta
-from lightning_gpipe.core.layout import check_balance, check_even
+from lightning_gpipe.core.layout import check_balance, check_even, check_initialised
 from lightning_gpipe.core.pipeline import (
     GPipe,
     PipedModule,
@@ -26,7 +26,12 @@ from lightning_gpipe.core.verify import FirstBatchVerifier, Verdict
 from lightning_gpipe.strategy.default_modules import default_modules
 from lightning_gpipe.strategy.options import StrategyOptions
 from lightning_gpipe.strategy.processes import Processes
-from lightning_gpipe.strategy.refusals import AUTO_DEVICES, metrics_on_meta, warn_of_one_device
+from lightning_gpipe.strategy.refusals import (
+    AUTO_DEVICES,
+    metrics_on_meta,
+    refuse_pipelines,
+    warn_of_one_device,
+)
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
 
 if TYPE_CHECKING:
@@ -52,6 +57,8 @@ def piped_modules_of(
     Raises:
         TypeError, ValueError: If a module is missing, ambiguous, or cannot be cut.
     """
+    refuse_pipelines(root)
+    check_initialised(root, type(root).__name__)
     if options.module is not None:
         return piped_modules_at(root, options.module, options.balances)
     one = options.requested(1, options.schedule).planned or is_by_micro_batch(options.schedule)

@@ -194,6 +194,18 @@ def warn_of_one_device(
         )
 
 
+def refuse_pipelines(root: nn.Module) -> None:
+    """Refuse a LightningModule that holds a pipeline already."""
+    paths = [path for path, module in root.named_modules() if isinstance(module, GPipe)]
+    if paths:
+        raise TypeError(
+            "GPipeStrategy makes the pipeline of a Trainer, from a plain module: got a GPipe as "
+            f"{', '.join(paths)} of {type(root).__name__}. Write self.{paths[0]} = nn.Sequential("
+            "...) in the LightningModule, without GPipe, and give balance and chunks to "
+            "GPipeStrategy(...)."
+        )
+
+
 def refuse_metrics_on_meta(module: nn.Module) -> None:
     """Refuse metrics that were created on the meta device: their values are lost."""
     if names := metrics_on_meta(module):

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from lightning_gpipe import GPipeStrategy, PipelineMonitor
 from lightning_gpipe.callbacks import monitor as module
 from lightning_gpipe.callbacks.monitor import TRACE
-from lightning_gpipe.callbacks.running import seconds_behind, spans_of_all
+from lightning_gpipe.callbacks.running import RecordedStep, seconds_behind, spans_of_all
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.schedules import Action, Kind
-from lightning_gpipe.core.show import timeline_picture
+from lightning_gpipe.core.show import Slice, timeline_picture
 from lightning_gpipe.distributed.group import Group
 from tests.support.lightning_modules import Classifier, Data, fitted
 from tests.support.ranks import Pool
@@ -53,6 +53,18 @@ def _without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(root: Path, callback: L.Callback, **options: Any) -> L.Trainer:
     strategy = options.pop("strategy", GPipeStrategy([3, 3], chunks=2, module="layers"))
     return fitted(root, strategy, devices=2, callbacks=[callback], max_epochs=2, **options)
+
+
+def keep_pictures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The pictures that the monitor draws from now on."""
+    drawn: list[Figure] = []
+
+    def draw(*args: Any, **kwargs: Any) -> Figure:
+        drawn.append(timeline_picture(*args, **kwargs))
+        return drawn[-1]
+
+    monkeypatch.setattr(module, "timeline_picture", draw)
+    return drawn
 
 
 def test_metrics_go_to_the_logger(tmp_path: Path) -> None:
@@ -125,13 +137,7 @@ def test_loss_of_each_micro_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.undo()
-    drawn: list[Figure] = []
-
-    def draw(*args: Any, **kwargs: Any) -> Figure:
-        drawn.append(timeline_picture(*args, **kwargs))
-        return drawn[-1]
-
-    monkeypatch.setattr(module, "timeline_picture", draw)
+    drawn = keep_pictures(monkeypatch)
     caplog.set_level("INFO", "lightning.pytorch.utilities.rank_zero")
     callback = PipelineMonitor(every_n_steps=1, folder=tmp_path)
     strategy = GPipeStrategy([3, 3], chunks=2, module="layers", **options)
@@ -164,16 +170,47 @@ def test_line_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     run(tmp_path, PipelineMonitor(every_n_steps=1))
 
     assert "PipelineMonitor: a mini-batch takes" in caplog.text
+    assert "PipelineMonitor: step 6 took" in caplog.text
     assert ADVICE.search(caplog.text)
     assert "no picture, since matplotlib is missing: pip install matplotlib." in caplog.text
 
 
 def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    drawn = keep_pictures(monkeypatch)
 
     run(tmp_path, PipelineMonitor(every_n_steps=1, folder=tmp_path))
 
     assert (tmp_path / "pipeline_timeline.png").read_bytes().startswith(b"\x89PNG")
+    [note] = [text.get_text() for text in drawn[-1].axes[0].texts if "bubble" in text.get_text()]
+    assert re.match(
+        r"step 6 took [\d.,]+ ms: pipeline .* ms; loading, callbacks and logging before it .*\n"
+        r"one mini-batch of 2 micro-batches, bubble",
+        note,
+    )
+
+
+def test_wait_outside_of_the_pipeline_is_named() -> None:
+    """Once a long wait for data was not told from the pipeline's own."""
+    caller = [Slice("between steps", 1.0, 5.0), Slice("training_step", 5.0, 6.0)]
+
+    step = RecordedStep(3, [], caller, seconds=0.5)
+
+    assert str(step) == (
+        "step 3 took 5,000 ms: pipeline 500 ms; loading, callbacks and logging before it 4,000 ms; "
+        "loss, hooks and optimizer 500 ms"
+    )
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_bubble_in_the_progress_bar(tmp_path: Path, shown: bool) -> None:
+    callback = PipelineMonitor(every_n_steps=2, progress_bar=shown)
+
+    made = run(tmp_path, callback)
+
+    bubble = callback.metrics["pipeline/bubble"]
+    expected = {"pipeline/bubble": pytest.approx(bubble)} if shown else {}
+    assert made.progress_bar_metrics == expected
 
 
 def test_several_pipelines(tmp_path: Path) -> None:

@@ -193,6 +193,41 @@ def test_argument_after_a_class(tmp_path: Path, seen: dict[str, Any], nested: st
     assert (len(seen["balance"]), seen["chunks"]) == (2, 5)
 
 
+@pytest.mark.parametrize(
+    "strategy, arguments",
+    [
+        ({"class_path": "GPipeStrategy", "init_args": {"chunks": 5}}, []),
+        ("gpipe", ["--trainer.strategy=GPipeStrategy", "--trainer.strategy.chunks=5"]),
+    ],
+    ids=["in the file", "on the command line"],
+)
+def test_class_without_its_package(
+    tmp_path: Path, seen: dict[str, Any], strategy: Any, arguments: list[str]
+) -> None:
+    main(["fit", "--config", config(tmp_path, strategy, fast_dev_run=True), *arguments])
+
+    assert seen["chunks"] == 5
+
+
+@pytest.mark.parametrize(
+    "strategy, arguments",
+    [
+        ("gpipe", ["--trainer.strategy.chunks=5"]),
+        ({"class_path": "gpipe", "init_args": {"chunks": 5}}, []),
+    ],
+    ids=["on the command line", "in the file"],
+)
+def test_name_with_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: Any, arguments: list[str]
+) -> None:
+    """The guide and the page of errors say what to write: the class takes options."""
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", config(tmp_path, strategy), *arguments])
+
+    message = capsys.readouterr().err
+    assert "trainer.strategy" in message and "gpipe" in message
+
+
 def test_class_in_the_place_of_the_name_on_the_command_line(
     tmp_path: Path, seen: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,8 +93,8 @@ def test_fit_that_raises(
 
     check_plain(model)
     if where == "in_layer" and kind is ValueError:
-        note = "raised in forward of micro-batch 0 of 4 on stage 1 (layers 2..3, cpu)"
-        assert note in error.value.__notes__
+        stage = "raised in forward of micro-batch 0 of 4 on stage 1 (layers 2..3, cpu)"
+        assert f"{stage}, in layer 2 (Fuse)" in error.value.__notes__
 
 
 @pytest.mark.parametrize("where", ["in_layer", "in_step"])

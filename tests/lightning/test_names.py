@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 import lightning_gpipe
+from docs.site import errors
 from lightning_gpipe import GPipe, GPipeStrategy, Rows
 from tests.support.lightning_modules import fitted
 
@@ -68,6 +69,15 @@ def test_class_instead_of_an_object() -> None:
         ValueError, match=r"GPipeStrategy'>`. It must be either a string or an inst"
     ):
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy)
+
+
+def test_name_that_there_is_not() -> None:
+    """The page of errors has Lightning's message, which does not list the names."""
+    with pytest.raises(ValueError, match="invalid strategy name") as error:
+        L.Trainer(accelerator="cpu", devices=2, strategy="gpipes")
+
+    known = [message for message, _ in errors.OTHERS]
+    assert any(str(error.value).startswith(message) for message in known)
 
 
 def test_fabric_is_refused() -> None:

@@ -91,7 +91,8 @@ def test_error_in_a_layer(
         step(pipeline, rows(7))
 
     assert caught.value is raised
-    where = f"stage {stage} (layers {2 * stage}.0..{2 * stage + 1}, cpu)"
+    fuse = f"{2 * stage + 1}"
+    where = f"stage {stage} (layers {2 * stage}.0..{fuse}, cpu), in layer {fuse} (Fuse)"
     assert raised.__notes__ == [f"raised in {VERBS[at]} of micro-batch 1 of {M} on {where}"]
     assert "in fault" in "".join(traceback.format_tb(raised.__traceback__))
     assert_same_step(pipeline, plain, rows(7))

@@ -77,6 +77,7 @@ def test_error_in_a_layer_is_told_to_all_and_the_next_step_works(
             assert message.startswith(f"RankFailed | rank {rank} (stage {rank}) failed: OwnError")
         assert "burnt" in message
         assert where in message
+        assert f"in layer {rank}.1 (Fuse)" in message
 
 
 def close_and_go_on() -> list[Tensor]:

@@ -79,7 +79,8 @@ class Fault(NamedTuple):
     @property
     def note(self) -> str:
         verb = {"F": "forward", "R": "recompute", "B": "backward"}[self.kind]
-        stage = f"stage {self.j} (layers {2 * self.j}.0..{2 * self.j + 1}, cpu)"
+        fuse = f"{2 * self.j + 1}"
+        stage = f"stage {self.j} (layers {2 * self.j}.0..{fuse}, cpu), in layer {fuse} (Fuse)"
         return f"raised in {verb} of micro-batch {self.i} of {self.m} on {stage}"
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor, nn
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipe, GPipeStrategy
 from lightning_gpipe.strategy.refusals import warn_of_one_device
-from tests.support.lightning_modules import Classifier, Data, fitted, six_layers, trainer
+from tests.support.lightning_modules import (
+    CLASSES,
+    FEATURES,
+    WIDTH,
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    six_layers,
+    trainer,
+)
 
 
 def test_several_machines(tmp_path: Path) -> None:
@@ -248,3 +260,84 @@ def test_batch_with_fewer_rows_than_chunks_is_told_once(
         fitted(tmp_path, GPipeStrategy([2, 4], chunks), devices=2, max_epochs=2)
 
     assert caplog.text.count(f"of {chunks} micro-batches, so the devices wait") == said
+
+
+class Piped(Classifier):
+    """Has made its own pipeline."""
+
+    def __init__(self) -> None:
+        made: Any = GPipe(six_layers(), [3, 3], devices=["cpu"] * 2)
+        super().__init__(layers=made)
+
+
+@pytest.mark.parametrize("module", [None, "layers"])
+def test_pipeline_in_the_model(tmp_path: Path, module: str | None) -> None:
+    """Once it was said to hold no nn.Sequential."""
+    strategy = GPipeStrategy([3, 3], module=module)
+
+    with pytest.raises(TypeError, match="got a GPipe as layers of Piped. Write self.layers = nn."):
+        fitted(tmp_path, strategy, build=Piped, devices=2)
+
+
+def test_pipeline_beside_its_layers(tmp_path: Path) -> None:
+    def build() -> Classifier:
+        model = Classifier()
+        model.pipeline = GPipe(model.layers, [3, 3], devices=["cpu"] * 2)
+        return model
+
+    with pytest.raises(TypeError, match="got a GPipe as pipeline of Classifier."):
+        fitted(tmp_path, GPipeStrategy([3, 3]), build=build, devices=2)
+
+
+def test_loss_among_the_layers(tmp_path: Path) -> None:
+    def build() -> Classifier:
+        return Classifier(layers=nn.Sequential(*six_layers(), nn.CrossEntropyLoss()))
+
+    with pytest.raises(TypeError, match="got CrossEntropyLoss at 6. Leave a loss out"):
+        fitted(tmp_path, GPipeStrategy([3, 4]), build=build, devices=2)
+
+
+class Lazy(Classifier):
+    """Learns the number of features from its first batch."""
+
+    def __init__(self, *, head: bool = False, dry: bool = False) -> None:
+        layers = six_layers()
+        if not head:
+            layers[0] = nn.LazyLinear(WIDTH)
+        super().__init__(layers=layers)
+        if head:
+            self.head = nn.LazyLinear(CLASSES).double()
+        if dry:
+            self(torch.zeros(2, FEATURES, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+lazy = pytest.mark.filterwarnings("ignore:Lazy modules are a new")  # torch, nn/modules/lazy.py
+
+
+@lazy
+@pytest.mark.parametrize("module", [None, "layers"])
+@pytest.mark.parametrize("head, name", [(False, "layers.0"), (True, "head")])
+def test_lazy_layers(tmp_path: Path, module: str | None, head: bool, name: str) -> None:
+    """Once an error of PyTorch's said that ``numel`` cannot be called."""
+    strategy = GPipeStrategy([3, 3], module=module)
+
+    with pytest.raises(ValueError, match=rf"parameters of Lazy must be.*ones in {name}. Call the"):
+        fitted(tmp_path, strategy, build=partial(Lazy, head=head), devices=2)
+
+
+@lazy
+@pytest.mark.parametrize("balance", [[2, 4], "time"])
+@pytest.mark.parametrize("head", [False, True])
+def test_layers_that_were_lazy(tmp_path: Path, head: bool, balance: Any) -> None:
+    build = partial(Lazy, head=head, dry=True)
+    path = tmp_path / "end.ckpt"
+
+    made = fitted(tmp_path, GPipeStrategy(balance), build=build, devices=2)
+
+    assert_same_weights(made, fitted(tmp_path, build=build))
+    made.save_checkpoint(path)
+    again = fitted(tmp_path, GPipeStrategy([3, 3]), build=build, devices=2, ckpt_path=path)
+    assert_same_weights(again, made)

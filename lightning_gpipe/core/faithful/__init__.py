@@ -13,7 +13,7 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     rows_needed,
 )
 from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, together
-from lightning_gpipe.core.faithful.notes import add_note
+from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
@@ -64,6 +64,7 @@ __all__ = [
     "has_hooks",
     "is_recomputing",
     "is_traced",
+    "modules_raising",
     "not_compiled",
     "on_engine_thread",
     "preserved",

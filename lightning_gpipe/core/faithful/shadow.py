@@ -22,7 +22,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lightning_gpipe.core.faithful.journal import Journal
 from lightning_gpipe.core.faithful.managers import Manager
@@ -180,11 +179,6 @@ def leaf_like(
         alias: nn.Parameter = Tensor._make_subclass(kind, parameter, requires_grad)
         alias.__dict__ = attributes
         return alias
-    if kind is not nn.Parameter and is_lazy(parameter):
-        raise ValueError(
-            f"parameters must be initialised before a pipeline runs: got {kind.__name__}. Run the "
-            "layer once on a small batch first."
-        )
     value = parameter if value is None else value
     if copied_to is not None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -14,7 +14,7 @@ from lightning_gpipe.core.frontends.frontend import Frontend
 from lightning_gpipe.core.frontends.module_list.loop import Loop
 from lightning_gpipe.core.frontends.sequential import Layers
 from lightning_gpipe.core.frontends.traced import TracedForward
-from lightning_gpipe.core.layout import check_sequential, is_plain
+from lightning_gpipe.core.layout import check_initialised, check_sequential, is_plain
 
 # The model, and the path of the module in it. The first type that fits decides.
 FRONTENDS: tuple[tuple[type[nn.Module], Callable[[nn.Module, str], Frontend]], ...] = (
@@ -54,6 +54,7 @@ def heaviest(root: nn.Module) -> tuple[str, nn.Module] | None:
 
     Of a ModuleList and a Sequential within it, both with more than half, it is the Sequential.
     """
+    check_initialised(root, type(root).__name__)
     total = _weight(root)
     heavy = (item for item in candidates(root).items() if 2 * _weight(item[1]) > total)
     return next(heavy, None)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from inspect import signature
+from itertools import accumulate, chain, pairwise, takewhile
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -114,7 +115,7 @@ def _from_to(first: str, last: str) -> str:
 
 
 def check_sequential(module: nn.Module, name: str = "module") -> None:
-    """Refuse a module that is not a plain nn.Sequential of distinct, initialised layers."""
+    """Refuse a module that is not a plain nn.Sequential of layers that a pipeline can run."""
     kind = type(module).__qualname__
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -136,16 +137,31 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
         )
     if not len(module):
         raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
-    if lazy := [k for k, layer in enumerate(module) if any(map(is_lazy, layer.parameters()))]:
-        raise ValueError(
-            f"the parameters of {name} must be initialised: got lazy parameters in layers "
-            f"{lazy}. Run the module once on a small batch first."
-        )
+    check_initialised(module, name)
     if repeated := _repeated(module):
         raise ValueError(
             f"{name} must have each layer object only once, because a layer is on one stage: got "
             f"{'; '.join(repeated)}. Make an object for each layer; to share weights, assign the "
             f"same nn.Parameter to both."
+        )
+    layers = layers_of(module).items()
+    if misfits := [f"{type(x).__name__} at {path}" for path, x in layers if not _takes_one(x)]:
+        raise TypeError(
+            f"each layer of {name} must take one argument, which the layer before returns: got "
+            f"{', '.join(misfits)}. Leave a loss out of the layers, and compute it in "
+            "training_step from the output and the targets. Give several values as one tuple."
+        )
+
+
+def check_initialised(module: nn.Module, name: str) -> None:
+    """Refuse lazy parameters and buffers, whose shapes are not known yet."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    lazy = dict.fromkeys(path.rpartition(".")[0] or name for path, x in tensors if is_lazy(x))
+    if lazy:
+        raise ValueError(
+            f"the parameters of {name} must be initialised before a pipeline is made: got lazy "
+            f"ones in {', '.join(lazy)}. Call the model once on a small batch first: in a "
+            "LightningModule, write self(torch.zeros(2, ...)) at the end of __init__."
         )
 
 
@@ -212,6 +228,19 @@ def _repeated(module: nn.Sequential) -> list[str]:
         for layer, indices in indices_of.items()
         if len(indices) > 1
     ]
+
+
+def _takes_one(layer: nn.Module) -> bool:
+    """Return False if a layer cannot be called with one argument, so far as that is known."""
+    if layer._forward_pre_hooks or type(layer).__call__ is not nn.Module.__call__:
+        return True  # they may give it others
+    try:
+        signature(layer.forward, follow_wrapped=False).bind(None)
+    except ValueError:  # a function without a signature, as one in C
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def _way_out(stages: int | None = None) -> str:

@@ -23,7 +23,7 @@ from lightning_gpipe.core.frontends import (
     heaviest,
     module_at,
 )
-from lightning_gpipe.core.layout import check_whole
+from lightning_gpipe.core.layout import check_initialised, check_whole
 from lightning_gpipe.core.pipeline.pipeline import Pipeline
 from lightning_gpipe.core.profile import change_tensors, walk_program
 from lightning_gpipe.core.programs import Program
@@ -48,12 +48,14 @@ class PipedModule:
 
     Raises:
         TypeError: If it cannot run as a pipeline, or its parameters are shards.
+        ValueError: If its parameters are lazy.
     """
 
     pipeline: Pipeline
 
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         check_whole([(path, module)])
+        check_initialised(module, f"{type(root).__name__}.{path}" if path else "module")
         self.root = root
         self.path = path
         self.module = module

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tree_unflatten
@@ -89,7 +88,6 @@ class Engine:
             parameter.numel()
             for partition in layout.partitions
             for parameter in partition.parameters
-            if not is_lazy(parameter)
         )
         self._transport = transport
         self._observers: OrderedDict[int, Observer] = OrderedDict()

@@ -21,6 +21,7 @@ from lightning_gpipe.core.faithful import (
     RowWatches,
     Shadows,
     StageState,
+    modules_raising,
 )
 from lightning_gpipe.core.layout import (
     Layout,
@@ -162,6 +163,13 @@ class Stage:
                 if other is parameter:
                     return f"{title}.{name}"
         return "a parameter"
+
+    def layer_raising(self, error: BaseException) -> str:
+        """Name the innermost module that raised an error: ``, in layer 3.1 (Linear)``."""
+        layers = zip(self.partition.titles, self.partition.layers, strict=True)
+        names = {m: name for title, layer in layers for name, m in layer.named_modules(None, title)}
+        raising = (m for m in modules_raising(error) if m in names)
+        return next((f", in {names[m]} ({type(m).__name__})" for m in raising), "")
 
     def _set_modules(self, modules: tuple[nn.Module, ...]) -> None:
         """Set :attr:`modules`, without any known behavior."""

@@ -58,11 +58,11 @@ class RowTask(Task):
                 self._verbs[action.kind](self, action)
             except BaseException as error:
                 if not isinstance(error, RunCancelled):
-                    add_note(error, f"raised in {self._describe(action)}")
+                    add_note(error, f"raised in {self._describe(action, error)}")
                 raise
 
     @abstractmethod
-    def _describe(self, action: Action) -> str: ...
+    def _describe(self, action: Action, error: BaseException) -> str: ...
 
 
 class WorkerTask(RowTask):
@@ -186,9 +186,10 @@ class WorkerTask(RowTask):
         return main
 
     @override
-    def _describe(self, action: Action) -> str:
+    def _describe(self, action: Action, error: BaseException) -> str:
+        stage = self._passes[action.j].stage
         microbatch = f"micro-batch {action.i} of {self._m}"
-        return f"{action.kind.verb} of {microbatch} on {self._passes[action.j].stage}"
+        return f"{action.kind.verb} of {microbatch} on {stage}{stage.layer_raising(error)}"
 
     _verbs = {  # noqa: RUF012
         Kind.FORWARD: _pass_on,

@@ -70,7 +70,7 @@ def timeline_picture(
         spans: The actions, with times in seconds from any beginning.
         workers: The name of each worker, of one line or several, and of the caller if it acts.
         title: The title above the picture.
-        note: A line below the title, in smaller letters.
+        note: Lines below the title, in smaller letters.
 
     Returns:
         A figure as wide as a slide; ``figure.savefig("timeline.png")`` writes it.
@@ -86,13 +86,15 @@ def timeline_picture(
     figure = Figure(figsize=(_INCHES, height), dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
     draw_timeline(axes, spans, workers)
-    axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=26 if note else 8)
+    pad = 8 if not note else 26 + 14 * note.count("\n")
+    axes.set_title(title, loc="left", fontsize=15, fontweight="bold", pad=pad)
     axes.annotate(
         note,
         (0, 1),
         (0, 9),
         xycoords="axes fraction",
         textcoords="offset points",
+        va="bottom",
         fontsize=10.5,
         color="#555555",
     )

@@ -174,12 +174,6 @@ def test_edit_of_a_parameter_of_another_kind_is_seen_in_its_graph(layer: nn.Line
         y.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
-def test_lazy_parameter_has_no_shadow() -> None:
-    with pytest.raises(ValueError, match="must be initialised .* got UninitializedParameter"):
-        shadows_of(nn.LazyLinear(3))
-
-
 def test_parameter_of_a_subclass_has_a_shadow() -> None:
     """Once its shadow was made from it, not from its value, which nn.Parameter refuses."""
     layer = linear()

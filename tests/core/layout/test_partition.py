@@ -1,7 +1,10 @@
 import re
+from functools import wraps
 from types import MappingProxyType
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.layout.partition import Partition, check_balance, check_sequential, cut
@@ -183,7 +186,54 @@ def test_balance_that_is_not_a_list(balance: list[int]) -> None:
     assert repr(balance) in str(error.value)
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")  # torch, nn/modules/lazy.py
-def test_lazy_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"got lazy parameters in layers \[1\]"):
-        check_sequential(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.KLDivLoss(), nn.Bilinear(2, 2, 2)])
+def test_layer_that_needs_two_arguments(loss: nn.Module) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), loss))
+
+    with pytest.raises(TypeError) as error:
+        check_sequential(module, "Model.layers")
+
+    assert str(error.value) == (
+        "each layer of Model.layers must take one argument, which the layer before returns: got "
+        f"{type(loss).__name__} at 1.1. Leave a loss out of the layers, and compute it in "
+        "training_step from the output and the targets. Give several values as one tuple."
+    )
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, factor: float = 2.0, *, shift: float = 0.0) -> Tensor:
+        return x * factor + shift
+
+
+class Added(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+def doubling(forward: Any) -> Any:
+    @wraps(forward)
+    def doubled(self: nn.Module, x: Tensor) -> Any:
+        return forward(self, x, x)
+
+    return doubled
+
+
+class Doubled(nn.Module):
+    @doubling
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Halved(Added):
+    def __call__(self, x: Tensor) -> Tensor:
+        return super().__call__(x / 4, x / 4)
+
+
+def test_layers_that_can_be_called_with_one_argument() -> None:
+    hooked = Added()
+    hooked.register_forward_pre_hook(lambda _, args: args * 2)
+    module = nn.Sequential(Scaled(), hooked, Doubled(), Halved(), nn.Identity(1, 2))
+
+    check_sequential(module)
+
+    assert module(torch.ones(2)).tolist() == [4.0, 4.0]

@@ -151,7 +151,7 @@ def test_error_says_where_it_happened() -> None:
         perform(task_of(begin(stage(Faulty())), exchange, schedule=schedule), Action(F, 1, 0))
 
     assert error.value.__notes__ == [
-        "raised in forward of micro-batch 1 of 3 on stage 0 (layer 0, cpu)"
+        "raised in forward of micro-batch 1 of 3 on stage 0 (layer 0, cpu), in layer 0 (Faulty)"
     ]
 
 

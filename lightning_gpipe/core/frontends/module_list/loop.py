@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
@@ -148,7 +147,7 @@ def _devices(
 
 
 def _check_blocks(module: nn.Module, name: str) -> None:
-    """Refuse a module that is not an nn.ModuleList of distinct, initialised blocks."""
+    """Refuse a module that is not an nn.ModuleList of distinct blocks."""
     if not isinstance(module, nn.ModuleList):
         raise TypeError(
             f"{name} must be an nn.ModuleList that a forward loops over: got "
@@ -171,9 +170,3 @@ def _check_blocks(module: nn.Module, name: str) -> None:
                 "block; to share weights, assign the same nn.Parameter to both."
             )
         seen[block] = k
-    lazy = [k for k, block in enumerate(blocks) if any(map(is_lazy, block.parameters()))]
-    if lazy:
-        raise ValueError(
-            f"the parameters of {name} must be initialised: got lazy parameters in blocks {lazy}. "
-            "Run the model once on a small batch first."
-        )

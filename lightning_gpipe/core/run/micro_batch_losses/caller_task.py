@@ -91,7 +91,7 @@ class CallerTask(RowTask):
         self._run(action, self._code.go_back, i, gradients)
 
     @override
-    def _describe(self, action: Action) -> str:
+    def _describe(self, action: Action, error: BaseException) -> str:
         return _description(action, self._code.m)
 
     _verbs = {  # noqa: RUF012
