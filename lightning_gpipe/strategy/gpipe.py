@@ -179,7 +179,7 @@ class GPipeStrategy(ParallelStrategy):
         compile: bool | dict[str, Any] = False,
         threads: bool | Literal["auto"] = "auto",
         split_backward: bool | Literal["auto"] = False,
-        verify: bool = False,
+        verify: bool | Literal["sample"] = "sample",
         around: Literal["last", "first"] = "last",
         processes: Mode = "single",
         timeout: timedelta = default_pg_timeout,

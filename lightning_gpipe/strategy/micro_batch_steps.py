@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -20,7 +20,8 @@ from torchmetrics import Metric
 from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping, Outcome
 from lightning_gpipe.core.run import LOSS_WEIGHT, in_layers
 from lightning_gpipe.core.schedules import ByMicroBatch
-from lightning_gpipe.core.verify import Verdict, verify_step
+from lightning_gpipe.core.verify import verify_step, verify_step_sample
+from lightning_gpipe.strategy.pipelined import report
 
 _SIGNATURE = inspect.signature(L.LightningModule.log)
 
@@ -34,7 +35,7 @@ class MicroBatchSteps:
         schedule: The schedule's name, other than ``"fill_drain"``.
         module: The LightningModule.
         pipeline: The pipeline in it.
-        report: Called with each verdict on the first batch; None does not verify it.
+        verify: Whether to verify the first batch, or a few rows of it.
 
     Raises:
         ValueError: If the schedule does not fit the pipeline.
@@ -45,10 +46,10 @@ class MicroBatchSteps:
         schedule: ByMicroBatch,
         module: L.LightningModule,
         pipeline: GPipe,
-        report: Callable[[Verdict], None] | None = None,
+        verify: bool | Literal["sample"] = False,
     ) -> None:
         self._schedule = schedule
-        self._report = report
+        self._verify: bool | Literal["sample"] = verify
         self._module = module
         self._pipeline = pipeline
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
@@ -78,7 +79,7 @@ class MicroBatchSteps:
         scaler = getattr(precision, "scaler", None)
         scaled: Tensor = one if scaler is None else scaler.scale(one)
         scale = scaled / module.trainer.accumulate_grad_batches
-        self._verify(step, batch, precision, scale)
+        self._verify_first(step, batch, precision, scale)
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
         with precision.train_step_context(), logs:
@@ -86,23 +87,24 @@ class MicroBatchSteps:
         logs.write(outcome.rows or [1] * len(outcome.results))
         return _result_of(outcome)
 
-    def _verify(
+    def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
     ) -> None:
-        """Verify the first batch that is not skipped, if the user wants that; log nothing."""
-        report, self._report = self._report, None
-        if report is None:
+        """Verify the first batch that is not skipped, or a few rows of it; log nothing."""
+        module, verify = self._module, self._verify
+        sample = verify == "sample"
+        self._verify = False
+        if not verify or (sample and module.global_step):
             return
-        module = self._module
         with precision.train_step_context(), CollectedLogs(module, lambda: 0):
-            parity = verify_step(
+            parity = (verify_step_sample if sample else verify_step)(
                 self._pipeline, step, batch, schedule=self._schedule, around=module, scale=scale
             )
-        if parity is None:
-            self._report = report
-            return
-        for verdict in parity.verdicts:
-            report(verdict)
+        if parity is not None:
+            for verdict in parity.verdicts:
+                report(verdict)
+        elif not sample:
+            self._verify = verify
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

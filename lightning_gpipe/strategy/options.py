@@ -51,7 +51,7 @@ class StrategyOptions:
     compile: bool | dict[str, Any]
     threads: Threads
     split_backward: bool | Literal["auto"]
-    verify: bool
+    verify: bool | Literal["sample"]
     around: Around
     processes: Mode
     timeout: timedelta
@@ -72,6 +72,8 @@ class StrategyOptions:
         _check_module(self.module)
         for balance in self.balances:
             _check_balance(balance)
+        if self.verify not in (True, False, "sample"):
+            raise ValueError(f"verify must be True, False or 'sample': got {self.verify!r}.")
         self.requested(1, self.schedule).check()
         check_microbatching(self.microbatching)
         check_around(self.around)
@@ -131,7 +133,7 @@ class StrategyOptions:
             if value not in words:
                 known = ", ".join(map(repr, words))
                 raise ValueError(f"{name} must be one of {known}: got {value!r}.")
-        if self.verify and self.processes != "single":
+        if self.verify is True and self.processes != "single":
             raise ValueError(
                 "verify=True runs the whole model in one process, which must have all its values: "
                 f"got processes={self.processes!r}. Verify with processes='single', and leave it "

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_gpipe.checkpoints import MeasuredBalances
+from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.frontends import candidates, is_installed, on_meta
 from lightning_gpipe.core.layout import check_balance, check_even, check_initialised
 from lightning_gpipe.core.pipeline import (
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 _STARVED = (
     "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "
     "another under Python's lock. processes='per_stage' gives each device its own interpreter."
+)
+_UNVERIFIED = (
+    "The first batch, or a few rows of it, is compared before the first step. To train all the same, "
+    "write verify=False."
 )
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 
@@ -148,7 +153,7 @@ class PipelinedModule:
             folded=settings.folded,
             **processes.of_pipeline(),
         )
-        if settings.verify and not choice.order.by_micro_batch:  # else steps are verified
+        if settings.verify is True and not choice.order.by_micro_batch:  # else steps are verified
             self._verifier = FirstBatchVerifier(self.modules, report)
         self.pipeline.plan, self.pipeline.profiles = choice.plan, list(choice.profiles)
         self.schedule = choice.order.schedule
@@ -242,5 +247,9 @@ def report(verdict: Verdict) -> None:
     Raises:
         RuntimeError: If there is a difference without a known reason.
     """
-    verdict.check()
+    try:
+        verdict.check()
+    except RuntimeError as error:
+        add_note(error, _UNVERIFIED)
+        raise
     (rank_zero_info if verdict.clean else rank_zero_warn)(str(verdict))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -27,6 +27,7 @@ from lightning_gpipe.core.faithful import add_note
 from lightning_gpipe.core.layout import layers_of
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.schedules import is_by_micro_batch
+from lightning_gpipe.core.verify import FirstBatchVerifier
 from lightning_gpipe.distributed import run_step
 from lightning_gpipe.strategy.micro_batch_steps import MicroBatchSteps
 from lightning_gpipe.strategy.pipelined import PipelinedModule, report
@@ -38,19 +39,21 @@ class UserSteps:
     Args:
         module: The LightningModule.
         piped: The pipelines in it.
-        verify: Whether to verify the first training batch, if each micro-batch has a loss.
+        verify: Whether to verify the first training batch, if each micro-batch has a loss, or a
+            few rows of it.
     """
 
-    def __init__(self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool) -> None:
+    def __init__(
+        self, module: L.LightningModule, piped: PipelinedModule, *, verify: bool | Literal["sample"]
+    ) -> None:
         self._module = module
         self._piped = piped
         self._checks = [BypassCheck(module, each, piped.modules) for each in piped.modules]
         self._spread = piped.pipeline.layout.spread
         self._by_micro_batch: MicroBatchSteps | None = None
         if is_by_micro_batch(piped.schedule):
-            self._by_micro_batch = MicroBatchSteps(
-                piped.schedule, module, piped.pipeline, report if verify else None
-            )
+            self._by_micro_batch = MicroBatchSteps(piped.schedule, module, piped.pipeline, verify)
+        self._sampled = verify != "sample" or self._spread or self._by_micro_batch is not None
 
     def training(
         self,
@@ -79,9 +82,23 @@ class UserSteps:
             run = partial(check.training, run, automatic=automatic)
         if self._spread:
             run = partial(run_step, self._module, self._piped.pipeline, run, training=True)
-        result = run()
+        with self._sample():
+            result = run()
         self._piped.say_ways()
         return result
+
+    @contextmanager
+    def _sample(self) -> Iterator[None]:
+        """Verify a few rows of what is called in the first step of a fit that is not resumed."""
+        if self._sampled or self._module.global_step:
+            yield
+            return
+        self._sampled = True
+        verifier = FirstBatchVerifier(self._piped.modules, report, sample=True)
+        try:
+            yield
+        finally:
+            verifier.remove()
 
     def evaluation(self, name: str, run: Callable[[], Any]) -> Any:
         for check in self._checks:

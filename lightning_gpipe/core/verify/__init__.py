@@ -5,7 +5,7 @@ the pipeline is restored.
 """
 
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity, Verdict
-from lightning_gpipe.core.verify.step_verification import verify_step
+from lightning_gpipe.core.verify.step_verification import verify_step, verify_step_sample
 from lightning_gpipe.core.verify.verification import FirstBatchVerifier, verify
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Verdict",
     "verify",
     "verify_step",
+    "verify_step_sample",
 ]

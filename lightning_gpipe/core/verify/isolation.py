@@ -36,6 +36,19 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Iterator[None]:
+    """Run mini-batches in this number of micro-batches in a ``with`` block."""
+    before = [pipeline.chunks for pipeline in pipelines]
+    try:
+        for pipeline in pipelines:
+            pipeline.chunks = chunks
+        yield
+    finally:
+        for pipeline, number in zip(pipelines, before, strict=True):
+            pipeline.chunks = number
+
+
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
     """Restore at the end of a ``with`` block what running modules and pipelines has changed."""
     devices = pipelines[0].layout.devices

@@ -19,19 +19,20 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import collect_loss_terms
-from lightning_gpipe.core.faithful import Attributes, Journal, Manager, RandomState, Write
+from lightning_gpipe.core.faithful import Journal, Manager, RandomState, Write
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
 from lightning_gpipe.core.verify.isolation import (
+    in_chunks,
     isolated,
     saving_as_caller,
     without_dropout,
 )
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
-from lightning_gpipe.core.verify.runs import Run, copied, recorded, results, tolerance_for
+from lightning_gpipe.core.verify.runs import Run, copied, few_rows, recorded, results, tolerance_for
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
@@ -65,6 +66,11 @@ class WholeCall:
         args, kwargs = self._arguments
         return self._call(*args, **kwargs)
 
+    def sample(self, rows: int) -> WholeCall:
+        """Return the call with its first rows only."""
+        args, kwargs = few_rows(self._arguments, rows)
+        return WholeCall(self.module, self.piped, self._call, args, kwargs)
+
     def record(self, taken: PipedModule, program: Program) -> None:
         """Record the calls of layers in a program of the forward."""
         named = dict(taken.root.named_modules())
@@ -75,12 +81,11 @@ class WholeCall:
                     title = f"{step.name} ({type(layer).__name__})"
                     self.titles.setdefault(layer, []).append(title)
 
-    def compare(self, tolerance: float | None) -> Comparison:
-        """Compare the call, with mini-batches in one piece, with the own forward."""
+    def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
+        """Compare the call, with mini-batches in one piece or in ``chunks``, with the own forward."""
         devices = self._layout.devices
         with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
-            one_piece = [(Attributes(pipeline), "chunks", 1) for pipeline in self.pipelines]
-            with self.isolated(), self._journal.changed(one_piece):
+            with self.isolated(), in_chunks(self.pipelines, chunks):
                 piped = self._run()
             plain = self._own_run(piped)
             tolerance = tolerance_for(tolerance, plain, self.module.parameters(), devices)

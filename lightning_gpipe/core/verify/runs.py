@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gpipe.core.data import Rows, collect_loss_terms, named_leaves
+from lightning_gpipe.core.data import Rows, collect_loss_terms, is_whole, named_leaves
 from lightning_gpipe.core.faithful import Context, RandomState, add_note
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.verify.compare import perturbing, tolerance_of
@@ -128,6 +128,15 @@ def copied(input: Any) -> tuple[Any, dict[str, Tensor]]:
     tree = change_tensors(input, lambda x: x.detach().requires_grad_(x.requires_grad))
     leaves = {path: leaf for path, leaf in tensors(tree).items() if leaf.requires_grad}
     return change_tensors(tree, torch.clone), leaves
+
+
+def few_rows(arguments: Any, rows: int) -> Any:
+    """Return the first rows of each tensor with as many rows as the first one of them."""
+    sizes = [value.size(0) for value in tensors(arguments).values() if value.dim()]
+    return change_tensors(
+        arguments,
+        lambda x: x[:rows] if x.dim() and x.size(0) == sizes[0] and not is_whole(x) else x,
+    )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ in the first of these runs, and reported apart: any other difference is due to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -31,13 +31,14 @@ from lightning_gpipe.core.verify.difference import (
 )
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
+    in_chunks,
     isolated,
     without_dropout,
 )
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
-from lightning_gpipe.core.verify.runs import Run, gradients_of, tolerance_for
-from lightning_gpipe.core.verify.verification import FirstBatchVerifier
+from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for
+from lightning_gpipe.core.verify.verification import SAMPLED, FirstBatchVerifier
 
 _DRAWS = "it draws random numbers, others for each micro-batch"
 
@@ -51,6 +52,7 @@ def verify_step(
     around: nn.Module | None = None,
     scale: float | Tensor = 1.0,
     tolerance: float | None = None,
+    layers: bool = True,
 ) -> StepParity | None:
     """Compare a step on a batch with the same step for each micro-batch, before training.
 
@@ -73,6 +75,7 @@ def verify_step(
         around: A module with all that the step uses besides the model; None if there is nothing.
         scale: The factor of gradients while they are computed.
         tolerance: As for :func:`~lightning_gpipe.verify`.
+        layers: Whether to verify the layers of each pipeline, too.
 
     Returns:
         The results for the layers and for the loss; None if the step skips the batch.
@@ -84,7 +87,7 @@ def verify_step(
         pieces = runs.by_micro_batch(schedule)
         if not runs.losses:
             return None
-        whole = runs.whole(parities=parities)
+        whole = runs.whole(parities=parities if layers else None)
         tolerance = tolerance_for(tolerance, whole, runs.parameters.values(), runs.devices)
         value = whole.values[LOSS][""]
         assert value is not None, "the step does not skip the batch"
@@ -95,6 +98,26 @@ def verify_step(
         comparison = search.compare(whole, pieces, runs.whole)
     loss_parity = LossParity(len(runs.losses), *comparison, summed=summed, weighted=runs.weighted)
     return StepParity(tuple(parities), loss_parity)
+
+
+def verify_step_sample(
+    pipeline: GPipe, step: Callable[[Any], Any], batch: Any, **arguments: Any
+) -> StepParity | None:
+    """Verify a step on the first rows of a batch, two for each of two micro-batches.
+
+    Args:
+        pipeline, step, batch, arguments: As for :func:`verify_step`.
+
+    Returns:
+        The results if there is a difference without a known reason. None also if the step cannot
+        run on a few rows.
+    """
+    few = few_rows(batch, 2 * SAMPLED)
+    with in_chunks([pipeline.only], 2), suppress(Exception):
+        parity = verify_step(pipeline, step, few, layers=False, **arguments)
+        if parity is not None and parity.loss.faulty:
+            return verify_step(pipeline, step, few, **arguments)
+    return None
 
 
 class StepRuns:

@@ -25,9 +25,10 @@ from torch import nn
 from lightning_gpipe.core.faithful import is_traced
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
 from lightning_gpipe.core.programs import Program
-from lightning_gpipe.core.verify.difference import UnitSearch
+from lightning_gpipe.core.verify.difference import UnitSearch, normalises_by_batch
 from lightning_gpipe.core.verify.isolation import (
     exclusive,
+    in_chunks,
     isolated,
     saving_as_caller,
     without_dropout,
@@ -37,6 +38,8 @@ from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
 from lightning_gpipe.core.verify.runs import Run, run_pipelined, run_plain, tolerance_for
 from lightning_gpipe.core.verify.subject import VerifiedProgram
+
+SAMPLED = 2  # rows of each of two micro-batches
 
 
 def verify(pipeline: GPipe, *args: Any, tolerance: float | None = None, **kwargs: Any) -> Parity:
@@ -111,6 +114,26 @@ def verify_call(call: WholeCall, *, tolerance: float | None = None) -> Parity | 
     return worst if worst.difference is not None else replace(worst, of_programs=True)
 
 
+def verify_sample(call: WholeCall) -> Parity | None:
+    """Compare the first rows of a call, in two micro-batches, with the module's own forward.
+
+    Returns:
+        The difference, if there is one without a known reason. None also if the call cannot be made
+        with a few rows.
+    """
+    call = call.sample(2 * SAMPLED)
+    by_batch = any(map(normalises_by_batch, call.module.modules()))
+    with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
+        comparison = call.compare(chunks=1 if by_batch else 2)
+        if comparison.difference is None or comparison.difference.reason is not None:
+            return None
+        parity = verify_call(call)
+        if parity is None or not parity.faulty:
+            parity = Parity(2, *comparison, of_programs=True)
+        return parity
+    return None
+
+
 class _AllVerified(BaseException):
     """Ends a call after its last run that is verified."""
 
@@ -155,18 +178,27 @@ class FirstBatchVerifier:
     Args:
         piped: The modules that run as pipelines.
         on_result: Called with the result of each verification.
+        sample: Whether only whole calls are verified, with a few of their rows, and only what
+            differs is a result.
     """
 
-    def __init__(self, piped: Sequence[PipedModule], on_result: Callable[[Parity], None]) -> None:
+    def __init__(
+        self,
+        piped: Sequence[PipedModule],
+        on_result: Callable[[Parity], None],
+        *,
+        sample: bool = False,
+    ) -> None:
         self._piped = piped
         self._on_result = on_result
+        self._sample = sample
         self._done: set[PipedModule] = set()
         frontends = [taken.frontend for taken in piped if not taken.frontend.takes_batch]
         self._handles = {
             owner: owner.register_forward_pre_hook(self._before_call, with_kwargs=True)
             for owner in dict.fromkeys(frontend.owner for frontend in frontends)
         }
-        for taken in piped:
+        for taken in () if sample else piped:
             taken.check = self._before_run
 
     def remove(self) -> None:
@@ -182,12 +214,13 @@ class FirstBatchVerifier:
         if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
         self._done.update(piped)
-        parity = verify_call(WholeCall(owner, piped, owner.forward, args, kwargs))
-        if parity is None:  # a call without them
+        call = WholeCall(owner, piped, owner.forward, args, kwargs)
+        parity = verify_sample(call) if self._sample else verify_call(call)
+        if parity is not None:
+            self._handles[owner].remove()
+            self._on_result(parity)
+        elif not self._sample:  # a call without them
             self._done.difference_update(piped)
-            return
-        self._handles[owner].remove()
-        self._on_result(parity)
 
     def _before_run(self, taken: PipedModule, program: Program, values: Sequence[Any]) -> None:
         if taken not in self._done and _trains(taken.module):

@@ -1,0 +1,183 @@
+"""Reported by default: a few rows of the first batch differ with and without the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_gpipe import GPipeStrategy
+from tests.support.lightning_modules import (
+    FEATURES,
+    WIDTH,
+    Classifier,
+    Data,
+    assert_same_weights,
+    fitted,
+    trainer,
+)
+
+pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+
+
+class Looped(nn.Module):
+    """Blocks in a loop, with ``between`` after each of them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.between = between
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.between(block(x))
+        return x
+
+
+class Model(Classifier):
+    """A :class:`Classifier` whose layers are :class:`Looped`; counts the rows of its losses."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.layers = Looped(between).double()  # type: ignore[assignment]
+
+
+def looped(**options: Any) -> dict[str, Any]:
+    strategy = GPipeStrategy([2, 2], 3, module="layers.blocks", **options)
+    return {"strategy": strategy, "devices": 2}
+
+
+def stepped(**options: Any) -> dict[str, Any]:
+    strategy = GPipeStrategy([2, 2, 2], 3, schedule="1f1b", **options)
+    return {"strategy": strategy, "devices": 3}
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+class Summed(Classifier):
+    """With a loss that is a sum over rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    "model, arguments, message",
+    [
+        (lambda: Model(centred), looped, "must compute what its layers compute|what the forward"),
+        (Summed, stepped, "It is the sum of theirs"),
+    ],
+    ids=["rows mixed between blocks", "a sum"],
+)
+def test_difference_ends_the_fit_before_the_first_step(
+    tmp_path: Path, model: Callable[[], Classifier], arguments: Any, message: str
+) -> None:
+    built = model()
+    before = {name: value.clone() for name, value in built.state_dict().items()}
+
+    with pytest.raises(RuntimeError, match=message) as error:
+        trainer(tmp_path, **arguments()).fit(built, Data())
+
+    assert "write verify=False" in error.value.__notes__[-1]
+    torch.testing.assert_close(dict(built.state_dict()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in built.parameters())
+    trainer(tmp_path, **arguments(verify=False), max_steps=1).fit(model(), Data())
+
+
+class Counting(Classifier):
+    """Keeps the rows of each call of its step, which no verification puts back, and draws."""
+
+    seen: list[int]
+
+    def __init__(self, layers: Any = None) -> None:
+        super().__init__()
+        if layers is not None:
+            self.layers = layers.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        type(self).seen.append(len(x))
+        self.calls = getattr(self, "calls", 0) + 1
+        self.accuracy.update(self(x), y)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return super().training_step([x + 0.1 * torch.randn_like(x), y], batch_idx)
+
+
+@pytest.mark.parametrize("arguments", [looped, stepped])
+def test_training_is_the_same_to_the_bit(tmp_path: Path, arguments: Any) -> None:
+    def build() -> Counting:
+        Counting.seen = []
+        return Counting(Looped() if arguments is looped else None)
+
+    one = fitted(tmp_path, build=build, **arguments())
+    others = fitted(tmp_path, build=build, **arguments(verify=False))
+
+    assert_same_weights(one, others)
+    assert one.callback_metrics == others.callback_metrics
+    assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
+    assert one.lightning_module.calls == others.lightning_module.calls
+
+
+def rows_of_steps(tmp_path: Path, **options: Any) -> list[int]:
+    Counting.seen = []
+    fitted(tmp_path, build=Counting, max_epochs=1, **options)
+    return Counting.seen
+
+
+def test_few_rows_run(tmp_path: Path) -> None:
+    """Twice two rows as for a pipeline, and four as without."""
+    extra = rows_of_steps(tmp_path, **stepped())[
+        : -len(rows_of_steps(tmp_path, **stepped(verify=False)))
+    ]
+
+    assert extra == [2, 2, 4]
+
+
+def test_resumed_fit_is_not_verified(tmp_path: Path) -> None:
+    made = fitted(tmp_path, build=Counting, max_epochs=1, **stepped(verify=False))
+    made.save_checkpoint(tmp_path / "one.ckpt")
+    Counting.seen = []
+
+    fitted(tmp_path, build=Counting, ckpt_path=tmp_path / "one.ckpt", max_epochs=2, **stepped())
+
+    assert sum(Counting.seen) == 20
+
+
+def test_step_that_fails_on_few_rows_is_not_verified(tmp_path: Path) -> None:
+    class Demanding(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch[0]) == 4:
+                raise ValueError("four rows")
+            return super().training_step(batch, batch_idx)
+
+    one = fitted(tmp_path, build=Demanding, **stepped())
+
+    assert_same_weights(one, fitted(tmp_path, build=Classifier, **stepped()))
+
+
+def test_sequential_with_one_loss_is_not_verified(tmp_path: Path) -> None:
+    """All that a Sequential does is known, and most people have one."""
+    sizes: list[int] = []
+    model = Classifier()
+    model.layers[0].register_forward_hook(lambda *call: sizes.append(len(call[2])))
+
+    trainer(tmp_path, GPipeStrategy([3, 3], 1), devices=2, max_steps=1).fit(model, Data())
+
+    assert sizes == [7]
+
+
+def test_known_reason_is_no_difference(tmp_path: Path) -> None:
+    norm = nn.BatchNorm1d(WIDTH).double()
+
+    trainer(tmp_path, **looped(), max_steps=1).fit(Model(norm), Data())
