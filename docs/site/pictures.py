@@ -19,6 +19,7 @@ from lightning_gpipe.core.show import timeline_picture
 
 FOLDER = Path(__file__).parents[1] / "pictures"
 WIDTH, ROWS, ROUNDS = 640, 1024, 25
+SIZE = 5.4, 2.9  # inches: legible on 400 pixels
 
 PICTURES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
     "one_chunk": ("chunks=1", [4, 4], {"chunks": 1, "activation_checkpointing": "never"}),
@@ -48,9 +49,14 @@ def draw(name: str, title: str, balance: list[int], options: dict[str, Any]) -> 
     length, bubble, spans = sorted(runs[3:], key=lambda run: run[0])[len(runs[3:]) // 2]
     note = f"{1000 * length:.0f} ms, {bubble:.0%} of the time idle"
     workers = [f"stage {j}" for j in range(len(balance))]
-    timeline_picture(spans, workers, title=title, note=note).savefig(
-        FOLDER / f"{name}.png", dpi=100
-    )
+    figure = timeline_picture(spans, workers, title=title, note=note)
+    figure.set_size_inches(*SIZE)
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None, "there are several kinds of actions"
+    legend.remove()
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(FOLDER / f"{name}.png", dpi=200)
     print(f"{name}: {note}")
 
 
