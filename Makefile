@@ -78,7 +78,8 @@ test-lightning: $(READY)
 
 models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/pytest -p tests.models.torchvision_operators \
-	    tests/models tests/examples/test_finetune_llama.py tests/examples/test_classify_digits.py
+	    tests/models tests/examples/test_finetune_llama.py tests/examples/test_classify_digits.py \
+	    tests/examples/test_finetune_diffusion.py
 	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)
