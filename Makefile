@@ -40,8 +40,8 @@ help:
 	@echo "             restarts (some minutes; Linux, as root or where users may have namespaces)"
 	@echo "make test-lightning  Lightning's own tests with a pipeline in each Trainer that names no"
 	@echo "             strategy; LIGHTNING=FOLDER names a checkout of Lightning (some 10 minutes)"
-	@echo "make models  models of Hugging Face, torchvision and timm as pipelines (over an hour);"
-	@echo "             ARGS='transformers --only Llama' for some of them"
+	@echo "make models  models of transformers, diffusers, torchvision and timm as pipelines (over an"
+	@echo "             hour); ARGS='transformers --only Llama' for some of them"
 	@echo "make soak    4,500 drawn models, 1,000 on simulated GPUs; faults, interrupts, killed"
 	@echo "             processes (some minutes)"
 	@echo "make mutate  takes each effect of the engine out in turn: a test must fail (hours)"
@@ -78,7 +78,8 @@ test-lightning: $(READY)
 
 models: .venv-models/.ready
 	HF_HUB_OFFLINE=1 .venv-models/bin/pytest -p tests.models.torchvision_operators \
-	    tests/models tests/examples/test_finetune_llama.py tests/examples/test_classify_digits.py
+	    tests/models tests/examples/test_finetune_llama.py tests/examples/test_classify_digits.py \
+	    tests/examples/test_finetune_diffusion.py
 	HF_HUB_OFFLINE=1 .venv-models/bin/python -m tests.models $(or $(ARGS),--write docs/models.md)
 
 soak: $(READY)

@@ -39,6 +39,16 @@ def test_citation_is_of_this_version() -> None:
     assert REPOSITORY in citation
 
 
+@pytest.mark.parametrize("listed", ["constraints.txt", "constraints-oldest.txt"])
+def test_readme_names_the_tested_versions(listed: str) -> None:
+    readme = " ".join(text_of("README.md").split())
+    pins = re.findall(r"^(torch|lightning)==(\d+\.\d+)", text_of(listed), re.MULTILINE)
+    first = dict(reversed(pins))  # torch stands a second time for a Python of the future
+
+    named = f"torch {first['torch']} and Lightning {first['lightning']} with"
+    assert re.search(rf"{re.escape(named)} [a-z ]+ in `{listed}`", readme)
+
+
 def test_one_address() -> None:
     """The site and the index of packages lead to the same repository."""
     assert f"repo_url: {REPOSITORY}\n" in text_of("mkdocs.yml")

@@ -85,18 +85,6 @@ def depth(generator: torch.Generator) -> dict[str, Tensor]:
     return pixels(generator)
 
 
-def wave(generator: torch.Generator) -> dict[str, Tensor]:
-    """Sounds, and the tokens that are heard in them."""
-    heard = torch.randint(5, VOCABULARY, (ROWS, 4), generator=generator)
-    return {"input_values": torch.randn(ROWS, 400, generator=generator), "labels": heard}
-
-
-def spectrum(generator: torch.Generator) -> dict[str, Tensor]:
-    """Spectra, and the tokens that are heard in them."""
-    heard = torch.randint(5, VOCABULARY, (ROWS, 9), generator=generator)
-    return {"input_features": torch.randn(ROWS, 8, 40, generator=generator), "labels": heard}
-
-
 def classes(generator: torch.Generator) -> Tensor:
     """A label for each row."""
     return torch.randint(0, LABELS, (ROWS,), generator=generator)
@@ -104,8 +92,8 @@ def classes(generator: torch.Generator) -> Tensor:
 
 # What models are made from.
 
-_IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODER = _IDS | {
+IDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODER = IDS | {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 4,
@@ -114,8 +102,8 @@ DECODER = _IDS | {
     "use_cache": False,
 }
 GROUPED = DECODER | {"num_key_value_heads": 2}
-GPT = _IDS | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "use_cache": False}
-ENCODER = _IDS | {
+GPT = IDS | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "use_cache": False}
+ENCODER = IDS | {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 4,
@@ -138,7 +126,7 @@ PYRAMID = {
     "hidden_sizes": [8, 16, 24, 32],
     "depths": [1, 1, 2, 1],
 }
-SEQUENCES = _IDS | {
+SEQUENCES = IDS | {
     "d_model": 32,
     "encoder_layers": 4,
     "decoder_layers": 4,
@@ -150,7 +138,7 @@ SEQUENCES = _IDS | {
     "decoder_start_token_id": 1,
     "use_cache": False,
 }
-T5 = _IDS | {
+T5 = IDS | {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 64,
@@ -158,19 +146,6 @@ T5 = _IDS | {
     "num_heads": 4,
     "decoder_start_token_id": 1,
     "use_cache": False,
-}
-SOUND = _IDS | {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "conv_dim": [16, 16],
-    "conv_stride": [5, 2],
-    "conv_kernel": [10, 3],
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-    "ctc_loss_reduction": "mean",
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -191,7 +166,7 @@ def _build(name: str, fields: Fields) -> nn.Module:
     return kind(config)
 
 
-def _case(name: str, module: str, inputs: Inputs, fields: Fields, **more: Any) -> Case:
+def case(name: str, module: str, inputs: Inputs, fields: Fields, **more: Any) -> Case:
     paths = tuple(module.split())
     build = partial(_build, name, fields)
     shown = more.pop("named", name)
@@ -200,12 +175,12 @@ def _case(name: str, module: str, inputs: Inputs, fields: Fields, **more: Any) -
 
 CASES = [
     # Decoders.
-    _case("GPT2LMHeadModel", "transformer.h", tokens, GPT, quick=True),
-    _case(
+    case("GPT2LMHeadModel", "transformer.h", tokens, GPT, quick=True),
+    case(
         "GPTNeoForCausalLM",
         "transformer.h",
         tokens,
-        _IDS
+        IDS
         | {
             "hidden_size": 32,
             "num_layers": 4,
@@ -216,22 +191,22 @@ CASES = [
             "use_cache": False,
         },
     ),
-    _case("GPTNeoXForCausalLM", "gpt_neox.layers", tokens, DECODER),
-    _case("GPTJForCausalLM", "transformer.h", tokens, GPT | {"rotary_dim": 4}),
-    _case("GPTBigCodeForCausalLM", "transformer.h", tokens, GPT),
-    _case("CodeGenForCausalLM", "transformer.h", tokens, GPT | {"rotary_dim": 4, "n_ctx": 32}),
-    _case(
+    case("GPTNeoXForCausalLM", "gpt_neox.layers", tokens, DECODER),
+    case("GPTJForCausalLM", "transformer.h", tokens, GPT | {"rotary_dim": 4}),
+    case("GPTBigCodeForCausalLM", "transformer.h", tokens, GPT),
+    case("CodeGenForCausalLM", "transformer.h", tokens, GPT | {"rotary_dim": 4, "n_ctx": 32}),
+    case(
         "OPTForCausalLM",
         "model.decoder.layers",
         tokens,
         DECODER | {"ffn_dim": 64, "word_embed_proj_dim": 32},
     ),
-    _case("BioGptForCausalLM", "biogpt.layers", tokens, DECODER),
-    _case(
+    case("BioGptForCausalLM", "biogpt.layers", tokens, DECODER),
+    case(
         "XGLMForCausalLM",
         "model.layers",
         tokens,
-        _IDS
+        IDS
         | {
             "d_model": 32,
             "ffn_dim": 64,
@@ -241,79 +216,79 @@ CASES = [
             "use_cache": False,
         },
     ),
-    _case("FalconForCausalLM", "transformer.h", tokens, DECODER),
-    _case(
+    case("FalconForCausalLM", "transformer.h", tokens, DECODER),
+    case(
         "FalconForCausalLM",
         "transformer.h",
         tokens,
         DECODER | {"alibi": True},
         named="FalconForCausalLM (alibi)",
     ),
-    _case(
+    case(
         "MptForCausalLM",
         "transformer.blocks",
         tokens,
-        _IDS | {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 32},
+        IDS | {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 32},
     ),
-    _case(
+    case(
         "BloomForCausalLM",
         "transformer.h",
         tokens,
-        _IDS | {"hidden_size": 32, "n_layer": 4, "n_head": 4, "use_cache": False},
+        IDS | {"hidden_size": 32, "n_layer": 4, "n_head": 4, "use_cache": False},
     ),
-    _case("LlamaForCausalLM", "model.layers", tokens, GROUPED, quick=True),
-    _case("MistralForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
-    _case("Qwen2ForCausalLM", "model.layers", tokens, GROUPED),
-    _case(
+    case("LlamaForCausalLM", "model.layers", tokens, GROUPED, quick=True),
+    case("MistralForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
+    case("Qwen2ForCausalLM", "model.layers", tokens, GROUPED),
+    case(
         "Qwen2MoeForCausalLM",
         "model.layers",
         tokens,
         GROUPED | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
     ),
-    _case("Qwen3ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case(
+    case("Qwen3ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case(
         "Qwen3MoeForCausalLM",
         "model.layers",
         tokens,
         GROUPED | EXPERTS | {"num_experts": 4, "head_dim": 8},
     ),
-    _case("GemmaForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case(
+    case("GemmaForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case(
         "Gemma2ForCausalLM",
         "model.layers",
         tokens,
         GROUPED | {"head_dim": 8, "sliding_window": 4},
     ),
-    _case(
+    case(
         "Gemma3ForCausalLM",
         "model.layers",
         tokens,
         GROUPED | {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2},
         quick=True,
     ),
-    _case("PhiForCausalLM", "model.layers", tokens, DECODER),
-    _case("Phi3ForCausalLM", "model.layers", tokens, GROUPED),
-    _case("StableLmForCausalLM", "model.layers", tokens, GROUPED),
-    _case("CohereForCausalLM", "model.layers", tokens, GROUPED),
-    _case("Cohere2ForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
-    _case("OlmoForCausalLM", "model.layers", tokens, GROUPED),
-    _case("Olmo2ForCausalLM", "model.layers", tokens, GROUPED),
-    _case("GraniteForCausalLM", "model.layers", tokens, GROUPED),
-    _case("SmolLM3ForCausalLM", "model.layers", tokens, GROUPED),
-    _case("NemotronForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case("Starcoder2ForCausalLM", "model.layers", tokens, GROUPED),
-    _case("GlmForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case("Glm4ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case("PersimmonForCausalLM", "model.layers", tokens, DECODER),
-    _case("HeliumForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case("Exaone4ForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
-    _case("Ernie4_5ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
-    _case("ArceeForCausalLM", "model.layers", tokens, GROUPED),
-    _case("ApertusForCausalLM", "model.layers", tokens, GROUPED),
-    _case("SeedOssForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("PhiForCausalLM", "model.layers", tokens, DECODER),
+    case("Phi3ForCausalLM", "model.layers", tokens, GROUPED),
+    case("StableLmForCausalLM", "model.layers", tokens, GROUPED),
+    case("CohereForCausalLM", "model.layers", tokens, GROUPED),
+    case("Cohere2ForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
+    case("OlmoForCausalLM", "model.layers", tokens, GROUPED),
+    case("Olmo2ForCausalLM", "model.layers", tokens, GROUPED),
+    case("GraniteForCausalLM", "model.layers", tokens, GROUPED),
+    case("SmolLM3ForCausalLM", "model.layers", tokens, GROUPED),
+    case("NemotronForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("Starcoder2ForCausalLM", "model.layers", tokens, GROUPED),
+    case("GlmForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("Glm4ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("PersimmonForCausalLM", "model.layers", tokens, DECODER),
+    case("HeliumForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("Exaone4ForCausalLM", "model.layers", tokens, GROUPED | {"sliding_window": 4}),
+    case("Ernie4_5ForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
+    case("ArceeForCausalLM", "model.layers", tokens, GROUPED),
+    case("ApertusForCausalLM", "model.layers", tokens, GROUPED),
+    case("SeedOssForCausalLM", "model.layers", tokens, GROUPED | {"head_dim": 8}),
     # Mixtures of experts.
-    _case("MixtralForCausalLM", "model.layers", tokens, GROUPED | {"num_local_experts": 4}),
-    _case(
+    case("MixtralForCausalLM", "model.layers", tokens, GROUPED | {"num_local_experts": 4}),
+    case(
         "MixtralForCausalLM",
         "model.layers",
         tokens,
@@ -321,19 +296,19 @@ CASES = [
         named="MixtralForCausalLM (router loss)",
         quick=True,
     ),
-    _case(
+    case(
         "OlmoeForCausalLM",
         "model.layers",
         tokens,
         GROUPED | {"num_experts": 4, "num_experts_per_tok": 2},
     ),
-    _case(
+    case(
         "PhimoeForCausalLM",
         "model.layers",
         tokens,
         GROUPED | {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     ),
-    _case(
+    case(
         "GptOssForCausalLM",
         "model.layers",
         tokens,
@@ -347,7 +322,7 @@ CASES = [
         },
     ),
     # State-space and recurrent models.
-    _case(
+    case(
         "JambaForCausalLM",
         "model.layers",
         tokens,
@@ -360,11 +335,11 @@ CASES = [
             "mamba_dt_rank": 4,
         },
     ),
-    _case(
+    case(
         "RwkvForCausalLM",
         "rwkv.blocks",
         unpadded,
-        _IDS
+        IDS
         | {
             "hidden_size": 32,
             "attention_hidden_size": 32,
@@ -374,11 +349,11 @@ CASES = [
             "use_cache": False,
         },
     ),
-    _case(
+    case(
         "MambaForCausalLM",
         "backbone.layers",
         unpadded,
-        _IDS
+        IDS
         | {
             "hidden_size": 32,
             "num_hidden_layers": 4,
@@ -388,11 +363,11 @@ CASES = [
         },
         quick=True,
     ),
-    _case(
+    case(
         "Mamba2ForCausalLM",
         "backbone.layers",
         unpadded,
-        _IDS
+        IDS
         | {
             "hidden_size": 32,
             "num_hidden_layers": 4,
@@ -404,11 +379,11 @@ CASES = [
             "use_cache": False,
         },
     ),
-    _case(
+    case(
         "FalconMambaForCausalLM",
         "backbone.layers",
         unpadded,
-        _IDS
+        IDS
         | {
             "hidden_size": 32,
             "num_hidden_layers": 4,
@@ -417,24 +392,24 @@ CASES = [
             "use_cache": False,
         },
     ),
-    _case(
+    case(
         "RecurrentGemmaForCausalLM",
         "model.layers",
         tokens,
         GROUPED | {"num_hidden_layers": 6, "lru_width": 32, "attention_window_size": 8},
     ),
     # Encoders.
-    _case("BertForMaskedLM", "bert.encoder.layer", tokens, ENCODER, quick=True),
-    _case("BertForSequenceClassification", "bert.encoder.layer", document, ENCODER),
-    _case("RobertaForMaskedLM", "roberta.encoder.layer", tokens, ENCODER),
-    _case("XLMRobertaForSequenceClassification", "roberta.encoder.layer", document, ENCODER),
-    _case("CamembertForMaskedLM", "roberta.encoder.layer", tokens, ENCODER),
-    _case("Data2VecTextForMaskedLM", "data2vec_text.encoder.layer", tokens, ENCODER),
-    _case(
+    case("BertForMaskedLM", "bert.encoder.layer", tokens, ENCODER, quick=True),
+    case("BertForSequenceClassification", "bert.encoder.layer", document, ENCODER),
+    case("RobertaForMaskedLM", "roberta.encoder.layer", tokens, ENCODER),
+    case("XLMRobertaForSequenceClassification", "roberta.encoder.layer", document, ENCODER),
+    case("CamembertForMaskedLM", "roberta.encoder.layer", tokens, ENCODER),
+    case("Data2VecTextForMaskedLM", "data2vec_text.encoder.layer", tokens, ENCODER),
+    case(
         "DistilBertForMaskedLM",
         "distilbert.transformer.layer",
         tokens,
-        _IDS
+        IDS
         | {
             "dim": 32,
             "hidden_dim": 64,
@@ -443,8 +418,8 @@ CASES = [
             "max_position_embeddings": 32,
         },
     ),
-    _case("ElectraForMaskedLM", "electra.encoder.layer", tokens, ENCODER | {"embedding_size": 16}),
-    _case(
+    case("ElectraForMaskedLM", "electra.encoder.layer", tokens, ENCODER | {"embedding_size": 16}),
+    case(
         "DebertaV2ForMaskedLM",
         "deberta.encoder.layer",
         tokens,
@@ -458,82 +433,76 @@ CASES = [
             "max_relative_positions": 16,
         },
     ),
-    _case("DebertaForMaskedLM", "deberta.encoder.layer", tokens, ENCODER),
-    _case("MPNetForMaskedLM", "mpnet.encoder.layer", tokens, ENCODER),
-    _case(
+    case("DebertaForMaskedLM", "deberta.encoder.layer", tokens, ENCODER),
+    case("MPNetForMaskedLM", "mpnet.encoder.layer", tokens, ENCODER),
+    case(
         "ModernBertForSequenceClassification",
         "model.layers",
         document,
         ENCODER | {"cls_token_id": 1, "sep_token_id": 2, "local_attention": 4},
     ),
-    _case("ErnieForMaskedLM", "ernie.encoder.layer", tokens, ENCODER),
-    _case(
-        "ConvBertForMaskedLM", "convbert.encoder.layer", tokens, ENCODER | {"embedding_size": 16}
-    ),
-    _case(
-        "RoFormerForMaskedLM", "roformer.encoder.layer", tokens, ENCODER | {"embedding_size": 16}
-    ),
-    _case(
+    case("ErnieForMaskedLM", "ernie.encoder.layer", tokens, ENCODER),
+    case("ConvBertForMaskedLM", "convbert.encoder.layer", tokens, ENCODER | {"embedding_size": 16}),
+    case("RoFormerForMaskedLM", "roformer.encoder.layer", tokens, ENCODER | {"embedding_size": 16}),
+    case(
         "SqueezeBertForMaskedLM",
         "transformer.encoder.layers",
         tokens,
         ENCODER | {"embedding_size": 32},
         refused=r"calls block\.forward",
     ),
-    _case(
-        "FNetForMaskedLM", "fnet.encoder.layer", unpadded, ENCODER | {"tpu_short_seq_length": 11}
-    ),
-    _case("LayoutLMForSequenceClassification", "layoutlm.encoder.layer", page, ENCODER),
-    _case(
+    case("FNetForMaskedLM", "fnet.encoder.layer", unpadded, ENCODER | {"tpu_short_seq_length": 11}),
+    case("LayoutLMForSequenceClassification", "layoutlm.encoder.layer", page, ENCODER),
+    case(
         "LongformerForMaskedLM",
         "longformer.encoder.layer",
         tokens,
         ENCODER | {"attention_window": [4] * 4, "sep_token_id": 2},
     ),
-    _case(
+    case(
         "NystromformerForMaskedLM",
         "nystromformer.encoder.layer",
         tokens,
         ENCODER | {"segment_means_seq_len": 11, "num_landmarks": 11},
     ),
-    _case(
+    case(
         "AlbertForMaskedLM",
         "albert.encoder.albert_layer_groups",
         tokens,
         ENCODER | {"embedding_size": 16, "num_hidden_groups": 4},
         named="AlbertForMaskedLM (four groups)",
     ),
-    _case(
+    case(
         "AlbertForMaskedLM",
         "albert.encoder.albert_layer_groups",
         tokens,
         ENCODER | {"embedding_size": 16},
         refused="at least one layer",  # one module, which runs four times
     ),
-    _case(
+    case(
         "XLNetLMHeadModel",
         "transformer.layer",
         tokens,
-        _IDS | {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "mem_len": None},
+        IDS | {"d_model": 32, "n_layer": 4, "n_head": 4, "d_inner": 64, "mem_len": None},
         refused="must be in dim 0",  # they are in dim 1
     ),
     # Vision.
-    _case("ViTForImageClassification", "vit.layers", image, VISION, quick=True),
-    _case("DeiTForImageClassification", "deit.layers", image, VISION),
-    _case(
+    case("ViTForImageClassification", "vit.layers", image, VISION, quick=True),
+    case("DeiTForImageClassification", "deit.layers", image, VISION),
+    case(
         "BeitForImageClassification",
         "beit.layers",
         image,
         VISION | {"use_relative_position_bias": True},
     ),
-    _case(
+    case(
         "Data2VecVisionForImageClassification",
         "data2vec_vision.encoder.layer",
         image,
         VISION | {"use_shared_relative_position_bias": True},
     ),
-    _case("Dinov2ForImageClassification", "dinov2.encoder.layer", image, VISION),
-    _case(
+    case("Dinov2ForImageClassification", "dinov2.encoder.layer", image, VISION),
+    case(
         "ViTMAEForPreTraining",
         "vit.layers decoder.decoder_layers",
         masked_image,
@@ -545,20 +514,20 @@ CASES = [
             "decoder_num_attention_heads": 2,
         },
     ),
-    _case("ViTMSNForImageClassification", "vit.layers", image, VISION),
-    _case(
+    case("ViTMSNForImageClassification", "vit.layers", image, VISION),
+    case(
         "YolosForObjectDetection",
         "vit.encoder.layer",
         pixels,
         VISION | {"image_size": [32, 32], "num_detection_tokens": 5},
     ),
-    _case(
+    case(
         "SiglipForImageClassification",
         "vision_model.encoder.layers",
         image,
         {"vision_config": VISION, "num_labels": LABELS},
     ),
-    _case(
+    case(
         "SwinForImageClassification",
         "swin.encoder.layers",
         image,
@@ -572,25 +541,25 @@ CASES = [
             "num_labels": LABELS,
         },
     ),
-    _case(
+    case(
         "SegformerForImageClassification",
         "segformer.stages",
         image,
         PYRAMID | {"num_attention_heads": [1, 2, 2, 4], "decoder_hidden_size": 16},
     ),
-    _case(
+    case(
         "ConvNextForImageClassification",
         "convnext.encoder.stages",
         image,
         PYRAMID | {"patch_size": 2},
     ),
-    _case(
+    case(
         "ConvNextV2ForImageClassification",
         "convnextv2.encoder.stages",
         image,
         PYRAMID | {"patch_size": 2},
     ),
-    _case(
+    case(
         "DPTForDepthEstimation",
         "dpt.encoder.layer",
         depth,
@@ -602,24 +571,8 @@ CASES = [
             "reassemble_factors": [2, 1, 1, 0.5],
         },
     ),
-    # Sound.
-    _case("Wav2Vec2ForCTC", "wav2vec2.encoder.layers", wave, SOUND),
-    _case("HubertForCTC", "hubert.encoder.layers", wave, SOUND),
-    _case(
-        "WavLMForCTC",
-        "wavlm.encoder.layers",
-        wave,
-        SOUND | {"num_buckets": 8, "max_bucket_distance": 16},
-    ),
-    _case("UniSpeechForCTC", "unispeech.encoder.layers", wave, SOUND),
-    _case(
-        "Data2VecAudioForCTC",
-        "data2vec_audio.encoder.layers",
-        wave,
-        SOUND | {"conv_pos_kernel_size": 3},
-    ),
     # Two stacks.
-    _case(
+    case(
         "CLIPModel",
         "text_model.encoder.layers vision_model.encoder.layers",
         captioned,
@@ -629,37 +582,37 @@ CASES = [
             "projection_dim": 16,
         },
     ),
-    _case(
+    case(
         "SiglipModel",
         "text_model.encoder.layers vision_model.encoder.layers",
         captioned,
         {"text_config": ENCODER | {"projection_size": 32}, "vision_config": VISION},
     ),
-    _case("T5ForConditionalGeneration", "encoder.block decoder.block", pair, T5, quick=True),
-    _case("MT5ForConditionalGeneration", "encoder.block decoder.block", pair, T5),
-    _case(
+    case("T5ForConditionalGeneration", "encoder.block decoder.block", pair, T5, quick=True),
+    case("MT5ForConditionalGeneration", "encoder.block decoder.block", pair, T5),
+    case(
         "BartForConditionalGeneration", "model.encoder.layers model.decoder.layers", pair, SEQUENCES
     ),
-    _case(
+    case(
         "MBartForConditionalGeneration",
         "model.encoder.layers model.decoder.layers",
         pair,
         SEQUENCES,
     ),
-    _case("MarianMTModel", "model.encoder.layers model.decoder.layers", pair, SEQUENCES),
-    _case(
+    case("MarianMTModel", "model.encoder.layers model.decoder.layers", pair, SEQUENCES),
+    case(
         "PegasusForConditionalGeneration",
         "model.encoder.layers model.decoder.layers",
         pair,
         SEQUENCES,
     ),
-    _case(
+    case(
         "M2M100ForConditionalGeneration",
         "model.encoder.layers model.decoder.layers",
         pair,
         SEQUENCES,
     ),
-    _case(
+    case(
         "LEDForConditionalGeneration",
         "led.encoder.layers led.decoder.layers",
         pair,
@@ -668,18 +621,6 @@ CASES = [
             "attention_window": [4] * 4,
             "max_encoder_position_embeddings": 32,
             "max_decoder_position_embeddings": 32,
-        },
-    ),
-    _case(
-        "WhisperForConditionalGeneration",
-        "model.encoder.layers model.decoder.layers",
-        spectrum,
-        SEQUENCES
-        | {
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": 16,
-            "begin_suppress_tokens": None,
         },
     ),
 ]

@@ -16,32 +16,32 @@ class Library:
 
     Attributes:
         name: As on the package index.
-        module: The module here that lists its models.
+        modules: The modules here that list its models.
         settings: How each is run. Convolutional networks take seconds: not every number of stages
             with every mode.
     """
 
     name: str
-    module: str
+    modules: tuple[str, ...]
     settings: tuple[Setting, ...]
 
     @property
     def packages(self) -> list[str]:
         """The packages whose versions matter."""
-        return ["torch"] if self.module == "tests.models.guide" else ["torch", self.name]
+        return ["torch"] if self.name == "guide" else ["torch", self.name]
 
     @property
     def cases(self) -> Sequence[Case]:
         """Its models; importing the library takes seconds, and is done here only."""
-        found: Sequence[Case] = import_module(self.module).CASES
-        return found
+        return [case for module in self.modules for case in import_module(module).CASES]
 
 
 _ALL = [
-    Library("transformers", "tests.models.hugging_face", tuple(ALL)),
-    Library("torchvision", "tests.models.torchvision_models", tuple(SOME)),
-    Library("timm", "tests.models.timm_models", tuple(SOME)),
-    Library("guide", "tests.models.guide", tuple(ALL)),
+    Library("transformers", ("tests.models.hugging_face", "tests.models.signals"), tuple(ALL)),
+    Library("diffusers", ("tests.models.diffusers_models",), tuple(SOME)),
+    Library("torchvision", ("tests.models.torchvision_models",), tuple(SOME)),
+    Library("timm", ("tests.models.timm_models",), tuple(SOME)),
+    Library("guide", ("tests.models.guide",), tuple(ALL)),
 ]
 NAMES = [each.name for each in _ALL]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import assert_same, assert_same_steps, rows
+from tests.support.models import Interval, assert_same, assert_same_steps, rows
 from tests.support.pipes import Pipe, every_mode
 
 pytestmark = every_mode
@@ -57,6 +57,25 @@ def padded(count: int, length: int) -> tuple[Tensor, Tensor]:
     x = rows(count * length).detach().reshape(count, length, W).requires_grad_()
     kept = torch.arange(length) < torch.arange(1, count + 1).unsqueeze(1)
     return x, kept[:, None, :].expand(-1, length, -1)
+
+
+class Widen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Interval) -> Interval:
+        return Interval(low=x.low, high=self.linear(x.high))
+
+
+@pytest.mark.parametrize("low", [None, rows(5, seed=8)])
+def test_class_registered_without_names(pipe: Pipe, low: Tensor | None) -> None:
+    """A ValueError of PyTorch, if it held anything but tensors."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(Widen() for _ in range(4))).double()
+    x = Interval(low=low, high=rows(5))
+
+    assert_same(pipe(plain)(x), plain(x))
 
 
 def test_mask_through_all_stages(pipe: Pipe) -> None:

@@ -1,10 +1,12 @@
 """Layers for pipelines to run, and one step of a module to compare with another's."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from lightning_gpipe.core.data.pytree import map_tensors, tree_flatten
 
@@ -108,6 +110,17 @@ def perceptron(depth: int = 4, width: int = 3) -> nn.Sequential:
     """So many layers, Linear and Tanh by turns, in float64."""
     layers = [nn.Linear(width, width) if k % 2 == 0 else nn.Tanh() for k in range(depth)]
     return nn.Sequential(*layers).double()
+
+
+class Interval(SimpleNamespace):
+    """Two tensors in a class that is registered with PyTorch, but without names for them."""
+
+
+register_pytree_node(
+    Interval,
+    lambda interval: ([interval.low, interval.high], None),
+    lambda leaves, _: Interval(low=(ends := list(leaves))[0], high=ends[1]),
+)
 
 
 def rows(count: int, width: int = 3, *, seed: int = 7) -> Tensor:

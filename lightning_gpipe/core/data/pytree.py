@@ -10,9 +10,10 @@ This is the only module that uses ``torch.utils._pytree``.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import lru_cache, partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -154,23 +155,43 @@ def map_instances(kind: type[T], function: Callable[[T], Any], tree: Any) -> Any
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """Return each leaf with its path, such as ``['mask'][0]``, or "" if the tree is a leaf."""
-    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
-    return [(_pytree.keystr(path), leaf) for path, leaf in leaves]
+    return [(_pytree.keystr(path), leaf) for path, leaf in _with_paths(_with_records(tree))]
 
 
 def entries(tree: Any) -> list[str | int | None]:
     """Return each leaf's key, index or attribute in ``tree``, or None if the tree is a leaf."""
-    leaves, _ = _pytree.tree_flatten_with_path(_with_records(tree))
+    leaves = _with_paths(_with_records(tree))
     return [_entry_of(path[0]) if path else None for path, _ in leaves]
 
 
 def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[Any], bool]) -> Any:
     """Replace each outermost node that is ``chosen`` by ``function(path, node)``, leaves too."""
-    return _pytree.tree_map_with_path(
-        lambda path, x: function(_pytree.keystr(path), x) if chosen(x) else x,
-        _with_records(tree),
-        is_leaf=chosen,
-    )
+    tree = _with_records(tree)
+    nodes = [
+        function(_pytree.keystr(path), x) if chosen(x) else x
+        for path, x in _with_paths(tree, chosen)
+    ]
+    return _pytree.tree_unflatten(nodes, _pytree.tree_flatten(tree, chosen)[1])
+
+
+def _with_paths(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None, path: tuple[Any, ...] = ()
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the path and the value of each leaf.
+
+    PyTorch's own function refuses a class that is registered without the keys of its children. They
+    are numbered here.
+    """
+    node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
+    if node is None or (is_leaf is not None and is_leaf(tree)):
+        yield path, tree
+        return
+    if node.flatten_with_keys_fn is not None:
+        children: Iterable[tuple[Any, Any]] = node.flatten_with_keys_fn(tree)[0]
+    else:
+        children = zip(map(_pytree.SequenceKey, count()), node.flatten_fn(tree)[0], strict=False)
+    for key, child in children:
+        yield from _with_paths(child, is_leaf, (*path, key))
 
 
 def register_sequence(

@@ -16,11 +16,13 @@ from lightning_gpipe.core.data.pytree import (
     FlatTree,
     entries,
     map_instances,
+    map_nodes,
     map_tensors,
     named_leaves,
     tree_flatten,
     tree_unflatten,
 )
+from tests.support.models import Interval
 
 X = torch.tensor(2.0)
 
@@ -93,6 +95,17 @@ def test_leaves_are_named_by_their_path() -> None:
 
 def test_lone_leaf_has_no_path() -> None:
     assert named_leaves(5) == [("", 5)]
+
+
+def test_leaves_of_a_class_without_names_are_numbered() -> None:
+    """A ValueError of PyTorch, as in verify() of a model that returns an output of diffusers."""
+    tree = {"x": Interval(low=1, high=2)}
+
+    assert named_leaves(tree) == [("['x'][0]", 1), ("['x'][1]", 2)]
+    assert entries(tree["x"]) == [0, 1]
+    assert map_nodes(lambda path, _: path, tree, lambda leaf: leaf == 2) == {
+        "x": Interval(low=1, high="['x'][1]")
+    }
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
@@ -37,6 +38,8 @@ def in_place(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     """Return the tensor that an operator edits in place, if it does."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
+    if func is F.batch_norm and kwargs.get("training"):
+        return args[1]  # running statistics, whose edits no version counts
     name = getattr(func, "__name__", "")
     edits = name in _IN_PLACE or name == "__setitem__"
     edits = edits or (name.endswith("_") and not name.endswith("__"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -135,6 +136,20 @@ def test_number_of_rows_that_a_forward_uses_for_a_number(function: Callable[[Ten
     model = Around(at(2, function))
     with looped(model), pytest.raises(RuntimeError, match=r"at .*test_operators.py:\d+"):
         model(states(ROWS))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d, partial(nn.InstanceNorm1d, track_running_stats=True)]
+)
+def test_running_statistics_between_blocks(norm: Callable[[int], nn.Module]):
+    """torch 2.13: no version counts their edits; statistics were those of a few rows, silently."""
+    module = norm(LENGTH).double()
+    model = Around(at(2, module))
+    with looped(model):
+        with pytest.raises(RuntimeError, match="_norm.* made outside of the blocks"):
+            model(states())
+        module.eval()
+        model(states())
 
 
 def test_edit_of_a_tensor_from_outside():
