@@ -101,6 +101,11 @@ class StrategyOptions:
         """True if the stages go down the devices and back, so that the last is on the first."""
         return self.schedule != "auto" and SCHEDULES[self.schedule].folded
 
+    @property
+    def verified(self) -> bool | Literal["sample"]:
+        """The argument ``verify``; a compiled model is not compiled anew for a sample."""
+        return self.verify is True or (not self.compile and self.verify)
+
     def same_everywhere(self) -> dict[str, Any]:
         """Return the options that must be the same in all processes."""
         options = {name: getattr(self, name) for name in _SAME}

@@ -43,8 +43,8 @@ _STARVED = (
     "another under Python's lock. processes='per_stage' gives each device its own interpreter."
 )
 _UNVERIFIED = (
-    "The first batch, or a few rows of it, is compared before the first step. To train all the same, "
-    "write verify=False."
+    "The first batch, or a few rows of it, is compared before the first step. To train all the "
+    "same, write verify=False."
 )
 _CHUNKS_PER_STAGE = 4  # Huang et al., "GPipe" (2019), section 2.3: the bubble is negligible
 

@@ -82,7 +82,7 @@ class WholeCall:
                     self.titles.setdefault(layer, []).append(title)
 
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
-        """Compare the call, with mini-batches in one piece or in ``chunks``, with the own forward."""
+        """Compare the call, with this number of micro-batches, with the own forward."""
         devices = self._layout.devices
         with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
             with self.isolated(), in_chunks(self.pipelines, chunks):
