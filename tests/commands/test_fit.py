@@ -274,7 +274,7 @@ def test_saved_configuration_trains_again(tmp_path: Path, seen: dict[str, Any]) 
         "threads": "auto",
         "schedule": "fill_drain",
         "split_backward": False,
-        "verify": False,
+        "verify": "sample",
         "around": "last",
         "processes": "single",
         "timeout": "0:30:00",

@@ -64,6 +64,33 @@ def centred(x: Tensor) -> Tensor:
     return x - x.mean(0)
 
 
+class Scaled(nn.Module):
+    """Computes something else while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * (1 if type(x) is Tensor else 2))
+
+
+class Traced(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Scaled().double()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("verify", ["sample", True])
+def test_forward_without_the_pipeline_is_what_is_compared(tmp_path: Path, verify: Any) -> None:
+    """Once the pipeline was compared with itself, in Trainers only."""
+    strategy = GPipeStrategy([1, 1], 3, module="layers", verify=verify)
+
+    with pytest.raises(RuntimeError, match="what a pipeline runs of a forward must compute what"):
+        trainer(tmp_path, strategy, devices=2).fit(Traced(), Data())
+
+
 class Summed(Classifier):
     """With a loss that is a sum over rows."""
 
@@ -169,6 +196,17 @@ def test_step_that_fails_on_few_rows_is_not_verified(tmp_path: Path) -> None:
     one = fitted(tmp_path, build=Demanding, **stepped())
 
     assert_same_weights(one, fitted(tmp_path, build=Classifier, **stepped()))
+
+
+def test_model_that_does_not_repeat_what_it_computes_is_not_verified(tmp_path: Path) -> None:
+    class Growing(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            counted.append(1)
+            loss: Tensor = super().training_step(batch, batch_idx)
+            return loss * len(counted)
+
+    counted: list[int] = []
+    trainer(tmp_path, **stepped(), max_steps=1).fit(Growing(), Data())
 
 
 def test_sequential_with_one_loss_is_not_verified(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class InjectedStrategy(GPipeStrategy):
     """
 
     def __init__(self, runs: Runs) -> None:
-        super().__init__([1, 1], 2)
+        super().__init__([1, 1], 2, verify=False)  # the tests count calls
         self._counted = runs
         self._undo: Callable[[], None] | None = None
 

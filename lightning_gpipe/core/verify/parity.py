@@ -68,6 +68,11 @@ class Verdict(ABC):
         """True if there is a difference that is not explained."""
         return self.difference is not None and not self.explained
 
+    @property
+    def surely_faulty(self) -> bool:
+        """True if there is a difference that is not explained, and plain runs repeat."""
+        return self.faulty and self.unrepeatable is None
+
     def check(self) -> None:
         """Raise if there is a difference that is not explained.
 

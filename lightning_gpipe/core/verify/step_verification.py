@@ -109,13 +109,12 @@ def verify_step_sample(
         pipeline, step, batch, arguments: As for :func:`verify_step`.
 
     Returns:
-        The results if there is a difference without a known reason. None also if the step cannot
-        run on a few rows.
+        The results if there surely is a fault. None also if the step cannot run on few rows.
     """
     few = few_rows(batch, 2 * SAMPLED)
     with in_chunks([pipeline.only], 2), suppress(Exception):
         parity = verify_step(pipeline, step, few, layers=False, **arguments)
-        if parity is not None and parity.loss.faulty:
+        if parity is not None and parity.loss.surely_faulty:
             return verify_step(pipeline, step, few, **arguments)
     return None
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,19 +119,16 @@ def verify_sample(call: WholeCall) -> Parity | None:
     """Compare the first rows of a call, in two micro-batches, with the module's own forward.
 
     Returns:
-        The difference, if there is one without a known reason. None also if the call cannot be made
-        with a few rows.
+        The result if there surely is a fault. None also if the call cannot be made with few rows.
     """
     call = call.sample(2 * SAMPLED)
     by_batch = any(map(normalises_by_batch, call.module.modules()))
     with exclusive(call.pipelines), in_chunks(call.pipelines, 2), suppress(Exception):
         comparison = call.compare(chunks=1 if by_batch else 2)
-        if comparison.difference is None or comparison.difference.reason is not None:
-            return None
-        parity = verify_call(call)
-        if parity is None or not parity.faulty:
-            parity = Parity(2, *comparison, of_programs=True)
-        return parity
+        found = Parity(2, *comparison, of_programs=True)
+        if found.surely_faulty:
+            parity = verify_call(call)
+            return parity if parity is not None and parity.faulty else found
     return None
 
 
@@ -209,12 +207,13 @@ class FirstBatchVerifier:
             taken.check = None
 
     def _before_call(self, owner: nn.Module, args: Any, kwargs: Any) -> None:
-        own = [taken for taken in self._piped if taken.frontend.owner is owner]
-        piped = [taken for taken in own if taken not in self._done]
+        of_owner = [taken for taken in self._piped if taken.frontend.owner is owner]
+        piped = [taken for taken in of_owner if taken not in self._done]
         if not piped or not _trains(owner) or is_traced((args, kwargs), owner.parameters()):
             return
         self._done.update(piped)
-        call = WholeCall(owner, piped, owner.forward, args, kwargs)
+        forward = partial(_forward_of, owner)  # installed or not, whichever it is by then
+        call = WholeCall(owner, piped, forward, args, kwargs)
         parity = verify_sample(call) if self._sample else verify_call(call)
         if parity is not None:
             self._handles[owner].remove()
@@ -226,6 +225,10 @@ class FirstBatchVerifier:
         if taken not in self._done and _trains(taken.module):
             self._done.add(taken)
             self._on_result(verify_run(taken, program, values))
+
+
+def _forward_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module.forward(*args, **kwargs)
 
 
 def _trains(module: nn.Module) -> bool:

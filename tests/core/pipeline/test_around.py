@@ -54,7 +54,7 @@ def test_parameters_count_the_modules_before() -> None:
 
 def layers(*sizes: int) -> nn.Sequential:
     """Layers with these numbers of parameters."""
-    return nn.Sequential(*(nn.Bilinear(1, 1, size, bias=False) for size in sizes))
+    return nn.Sequential(*(nn.Linear(1, size, bias=False) for size in sizes))
 
 
 @pytest.mark.parametrize("around", ["last", "first"])
