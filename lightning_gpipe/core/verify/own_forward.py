@@ -60,6 +60,7 @@ class WholeCall:
         self._layout = self.pipelines[0].layout
         self.titles: dict[nn.Module, list[str]] = {}
         self._drew = False
+        self._thin = False
 
     def __call__(self) -> Any:
         """Make the call."""
@@ -67,9 +68,11 @@ class WholeCall:
         return self._call(*args, **kwargs)
 
     def sample(self, rows: int) -> WholeCall:
-        """Return the call with its first rows only."""
+        """Return the call with its first rows only, whose gradients are thin."""
         args, kwargs = few_rows(self._arguments, rows)
-        return WholeCall(self.module, self.piped, self._call, args, kwargs)
+        call = WholeCall(self.module, self.piped, self._call, args, kwargs)
+        call._thin = True
+        return call
 
     def record(self, taken: PipedModule, program: Program) -> None:
         """Record the calls of layers in a program of the forward."""
@@ -127,7 +130,8 @@ class WholeCall:
             latest = of_layer[-len(titles) :]  # if a forward ran twice, those of the second
             units += [*map(inexact, latest), *[None] * (len(titles) - len(latest))]
         devices = self._layout.devices
-        return Run(results(self.module, devices, outputs.items(), leaves, {}, {}), units)
+        values = results(self.module, devices, outputs.items(), leaves, {}, {}, thin=self._thin)
+        return Run(values, units)
 
     def _own_run(self, piped: Run, perturb: bool = False) -> Run:
         """Run the module without pipelines, its layers on the devices of their stages."""

@@ -38,6 +38,7 @@ from lightning_gpipe.core.verify.named_values import (
 )
 from lightning_gpipe.core.verify.subject import VerifiedProgram
 
+_THIN = 4096  # elements of a gradient, if it is thin
 _OF_TORCH = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
@@ -161,11 +162,13 @@ def results(
     leaves: Mapping[str, Tensor],
     terms: Mapping[str, Tensor],
     mask: Mask,
+    *,
+    thin: bool = False,
 ) -> dict[str, Values]:
     """Return the values of all kinds after a forward of a module on some devices.
 
     ``output`` has the leaves of the output with their paths, ``leaves`` those of the input that get
-    gradients.
+    gradients, which are whole or :func:`thin <gradients_of>`.
     """
     roots: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
@@ -178,7 +181,8 @@ def results(
             outputs[path] = torch.tensor(leaf, dtype=torch.float64, device="cpu")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sources = [*parameters.values(), *leaves.values()]
-    gradients = gradients_of(list(roots.values()), sources, _cotangents(roots, mask), devices)
+    cotangents = _cotangents(roots, mask)
+    gradients = gradients_of(list(roots.values()), sources, cotangents, devices, thin=thin)
     return {
         OUTPUT: masked(outputs, mask),
         GRADIENTS: dict(zip(parameters, gradients, strict=False)),
@@ -193,15 +197,26 @@ def gradients_of(
     sources: Sequence[Tensor],
     cotangents: Sequence[Tensor],
     devices: Iterable[torch.device],
+    *,
+    thin: bool = False,
 ) -> list[Tensor | None]:
-    """Return the gradients, on the CPU, by a backward after the autocast of forward."""
+    """Return the gradients, on the CPU, by a backward after the autocast of forward.
+
+    Those of a large model fill the host: if ``thin``, only some elements of each are kept.
+    """
     if not roots or not sources:
         return [None] * len(sources)
     with ExitStack() as stack:
         for device_type in {"cpu", *(device.type for device in devices)}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
-    return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
+    kept = [
+        gradient.flatten()[:: 1 + gradient.numel() // _THIN]
+        if thin and gradient is not None
+        else gradient
+        for gradient in gradients
+    ]
+    return [None if gradient is None else on_cpu(gradient) for gradient in kept]
 
 
 def _cotangents(roots: Mapping[str, Tensor], mask: Mask) -> list[Tensor]:

@@ -75,12 +75,13 @@ def verify_step(
         around: A module with all that the step uses besides the model; None if there is nothing.
         scale: The factor of gradients while they are computed.
         tolerance: As for :func:`~lightning_gpipe.verify`.
-        layers: Whether to verify the layers of each pipeline, too.
+        layers: Whether to verify the layers of each pipeline, too; without, only some elements of
+            each gradient are compared.
 
     Returns:
         The results for the layers and for the loss; None if the step skips the batch.
     """
-    runs = StepRuns(pipeline, step, batch, around, scale)
+    runs = StepRuns(pipeline, step, batch, around, scale, thin=not layers)
     parities: list[Parity] = []
     # Not the pipeline's journal: a call of the pipeline resets that.
     with exclusive([pipeline.only]), without_dropout(runs.modules, Journal()):
@@ -135,7 +136,10 @@ class StepRuns:
         batch: Any,
         around: nn.Module | None,
         scale: float | Tensor,
+        *,
+        thin: bool,
     ) -> None:
+        self._thin = thin
         self._pipeline = pipeline
         self._step = step
         self._batch = batch
@@ -211,7 +215,8 @@ class StepRuns:
         seed = torch.as_tensor(self._scale).to(loss)
         roots = [loss] if loss.requires_grad else []
         sources = list(self.parameters.values())
-        gradients = gradients_of(roots, sources, [seed.expand_as(loss)], self.devices)
+        seeds = [seed.expand_as(loss)]
+        gradients = gradients_of(roots, sources, seeds, self.devices, thin=self._thin)
         scale = float(seed)
         scaled = [None if gradient is None else gradient / scale for gradient in gradients]
         values = dict(zip(self.parameters, scaled, strict=True))
