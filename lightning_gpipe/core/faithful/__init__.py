@@ -25,7 +25,11 @@ from lightning_gpipe.core.faithful.state.contents import Contents
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import Context, on_engine_thread
-from lightning_gpipe.core.faithful.thread.modes import ThreadState, refuse_unsupported_modes
+from lightning_gpipe.core.faithful.thread.modes import (
+    ThreadState,
+    intra_op_threads,
+    refuse_unsupported_modes,
+)
 from lightning_gpipe.core.faithful.thread.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.thread.streams import Streams
 from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
@@ -62,6 +66,7 @@ __all__ = [
     "check_batch_norms",
     "default_generator",
     "has_hooks",
+    "intra_op_threads",
     "is_recomputing",
     "is_traced",
     "modules_raising",
