@@ -22,7 +22,6 @@ from lightning_gpipe.core.frontends.install import check_free, install
 from lightning_gpipe.core.layout import (
     Partition,
     balance_of_layers,
-    check_sequential,
     cut,
     groups_of,
     has_own_forward,
@@ -71,7 +70,6 @@ class Layers(Frontend):
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_free(self._module, self._name)
-        check_sequential(self._module, self._name)
         partitions = cut(self._module, balance, self._name, self._prefix)
         self._program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
         return partitions
