@@ -21,6 +21,7 @@ from lightning_gpipe.core.layout.module_attributes import (
     is_generator,
     is_user_object,
     parameter_holders,
+    tensors_within,
     within,
 )
 from lightning_gpipe.core.layout.nested import (
@@ -92,6 +93,7 @@ __all__ = [
     "parameter_holders",
     "partitions_of",
     "shared_with_outside",
+    "tensors_within",
     "ties_of",
     "within",
 ]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
-from lightning_gpipe.core.frontends.module_list.rehearsal.effects import tensors_within
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Rehearsal, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
@@ -24,7 +23,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.layout import is_user_object
+from lightning_gpipe.core.layout import is_user_object, tensors_within
 
 Check = Callable[[Knowledge, Trial], None]
 
