@@ -24,7 +24,13 @@ from lightning_gpipe.core.faithful.state.behavior import Behavior
 from lightning_gpipe.core.faithful.state.contents import Contents
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
-from lightning_gpipe.core.faithful.thread.context import Context, on_engine_thread
+from lightning_gpipe.core.faithful.thread.context import (
+    Autocast,
+    Context,
+    on_engine_thread,
+    saved_tensors_hooks,
+    without_checkpointing,
+)
 from lightning_gpipe.core.faithful.thread.modes import (
     ThreadState,
     intra_op_threads,
@@ -39,6 +45,7 @@ __all__ = [
     "NOTHING",
     "RECOMPUTING",
     "Attributes",
+    "Autocast",
     "Behavior",
     "Contents",
     "Context",
@@ -75,5 +82,7 @@ __all__ = [
     "preserved",
     "refuse_unsupported_modes",
     "rows_needed",
+    "saved_tensors_hooks",
     "together",
+    "without_checkpointing",
 ]

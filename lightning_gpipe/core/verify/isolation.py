@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_gpipe.core.faithful import (
     Attributes,
-    Context,
     Journal,
     Manager,
     Write,
@@ -69,17 +67,3 @@ def _without_dropout(module: nn.Module) -> Iterator[Write]:
             yield Attributes(module), "training", False
         case nn.RNNBase() | nn.MultiheadAttention():
             yield Attributes(module), "dropout", 0.0
-
-
-def saving_as_caller(devices: Iterable[torch.device]) -> Manager:
-    """Apply the caller's hooks on saved tensors in a ``with`` block, except checkpointing's.
-
-    Checkpointing's hooks count the saved tensors, and would run the caller's forward again to get
-    them back.
-    """
-    hooks = Context.capture(devices).saved_tensors_hooks or (_unchanged, _unchanged)
-    return torch.autograd.graph.saved_tensors_hooks(*hooks)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

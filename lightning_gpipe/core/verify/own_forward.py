@@ -19,18 +19,19 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import collect_loss_terms
-from lightning_gpipe.core.faithful import Journal, Manager, RandomState, Write
+from lightning_gpipe.core.faithful import (
+    Journal,
+    Manager,
+    RandomState,
+    Write,
+    without_checkpointing,
+)
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
-from lightning_gpipe.core.verify.isolation import (
-    in_chunks,
-    isolated,
-    saving_as_caller,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
 from lightning_gpipe.core.verify.runs import Run, copied, few_rows, recorded, results, tolerance_for
 
@@ -84,7 +85,7 @@ class WholeCall:
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
         """Compare the call, with this number of micro-batches, with the own forward."""
         devices = self._layout.devices
-        with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
+        with without_checkpointing(), without_dropout(self.module.modules(), self._journal):
             with self.isolated(), in_chunks(self.pipelines, chunks):
                 piped = self._run()
             plain = self._own_run(piped)

@@ -197,9 +197,7 @@ def gradients_of(
     """Return the gradients, on the CPU, by a backward after the autocast of forward."""
     if not roots or not sources:
         return [None] * len(sources)
-    with ExitStack() as stack:
-        for device_type in {"cpu", *(device.type for device in devices)}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    with Context.capture(devices).without_autocast().entered():
         gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
     return [None if gradient is None else on_cpu(gradient) for gradient in gradients]
 

@@ -22,17 +22,15 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import Journal, Manager, RandomState
+from lightning_gpipe.core.faithful import Autocast, Journal, Manager, RandomState
 from lightning_gpipe.core.frontends.lines import is_users
-
-_DEVICES = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
     """Grad mode, autocast on each kind of device, and the default device."""
 
     grad: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]
+    autocast: tuple[Autocast, ...]
     device: torch.device | None
 
     @classmethod
@@ -40,10 +38,7 @@ class Modes(NamedTuple):
         """Return the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
-            tuple(
-                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _DEVICES
-            ),
+            tuple(map(Autocast.of, ("cpu", "cuda"))),
             next((m.device for m in reversed(_stack()) if isinstance(m, DeviceContext)), None),
         )
 
@@ -55,10 +50,9 @@ def run_under(
     with ExitStack() as stack:
         if modes.grad != outer.grad:
             stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for device, mine, other in zip(_DEVICES, modes.autocast, outer.autocast, strict=True):
+        for mine, other in zip(modes.autocast, outer.autocast, strict=True):
             if mine != other:
-                enabled, dtype = mine
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                stack.enter_context(mine.entered())
         if modes.device is not None and modes.device != outer.device:
             stack.enter_context(modes.device)
         return run(*args, **kwargs)
