@@ -60,7 +60,7 @@ class AlikeLayers:
     def count(
         self,
         stage: Stage,
-        part: Part | None,
+        part: Part,
         inputs: FlatTree,
         saved: SavedBytes,
         measure: Callable[[], LayerRun],
@@ -89,16 +89,15 @@ class _Unlike(Exception):
     """A layer with hooks, skip connections, or something else that cannot be compared."""
 
 
-def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -> Hashable:
+def _key(stage: Stage, part: Part, inputs: FlatTree, saved: SavedBytes) -> Hashable:
     """Return a key that is equal for layers that cost the same."""
     if stage.arriving or stage.leaving:
         raise _Unlike
     modules = tuple(_of_module(layer, numbers=False) for layer in stage.partition.layers)
-    steps = () if part is None else _of_part(part)
     leaves = inputs.leaves
     same = tuple(next(k for k, x in enumerate(leaves) if x is leaf) for leaf in leaves)
     values = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
-    return modules, steps, values, same
+    return modules, _of_part(part), values, same
 
 
 def kind_of(module: nn.Module) -> Hashable:
@@ -109,10 +108,9 @@ def kind_of(module: nn.Module) -> Hashable:
         return id(module)
 
 
-def _modules_of(stage: Stage, part: Part | None) -> Iterator[nn.Module]:
+def _modules_of(stage: Stage, part: Part) -> Iterator[nn.Module]:
     """Yield the modules of a key, in its order; one that is there twice comes twice."""
-    steps = [] if part is None else part.steps
-    called = filter(None, (_called(step.run) for step in steps))
+    called = filter(None, (_called(step.run) for step in part.steps))
     for layer in (*stage.partition.layers, *called):
         yield from (module for _, module in layer.named_modules(remove_duplicate=False))
 
