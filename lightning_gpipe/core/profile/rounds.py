@@ -52,17 +52,18 @@ class Rounds:
         empty: Stage,
         device: torch.device,
         *,
-        split: bool = False,
+        split: bool,
     ) -> None:
         self.meter = Meter(device)
         self._program, self._microbatches = program, microbatches
-        self._stages, self._empty, self._device, self._split = stages, empty, device, split
+        self._stages, self._empty, self._device = stages, empty, device
         self._counted = {
             rows: LayerCounter(program, self.meter, split=split) for rows in microbatches
         }
-        self._times = {rows: [Times() for _ in stages] for rows in microbatches}
-        self._overhead = Times()
         self._gradients: list[Tensor] = []  # those that are alive
+        times = partial(Times, self.meter, self._gradients, split=split)
+        self._times = {rows: [times() for _ in stages] for rows in microbatches}
+        self._overhead = times()
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
     def run(self) -> None:
@@ -126,21 +127,11 @@ class Rounds:
     def _time(self, stage: Stage, rows: int, flow: Flow) -> None:
         j = stage.partition.index
         arriving, leaving = ends_of(stage, self._program)
-        outputs = self._times[rows][j].measure(
-            stage,
-            self._program,
-            flow.arriving(j, arriving),
-            self.meter,
-            self._gradients,
-            split=self._split,
-        )
+        outputs = self._times[rows][j].measure(stage, self._program, flow.arriving(j, arriving))
         flow.leave(outputs, leaving)
         if j % _OFTEN == 0:
             x = torch.zeros(1, device=self._device, requires_grad=True)
-            nothing = FlatTree(*tree_flatten(x))
-            self._overhead.measure(
-                self._empty, self._nothing, nothing, self.meter, self._gradients, split=self._split
-            )
+            self._overhead.measure(self._empty, self._nothing, tree_flatten(x))
 
     def _costs_of(self, k: int, rows: int, chunks: int) -> dict[str, float]:
         counted = self._counted[rows].costs[k]
@@ -152,47 +143,45 @@ class Rounds:
 
 
 class Times:
-    """The times of a stage for micro-batches of one size, in several rounds."""
+    """The times of a stage for micro-batches of one size, in several rounds.
 
-    def __init__(self) -> None:
+    Args:
+        meter: Measures calls.
+        gradients: The gradients that are alive; they get those of the stage.
+        split: Whether to measure backwards in two parts, too.
+    """
+
+    def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:
+        self._meter, self._gradients, self._split = meter, gradients, split
         self._forward: list[float] = []
         self._dropping: list[float] = []
         # Of backwards or their parts: the first of a mini-batch, and each later one.
         self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def measure(
-        self,
-        stage: Stage,
-        program: Program,
-        inputs: FlatTree,
-        meter: Meter,
-        gradients: list[Tensor],
-        *,
-        split: bool = False,
-    ) -> FlatTree:
+    def measure(self, stage: Stage, program: Program, inputs: FlatTree) -> FlatTree:
         """Run two micro-batches, one of which is recomputed: F0 F1 R1 B1 B0; return the outputs.
 
-        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0. ``gradients`` are the
-        ones that are alive, and get those of the stage.
+        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0.
         """
+        meter = self._meter
         with alone(stage, program, recomputed=[1]) as single:
             outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
             _, dropping = meter(partial(single.forward, 1, inputs.detached()))
             single.recompute(1)
             _, first = meter(partial(single.backward, 1, gradients_for(outputs)))
             _, later = meter(partial(single.backward, 0, gradients_for(outputs)))
-            _keep_alive(gradients, single.take_gradients())
+            _keep_alive(self._gradients, single.take_gradients())
         self._forward.append(forward)
         self._dropping.append(dropping)
         self._backward["backward"].append((first, later))
-        if split:
+        if self._split:
             with alone(stage, program, split=True) as single:
                 both = [single.forward(i, inputs.detached()) for i in (0, 1)]
                 _, first_inputs = meter(partial(single.backward, 1, gradients_for(both[1])))
                 _, first_weights = meter(partial(single.weights, 1))
                 _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
                 _, later_weights = meter(partial(single.weights, 0))
-                _keep_alive(gradients, single.take_gradients())
+                _keep_alive(self._gradients, single.take_gradients())
             self._backward["inputs"].append((first_inputs, later_inputs))
             self._backward["weights"].append((first_weights, later_weights))
         return outputs
