@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -38,6 +39,7 @@ from lightning_gpipe.core.verify.runs import Run, copied, few_rows, recorded, re
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
+@dataclass(eq=False)
 class WholeCall:
     """A call of a module in whose forward pipelines run: those of the ``piped`` modules.
 
@@ -45,32 +47,26 @@ class WholeCall:
         titles: The names of each layer that programs of the forward call, one for each call.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        piped: Sequence[PipedModule],
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self.module = module
-        self.piped = piped
-        self.pipelines = [taken.pipeline for taken in piped]
-        self._call = call
-        self._arguments = args, kwargs
+    module: nn.Module
+    piped: Sequence[PipedModule]
+    call: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.pipelines = [taken.pipeline for taken in self.piped]
         self._layout = self.pipelines[0].layout
         self.titles: dict[nn.Module, list[str]] = {}
         self._drew = False
 
     def __call__(self) -> Any:
         """Make the call."""
-        args, kwargs = self._arguments
-        return self._call(*args, **kwargs)
+        return self.call(*self.args, **self.kwargs)
 
     def sample(self, rows: int) -> WholeCall:
         """Return the call with its first rows only."""
-        args, kwargs = few_rows(self._arguments, rows)
-        return WholeCall(self.module, self.piped, self._call, args, kwargs)
+        args, kwargs = few_rows((self.args, self.kwargs), rows)
+        return replace(self, args=args, kwargs=kwargs)
 
     def record(self, taken: PipedModule, program: Program) -> None:
         """Record the calls of layers in a program of the forward."""
@@ -113,13 +109,13 @@ class WholeCall:
 
         Outputs that the run ``like`` has not, such as a cache, are left out.
         """
-        arguments, leaves = copied(self._arguments)
+        arguments, leaves = copied((self.args, self.kwargs))
         if like is not None:
             arguments = change_tensors(arguments, lambda x: x.to(self._layout.outside))
         args, kwargs = arguments
         before = RandomState.capture(self._layout.devices)
         with recorded(self.titles) as calls, collect_loss_terms():
-            outputs = tensors(self._call(*args, **kwargs))
+            outputs = tensors(self.call(*args, **kwargs))
         self._drew = bool(before.differences())
         if like is not None:
             outputs = {path: outputs[path] for path in like.values[OUTPUT] if path in outputs}
