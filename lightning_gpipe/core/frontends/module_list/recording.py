@@ -75,7 +75,7 @@ class LoopRecording:
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self.samples = Samples(self.tape, self.inputs, self.rows, rehearse)
-        self._learner = Learner(first, history.knowledge, caches, self.samples, grad=state.grad)
+        self._learner = Learner(first, history.knowledge, caches, self.samples, state.grad)
         self.outsides = OutsideTensors(self.inputs, self.rows, self._learner.reading)
         self._count = 0  # the number of calls so far
         self._first_kind: Hashable = None  # of call
