@@ -21,7 +21,7 @@ from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomS
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior
-from lightning_gpipe.core.faithful.state.contents import Contents
+from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
 from lightning_gpipe.core.faithful.thread.context import (
@@ -63,6 +63,7 @@ __all__ = [
     "Randomness",
     "RowWatch",
     "RowWatches",
+    "SavedContainer",
     "Shadows",
     "SharedGenerators",
     "StageState",
@@ -83,6 +84,7 @@ __all__ = [
     "refuse_unsupported_modes",
     "rows_needed",
     "saved_tensors_hooks",
+    "set_elements",
     "together",
     "without_checkpointing",
 ]
