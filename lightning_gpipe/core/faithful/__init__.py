@@ -12,7 +12,7 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     check_batch_norms,
     rows_needed,
 )
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, together
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
@@ -64,6 +64,7 @@ __all__ = [
     "RowWatch",
     "RowWatches",
     "SavedContainer",
+    "Setting",
     "Shadows",
     "SharedGenerators",
     "StageState",
