@@ -52,11 +52,8 @@ def parameters_on_meta() -> Iterator[None]:
             replacements[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         return replacements[parameter]
 
-    handle = register_module_parameter_registration_hook(on_meta)
-    try:
+    with register_module_parameter_registration_hook(on_meta):
         yield
-    finally:
-        handle.remove()
 
 
 def load_pretrained(

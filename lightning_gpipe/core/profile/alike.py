@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -212,17 +212,16 @@ def _numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
 
 
 @contextmanager
-def _recording(modules: Iterable[nn.Module]) -> Iterator[set[Number]]:
+def _recording(modules: Sequence[nn.Module]) -> Iterator[set[Number]]:
     """Collect the numbers of modules that are read in a ``with`` block, ``__dict__`` reads all."""
     numbers_read: set[Number] = set()
-    listed = list(modules)
     names: dict[int, dict[str, list[Number]]] = {}
-    for k, name in _numbers_of(listed):
-        own = names.setdefault(id(listed[k]), {})
+    for k, name in _numbers_of(modules):
+        own = names.setdefault(id(modules[k]), {})
         for attribute in (name, "__dict__"):
             own.setdefault(attribute, []).append((k, name))
     with ExitStack() as stack:
-        for kind in dict.fromkeys(type(module) for module in listed if id(module) in names):
+        for kind in dict.fromkeys(type(module) for module in modules if id(module) in names):
             stack.enter_context(_watched(kind, names, numbers_read))
         yield numbers_read
 
