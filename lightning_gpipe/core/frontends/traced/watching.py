@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -151,20 +152,20 @@ def watch(tracer: fx.Tracer) -> Iterator[None]:
 
 def _any_arguments(tracer: fx.Tracer) -> Manager:
     """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
-
-    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if _has_values((args, kwargs)):
-                return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return run
-
     # PyTorch lists the functions that make tensors when a default device is first in force, and
     # these would be on its list for good.
     with torch.device("cpu"):
         torch.empty(0)
-    return Journal().changed((vars(torch), name, recording(f)) for name, f in AUTOWRAPPED.items())
+    return Journal().changed(
+        (vars(torch), name, partial(_recorded, tracer, f)) for name, f in AUTOWRAPPED.items()
+    )
+
+
+def _recorded(tracer: fx.Tracer, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, or record the call if a value of the trace is among its arguments."""
+    if _has_values((args, kwargs)):
+        return tracer.create_proxy("call_function", function, args, kwargs)
+    return function(*args, **kwargs)
 
 
 @contextmanager
@@ -179,10 +180,7 @@ def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             function, _, *rest = args
             return function(*rest)
-        run = own.__get__(None, cls)
-        if _has_values((args, kwargs)):
-            return tracer.create_proxy("call_function", run, args, kwargs)
-        return run(*args, **kwargs)
+        return _recorded(tracer, own.__get__(None, cls), *args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for now
     try:
