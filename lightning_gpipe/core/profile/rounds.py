@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -34,6 +35,7 @@ _ROUNDS = 3, 9  # with times: at least, at most
 _ENOUGH = 0.05  # seconds; faster layers are measured in more rounds
 
 
+@dataclass(eq=False)
 class Rounds:
     """The measurements of all layers, each of which is a stage.
 
@@ -44,25 +46,22 @@ class Rounds:
         split: Whether to measure backwards in two parts, too.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        microbatches: Mapping[int, Any],
-        stages: Sequence[Stage],
-        empty: Stage,
-        device: torch.device,
-        *,
-        split: bool,
-    ) -> None:
-        self.meter = Meter(device)
-        self._program, self._microbatches = program, microbatches
-        self._stages, self._empty, self._device = stages, empty, device
+    program: Program
+    microbatches: Mapping[int, Any]
+    stages: Sequence[Stage]
+    empty: Stage
+    device: torch.device
+    split: bool
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.device)
         self._counted = {
-            rows: LayerCounter(program, self.meter, split=split) for rows in microbatches
+            rows: LayerCounter(self.program, self.meter, split=self.split)
+            for rows in self.microbatches
         }
         self._gradients: list[Tensor] = []  # those that are alive
-        times = partial(Times, self.meter, self._gradients, split=split)
-        self._times = {rows: [times() for _ in stages] for rows in microbatches}
+        times = partial(Times, self.meter, self._gradients, split=self.split)
+        self._times = {rows: [times() for _ in self.stages] for rows in self.microbatches}
         self._overhead = times()
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
@@ -81,8 +80,8 @@ class Rounds:
     def costs(self, chunks: int) -> list[dict[str, Any]]:
         """Return the fields of each layer's profile in a mini-batch of ``chunks`` micro-batches."""
         fields: list[dict[str, Any]] = []
-        for k in range(len(self._stages)):
-            by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self._microbatches}
+        for k in range(len(self.stages)):
+            by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self.microbatches}
             names = next(iter(by_rows.values()))
             costs: dict[str, Any] = {
                 name: LinearCost.through({rows: cost[name] for rows, cost in by_rows.items()})
@@ -113,25 +112,25 @@ class Rounds:
     def _round(self, visit: Callable[[Stage, int, Flow], None]) -> None:
         """Visit each layer, in order, with a micro-batch of each size."""
         flows = {
-            rows: Flow(microbatch, self._program, self._device)
-            for rows, microbatch in self._microbatches.items()
+            rows: Flow(microbatch, self.program, self.device)
+            for rows, microbatch in self.microbatches.items()
         }
-        for stage in self._stages:
+        for stage in self.stages:
             for rows, flow in flows.items():
                 with on_its_device(stage, rows):
                     visit(stage, rows, flow)
 
     def _count(self, stage: Stage, rows: int, flow: Flow) -> None:
-        self._counted[rows].visit(stage, flow, len(self._stages) - 1)
+        self._counted[rows].visit(stage, flow, len(self.stages) - 1)
 
     def _time(self, stage: Stage, rows: int, flow: Flow) -> None:
         j = stage.partition.index
-        arriving, leaving = ends_of(stage, self._program)
-        outputs = self._times[rows][j].measure(stage, self._program, flow.arriving(j, arriving))
+        arriving, leaving = ends_of(stage, self.program)
+        outputs = self._times[rows][j].measure(stage, self.program, flow.arriving(j, arriving))
         flow.leave(outputs, leaving)
         if j % _OFTEN == 0:
-            x = torch.zeros(1, device=self._device, requires_grad=True)
-            self._overhead.measure(self._empty, self._nothing, tree_flatten(x))
+            x = torch.zeros(1, device=self.device, requires_grad=True)
+            self._overhead.measure(self.empty, self._nothing, tree_flatten(x))
 
     def _costs_of(self, k: int, rows: int, chunks: int) -> dict[str, float]:
         counted = self._counted[rows].costs[k]
