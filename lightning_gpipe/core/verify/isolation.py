@@ -34,17 +34,9 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Iterator[None]:
+def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Manager:
     """Run mini-batches in this number of micro-batches in a ``with`` block."""
-    before = [pipeline.chunks for pipeline in pipelines]
-    try:
-        for pipeline in pipelines:
-            pipeline.chunks = chunks
-        yield
-    finally:
-        for pipeline, number in zip(pipelines, before, strict=True):
-            pipeline.chunks = number
+    return Journal().changed((Attributes(pipeline), "chunks", chunks) for pipeline in pipelines)
 
 
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
