@@ -13,14 +13,7 @@ from itertools import chain
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_gpipe.core.faithful import (
-    Attributes,
-    Journal,
-    Manager,
-    Write,
-    preserved,
-    together,
-)
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager, Write, preserved, together
 from lightning_gpipe.core.pipeline import Pipeline
 
 

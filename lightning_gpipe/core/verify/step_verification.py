@@ -30,12 +30,7 @@ from lightning_gpipe.core.verify.difference import (
     DifferenceSearch,
     normalises_by_batch,
 )
-from lightning_gpipe.core.verify.isolation import (
-    exclusive,
-    in_chunks,
-    isolated,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for

@@ -26,12 +26,7 @@ from lightning_gpipe.core.faithful import is_traced, without_checkpointing
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.difference import UnitSearch, normalises_by_batch
-from lightning_gpipe.core.verify.isolation import (
-    exclusive,
-    in_chunks,
-    isolated,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
