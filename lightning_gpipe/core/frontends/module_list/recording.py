@@ -69,7 +69,6 @@ class LoopRecording:
         self.tape = Tape()
         self.rows = first.size(0)
         self.device = device
-        self.grad = state.grad
         self.end_reason = ""
         self.state = state
         self._history = history
@@ -200,7 +199,7 @@ class LoopRecording:
     ) -> tuple[TapeEntry, tuple[Any, Any]]:
         """The entry of a call that the tape does not have as it is, and its arguments there."""
         parts = without_objects(
-            call, arguments, None if self.samples.single or not self.grad else self.rows
+            call, arguments, None if self.samples.single or not self.state.grad else self.rows
         )
         if parts is not None:
             call, arguments = parts
