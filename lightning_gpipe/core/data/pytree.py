@@ -158,10 +158,16 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(_pytree.keystr(path), leaf) for path, leaf in _with_paths(_with_records(tree))]
 
 
-def entries(tree: Any) -> list[str | int | None]:
-    """Return each leaf's key, index or attribute in ``tree``, or None if the tree is a leaf."""
+def entries(tree: Any, needed: Iterable[str | int] = ()) -> list[str | int | None]:
+    """Return each leaf's key, index or attribute in ``tree``, or None if the tree is a leaf.
+
+    Raises a ValueError if there are none for the ``needed`` ones.
+    """
     leaves = _with_paths(_with_records(tree))
-    return [_entry_of(path[0]) if path else None for path, _ in leaves]
+    names = [_entry_of(path[0]) if path else None for path, _ in leaves]
+    if missing := [entry for entry in needed if entry not in names]:
+        raise ValueError(f"the entries {missing} must exist: got {list(dict.fromkeys(names))}.")
+    return names
 
 
 def map_nodes(function: Callable[[str, Any], Any], tree: Any, chosen: Callable[[Any], bool]) -> Any:

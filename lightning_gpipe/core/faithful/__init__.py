@@ -12,7 +12,7 @@ from lightning_gpipe.core.faithful.layers.batchnorm import (
     check_batch_norms,
     rows_needed,
 )
-from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, together
+from lightning_gpipe.core.faithful.managers import NOTHING, LazyManagers, Manager, Setting, together
 from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
@@ -21,11 +21,21 @@ from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomS
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior
-from lightning_gpipe.core.faithful.state.contents import Contents
+from lightning_gpipe.core.faithful.state.contents import Contents, SavedContainer, set_elements
 from lightning_gpipe.core.faithful.state.inplace import MutationGuard
 from lightning_gpipe.core.faithful.state.stage_state import ModuleState, StageState, preserved
-from lightning_gpipe.core.faithful.thread.context import Context, on_engine_thread
-from lightning_gpipe.core.faithful.thread.modes import ThreadState, refuse_unsupported_modes
+from lightning_gpipe.core.faithful.thread.context import (
+    Autocast,
+    Context,
+    on_engine_thread,
+    saved_tensors_hooks,
+    without_checkpointing,
+)
+from lightning_gpipe.core.faithful.thread.modes import (
+    ThreadState,
+    intra_op_threads,
+    refuse_unsupported_modes,
+)
 from lightning_gpipe.core.faithful.thread.recomputing import RECOMPUTING, is_recomputing
 from lightning_gpipe.core.faithful.thread.streams import Streams
 from lightning_gpipe.core.faithful.thread.tracing import is_traced, not_compiled
@@ -35,6 +45,7 @@ __all__ = [
     "NOTHING",
     "RECOMPUTING",
     "Attributes",
+    "Autocast",
     "Behavior",
     "Contents",
     "Context",
@@ -52,6 +63,8 @@ __all__ = [
     "Randomness",
     "RowWatch",
     "RowWatches",
+    "SavedContainer",
+    "Setting",
     "Shadows",
     "SharedGenerators",
     "StageState",
@@ -62,6 +75,7 @@ __all__ = [
     "check_batch_norms",
     "default_generator",
     "has_hooks",
+    "intra_op_threads",
     "is_recomputing",
     "is_traced",
     "modules_raising",
@@ -70,5 +84,8 @@ __all__ = [
     "preserved",
     "refuse_unsupported_modes",
     "rows_needed",
+    "saved_tensors_hooks",
+    "set_elements",
     "together",
+    "without_checkpointing",
 ]

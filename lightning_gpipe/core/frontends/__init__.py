@@ -17,7 +17,6 @@ from lightning_gpipe.core.frontends.install import check_recordable, is_installe
 from lightning_gpipe.core.frontends.locate import candidates, frontend_of, heaviest, module_at
 from lightning_gpipe.core.frontends.pretrained import load_pretrained, parameters_on_meta
 from lightning_gpipe.core.frontends.stand_in import StandIn
-from lightning_gpipe.core.frontends.stored import is_in_another_process
 from lightning_gpipe.core.frontends.traced import UnsupportedForward
 
 __all__ = [
@@ -29,7 +28,6 @@ __all__ = [
     "choose_devices",
     "frontend_of",
     "heaviest",
-    "is_in_another_process",
     "is_installed",
     "load_pretrained",
     "module_at",

@@ -52,11 +52,8 @@ def parameters_on_meta() -> Iterator[None]:
             replacements[parameter] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         return replacements[parameter]
 
-    handle = register_module_parameter_registration_hook(on_meta)
-    try:
+    with register_module_parameter_registration_hook(on_meta):
         yield
-    finally:
-        handle.remove()
 
 
 def load_pretrained(
@@ -116,13 +113,11 @@ def load_pretrained(
     }
     _check(path, faults)
     for module in model.modules():
-        buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-        if any(buffer.is_meta and id(buffer) not in values for buffer in buffers):
+        if any(x.is_meta and id(x) not in values for x in module.buffers(recurse=False)):
             initialiser(module)  # raises if there is none
-    for module in model.modules():
-        for own in [*module._parameters.values(), *module._buffers.values()]:
-            if own is not None and own.is_meta:
-                await_value(own, values.get(id(own), Source.INITIALISED))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            await_value(tensor, values.get(id(tensor), Source.INITIALISED))
     for tensor in {id(tensor): tensor for tensor in names.values()}.values():
         if not tensor.is_meta and id(tensor) in values:
             values[id(tensor)].read_into(tensor)

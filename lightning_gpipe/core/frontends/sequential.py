@@ -22,7 +22,6 @@ from lightning_gpipe.core.frontends.install import check_free, install
 from lightning_gpipe.core.layout import (
     Partition,
     balance_of_layers,
-    check_sequential,
     cut,
     groups_of,
     has_own_forward,
@@ -46,7 +45,6 @@ class Layers(Frontend):
 
     def __init__(self, model: nn.Module, path: str) -> None:
         super().__init__(model, path)
-        self._path = path
         self._name = f"{type(model).__name__}.{path}" if path else "module"
         self._processes: OwnerProcesses | None = None
 
@@ -71,7 +69,6 @@ class Layers(Frontend):
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_free(self._module, self._name)
-        check_sequential(self._module, self._name)
         partitions = cut(self._module, balance, self._name, self._prefix)
         self._program = chain(zip(x.layers, x.titles, strict=True) for x in partitions)
         return partitions
@@ -84,12 +81,12 @@ class Layers(Frontend):
         self._children = [(each, tuple(each._modules.values())) for each in containers]
         self._hooks = [hooks for group in self._groups.values() for hooks in hooks_of(group)]
         self._processes = processes
-        if self._path:
+        if self._prefix:
             self._installed = install(self._module, partial(self._forward, run), self._name)
 
     @override
     def call(self, run: RunProgram, /, *args: Any, **kwargs: Any) -> Any:
-        if self._path:
+        if self._prefix:
             return super().call(run, *args, **kwargs)
         return self._forward(run, *args, **kwargs)
 

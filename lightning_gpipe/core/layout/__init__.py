@@ -21,6 +21,7 @@ from lightning_gpipe.core.layout.module_attributes import (
     is_generator,
     is_user_object,
     parameter_holders,
+    tensors_within,
     within,
 )
 from lightning_gpipe.core.layout.nested import (
@@ -34,12 +35,14 @@ from lightning_gpipe.core.layout.nested import (
 from lightning_gpipe.core.layout.partition import (
     Partition,
     check_balance,
+    check_distinct,
     check_enough_layers,
     check_even,
     check_initialised,
     check_sequential,
     cut,
     layer_ranges,
+    partitions_of,
 )
 from lightning_gpipe.core.layout.shards import check_whole, has_shards
 from lightning_gpipe.core.layout.sharing import (
@@ -65,6 +68,7 @@ __all__ = [
     "check_around",
     "check_balance",
     "check_copies",
+    "check_distinct",
     "check_enough_layers",
     "check_even",
     "check_initialised",
@@ -87,7 +91,9 @@ __all__ = [
     "layer_ranges",
     "layers_of",
     "parameter_holders",
+    "partitions_of",
     "shared_with_outside",
+    "tensors_within",
     "ties_of",
     "within",
 ]

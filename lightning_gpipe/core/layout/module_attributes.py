@@ -101,6 +101,16 @@ def contents(value: Any) -> Collection[Any]:
     return value if isinstance(value, (tuple, *CONTAINERS)) else ()
 
 
+def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """Yield the tensors within an object, its attributes and its containers."""
+    for item in within(value):
+        if isinstance(item, Tensor):
+            yield item
+        elif depth and not isinstance(item, (type, nn.Module)):
+            for attribute in getattr(item, "__dict__", {}).values():
+                yield from tensors_within(attribute, depth - 1)
+
+
 def is_generator(value: Any) -> bool:
     """Return whether ``value`` is a random generator of PyTorch, NumPy or Python."""
     numpy = sys.modules.get("numpy.random")

@@ -88,11 +88,17 @@ def cut(
     check_sequential(module, name)
     paths = layers_of(module)
     check_balance(balance, len(paths), name)
-    layers = tuple(paths.values())
-    names = tuple(prefix + path for path in paths) if groups_of(module) else ()
+    names = [prefix + path for path in paths] if groups_of(module) else []
+    return partitions_of(list(paths.values()), names, balance)
+
+
+def partitions_of(
+    layers: Sequence[nn.Module], names: Sequence[str], balance: Sequence[int]
+) -> list[Partition]:
+    """Return the partitions of the layers by a balance that fits them; they may have no names."""
     return [
-        Partition(j, own.start, layers[own.start : own.stop], names[own.start : own.stop])
-        for j, own in enumerate(layer_ranges(balance))
+        Partition(j, first, tuple(layers[first:end]), tuple(names[first:end]))
+        for j, (first, end) in enumerate(pairwise(accumulate(balance, initial=0)))
     ]
 
 
@@ -135,21 +141,28 @@ def check_sequential(module: nn.Module, name: str = "module") -> None:
             f"one was assigned, {module.forward!r}, and stages run the layers without it. Move "
             f"what it adds into a layer, and remove it with `del {name}.forward`."
         )
-    if not len(module):
-        raise ValueError(f"{name} must have at least one layer: got an empty {kind}.")
+    check_distinct(module, name)
     check_initialised(module, name)
-    if repeated := _repeated(module):
-        raise ValueError(
-            f"{name} must have each layer object only once, because a layer is on one stage: got "
-            f"{'; '.join(repeated)}. Make an object for each layer; to share weights, assign the "
-            f"same nn.Parameter to both."
-        )
     layers = layers_of(module).items()
     if misfits := [f"{type(x).__name__} at {path}" for path, x in layers if not _takes_one(x)]:
         raise TypeError(
             f"each layer of {name} must take one argument, which the layer before returns: got "
             f"{', '.join(misfits)}. Leave a loss out of the layers, and compute it in "
             "training_step from the output and the targets. Give several values as one tuple."
+        )
+
+
+def check_distinct(module: nn.Sequential | nn.ModuleList, name: str, layer: str = "layer") -> None:
+    """Refuse a container without layers, or with one that is there twice; ``layer`` is its word."""
+    if not len(module):
+        raise ValueError(
+            f"{name} must have at least one {layer}: got an empty {type(module).__qualname__}."
+        )
+    if repeated := _repeated(module):
+        raise ValueError(
+            f"{name} must have each {layer} object only once, because a {layer} is on one stage: "
+            f"got {'; '.join(repeated)}. Make an object for each {layer}; to share weights, assign "
+            f"the same nn.Parameter to both."
         )
 
 
@@ -218,7 +231,7 @@ def check_enough_layers(layers: int, stages: int, name: str = "module") -> None:
         )
 
 
-def _repeated(module: nn.Sequential) -> list[str]:
+def _repeated(module: nn.Sequential | nn.ModuleList) -> list[str]:
     """Name the indices of each layer object that has several: ``ReLU at 1 and 3``."""
     indices_of: dict[nn.Module, list[str]] = {}
     for k, layer in enumerate(module):

@@ -18,7 +18,7 @@ from lightning_gpipe.core.layout.layout import META, Layout
 from lightning_gpipe.core.layout.module_attributes import (
     attributes_in,
     is_generator,
-    is_user_object,
+    tensors_within,
     within,
 )
 
@@ -115,7 +115,7 @@ def check_copies(
         attributes = [
             attribute
             for attribute, value in vars(parameter).items()
-            if any({tensor.device} != places for tensor in _tensors_in(value))
+            if any({tensor.device} != places for tensor in tensors_within(value))
         ]
         if attributes:
             raise ValueError(
@@ -125,19 +125,6 @@ def check_copies(
                 "balance that puts the layers that share it into stages of one device, or "
                 "quantise them without sharing it."
             )
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an attribute of a parameter, in containers and objects too."""
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        for content in within(waiting.pop()):
-            if isinstance(content, Tensor):
-                yield content
-            elif is_user_object(content) and id(content) not in seen:
-                seen.add(id(content))
-                waiting += vars(content).values()
 
 
 def _unshared(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:

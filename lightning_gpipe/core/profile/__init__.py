@@ -6,8 +6,7 @@ time on the device that is to run it, or counted on the meta device.
 
 from lightning_gpipe.core.profile.alike import kind_of
 from lightning_gpipe.core.profile.layers import Subject, profile_layers
-from lightning_gpipe.core.profile.meters import intra_op_threads
-from lightning_gpipe.core.profile.optimizers import Optimizers, optimizer_bytes
+from lightning_gpipe.core.profile.optimizers import Optimizers
 from lightning_gpipe.core.profile.walk import Visit, change_tensors, following, walk_program
 
 __all__ = [
@@ -16,9 +15,7 @@ __all__ = [
     "Visit",
     "change_tensors",
     "following",
-    "intra_op_threads",
     "kind_of",
-    "optimizer_bytes",
     "profile_layers",
     "walk_program",
 ]

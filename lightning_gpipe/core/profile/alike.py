@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class AlikeLayers:
     def count(
         self,
         stage: Stage,
-        part: Part | None,
+        part: Part,
         inputs: FlatTree,
         saved: SavedBytes,
         measure: Callable[[], LayerRun],
@@ -89,16 +89,15 @@ class _Unlike(Exception):
     """A layer with hooks, skip connections, or something else that cannot be compared."""
 
 
-def _key(stage: Stage, part: Part | None, inputs: FlatTree, saved: SavedBytes) -> Hashable:
+def _key(stage: Stage, part: Part, inputs: FlatTree, saved: SavedBytes) -> Hashable:
     """Return a key that is equal for layers that cost the same."""
     if stage.arriving or stage.leaving:
         raise _Unlike
     modules = tuple(_of_module(layer, numbers=False) for layer in stage.partition.layers)
-    steps = () if part is None else _of_part(part)
     leaves = inputs.leaves
     same = tuple(next(k for k, x in enumerate(leaves) if x is leaf) for leaf in leaves)
     values = tuple(map(_of_leaf, leaves)), tuple(saved.are_counted(leaves)), repr(inputs.spec)
-    return modules, steps, values, same
+    return modules, _of_part(part), values, same
 
 
 def kind_of(module: nn.Module) -> Hashable:
@@ -109,10 +108,9 @@ def kind_of(module: nn.Module) -> Hashable:
         return id(module)
 
 
-def _modules_of(stage: Stage, part: Part | None) -> Iterator[nn.Module]:
+def _modules_of(stage: Stage, part: Part) -> Iterator[nn.Module]:
     """Yield the modules of a key, in its order; one that is there twice comes twice."""
-    steps = [] if part is None else part.steps
-    called = filter(None, (_called(step.run) for step in steps))
+    called = filter(None, (_called(step.run) for step in part.steps))
     for layer in (*stage.partition.layers, *called):
         yield from (module for _, module in layer.named_modules(remove_duplicate=False))
 
@@ -214,17 +212,16 @@ def _numbers_of(modules: Iterable[nn.Module]) -> dict[Number, int]:
 
 
 @contextmanager
-def _recording(modules: Iterable[nn.Module]) -> Iterator[set[Number]]:
+def _recording(modules: Sequence[nn.Module]) -> Iterator[set[Number]]:
     """Collect the numbers of modules that are read in a ``with`` block, ``__dict__`` reads all."""
     numbers_read: set[Number] = set()
-    listed = list(modules)
     names: dict[int, dict[str, list[Number]]] = {}
-    for k, name in _numbers_of(listed):
-        own = names.setdefault(id(listed[k]), {})
+    for k, name in _numbers_of(modules):
+        own = names.setdefault(id(modules[k]), {})
         for attribute in (name, "__dict__"):
             own.setdefault(attribute, []).append((k, name))
     with ExitStack() as stack:
-        for kind in dict.fromkeys(type(module) for module in listed if id(module) in names):
+        for kind in dict.fromkeys(type(module) for module in modules if id(module) in names):
             stack.enter_context(_watched(kind, names, numbers_read))
         yield numbers_read
 

@@ -60,7 +60,7 @@ def profile_layers(
     modules = [module for stage in stages for module in stage.modules]
     state_bytes = optimizer_bytes(subject.root.parameters(), optimizer)
     (empty,) = _stages([Partition(0, 0, (nn.Identity(),))], device)
-    rounds = Rounds(subject.program, subject.microbatches, stages, empty, device, split=split)
+    rounds = Rounds(subject.program, subject.microbatches, stages, empty, device, split)
     with preserved(modules, [device]), torch.enable_grad():
         rounds.run()
     *static, around = _static_costs(subject, state_bytes)

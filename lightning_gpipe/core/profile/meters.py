@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -70,17 +69,3 @@ class _Counting(TorchDispatchMode):
         if count is not None:
             self.total += count(*args, **kwargs, out_val=result)
         return result
-
-
-@contextmanager
-def intra_op_threads(number: int) -> Iterator[None]:
-    """Let operators use ``number`` threads, and at least one, in a ``with`` block.
-
-    The workers of a pipeline have equal shares of the caller's threads.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, number))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -34,6 +35,7 @@ _ROUNDS = 3, 9  # with times: at least, at most
 _ENOUGH = 0.05  # seconds; faster layers are measured in more rounds
 
 
+@dataclass(eq=False)
 class Rounds:
     """The measurements of all layers, each of which is a stage.
 
@@ -44,25 +46,23 @@ class Rounds:
         split: Whether to measure backwards in two parts, too.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        microbatches: Mapping[int, Any],
-        stages: Sequence[Stage],
-        empty: Stage,
-        device: torch.device,
-        *,
-        split: bool = False,
-    ) -> None:
-        self.meter = Meter(device)
-        self._program, self._microbatches = program, microbatches
-        self._stages, self._empty, self._device, self._split = stages, empty, device, split
+    program: Program
+    microbatches: Mapping[int, Any]
+    stages: Sequence[Stage]
+    empty: Stage
+    device: torch.device
+    split: bool
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.device)
         self._counted = {
-            rows: LayerCounter(program, self.meter, split=split) for rows in microbatches
+            rows: LayerCounter(self.program, self.meter, split=self.split)
+            for rows in self.microbatches
         }
-        self._times = {rows: [Times() for _ in stages] for rows in microbatches}
-        self._overhead = Times()
         self._gradients: list[Tensor] = []  # those that are alive
+        times = partial(Times, self.meter, self._gradients, split=self.split)
+        self._times = {rows: [times() for _ in self.stages] for rows in self.microbatches}
+        self._overhead = times()
         self._nothing = chain([[(nn.Identity(), "nothing")]])
 
     def run(self) -> None:
@@ -80,8 +80,8 @@ class Rounds:
     def costs(self, chunks: int) -> list[dict[str, Any]]:
         """Return the fields of each layer's profile in a mini-batch of ``chunks`` micro-batches."""
         fields: list[dict[str, Any]] = []
-        for k in range(len(self._stages)):
-            by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self._microbatches}
+        for k in range(len(self.stages)):
+            by_rows = {rows: self._costs_of(k, rows, chunks) for rows in self.microbatches}
             names = next(iter(by_rows.values()))
             costs: dict[str, Any] = {
                 name: LinearCost.through({rows: cost[name] for rows, cost in by_rows.items()})
@@ -112,35 +112,25 @@ class Rounds:
     def _round(self, visit: Callable[[Stage, int, Flow], None]) -> None:
         """Visit each layer, in order, with a micro-batch of each size."""
         flows = {
-            rows: Flow(microbatch, self._program, self._device)
-            for rows, microbatch in self._microbatches.items()
+            rows: Flow(microbatch, self.program, self.device)
+            for rows, microbatch in self.microbatches.items()
         }
-        for stage in self._stages:
+        for stage in self.stages:
             for rows, flow in flows.items():
                 with on_its_device(stage, rows):
                     visit(stage, rows, flow)
 
     def _count(self, stage: Stage, rows: int, flow: Flow) -> None:
-        self._counted[rows].visit(stage, flow, len(self._stages) - 1)
+        self._counted[rows].visit(stage, flow, len(self.stages) - 1)
 
     def _time(self, stage: Stage, rows: int, flow: Flow) -> None:
         j = stage.partition.index
-        arriving, leaving = ends_of(stage, self._program)
-        outputs = self._times[rows][j].measure(
-            stage,
-            self._program,
-            flow.arriving(j, arriving),
-            self.meter,
-            self._gradients,
-            split=self._split,
-        )
+        arriving, leaving = ends_of(stage, self.program)
+        outputs = self._times[rows][j].measure(stage, self.program, flow.arriving(j, arriving))
         flow.leave(outputs, leaving)
         if j % _OFTEN == 0:
-            x = torch.zeros(1, device=self._device, requires_grad=True)
-            nothing = FlatTree(*tree_flatten(x))
-            self._overhead.measure(
-                self._empty, self._nothing, nothing, self.meter, self._gradients, split=self._split
-            )
+            x = torch.zeros(1, device=self.device, requires_grad=True)
+            self._overhead.measure(self.empty, self._nothing, tree_flatten(x))
 
     def _costs_of(self, k: int, rows: int, chunks: int) -> dict[str, float]:
         counted = self._counted[rows].costs[k]
@@ -152,47 +142,45 @@ class Rounds:
 
 
 class Times:
-    """The times of a stage for micro-batches of one size, in several rounds."""
+    """The times of a stage for micro-batches of one size, in several rounds.
 
-    def __init__(self) -> None:
+    Args:
+        meter: Measures calls.
+        gradients: The gradients that are alive; they get those of the stage.
+        split: Whether to measure backwards in two parts, too.
+    """
+
+    def __init__(self, meter: Meter, gradients: list[Tensor], *, split: bool) -> None:
+        self._meter, self._gradients, self._split = meter, gradients, split
         self._forward: list[float] = []
         self._dropping: list[float] = []
         # Of backwards or their parts: the first of a mini-batch, and each later one.
         self._backward: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
-    def measure(
-        self,
-        stage: Stage,
-        program: Program,
-        inputs: FlatTree,
-        meter: Meter,
-        gradients: list[Tensor],
-        *,
-        split: bool = False,
-    ) -> FlatTree:
+    def measure(self, stage: Stage, program: Program, inputs: FlatTree) -> FlatTree:
         """Run two micro-batches, one of which is recomputed: F0 F1 R1 B1 B0; return the outputs.
 
-        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0. ``gradients`` are the
-        ones that are alive, and get those of the stage.
+        To measure backwards in two parts, run two others: F0 F1 B1 W1 B0 W0.
         """
+        meter = self._meter
         with alone(stage, program, recomputed=[1]) as single:
             outputs, forward = meter(partial(single.forward, 0, inputs.detached()))
             _, dropping = meter(partial(single.forward, 1, inputs.detached()))
             single.recompute(1)
             _, first = meter(partial(single.backward, 1, gradients_for(outputs)))
             _, later = meter(partial(single.backward, 0, gradients_for(outputs)))
-            _keep_alive(gradients, single.take_gradients())
+            _keep_alive(self._gradients, single.take_gradients())
         self._forward.append(forward)
         self._dropping.append(dropping)
         self._backward["backward"].append((first, later))
-        if split:
+        if self._split:
             with alone(stage, program, split=True) as single:
                 both = [single.forward(i, inputs.detached()) for i in (0, 1)]
                 _, first_inputs = meter(partial(single.backward, 1, gradients_for(both[1])))
                 _, first_weights = meter(partial(single.weights, 1))
                 _, later_inputs = meter(partial(single.backward, 0, gradients_for(both[0])))
                 _, later_weights = meter(partial(single.weights, 0))
-                _keep_alive(gradients, single.take_gradients())
+                _keep_alive(self._gradients, single.take_gradients())
             self._backward["inputs"].append((first_inputs, later_inputs))
             self._backward["weights"].append((first_weights, later_weights))
         return outputs

@@ -6,14 +6,14 @@ the tensors on their way between layers are remembered with whether they were co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import bytes_of
+from lightning_gpipe.core.faithful import Manager
 
 
 class SavedBytes:
@@ -24,8 +24,7 @@ class SavedBytes:
         self._counted: set[int] = set()  # the storages of tensors on their way
         self._ignored: set[int] = set()
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> Manager:
         """Count tensors saved in a ``with`` block; their graph must outlive the block."""
         self.number = 0
         self._ignored.clear()
@@ -37,8 +36,7 @@ class SavedBytes:
                 self.number += _size(tensor)
             return tensor.detach()  # an output would keep its own graph alive
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the parameters and buffers of the layer, which are in memory anyway."""

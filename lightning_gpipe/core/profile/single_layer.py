@@ -67,9 +67,8 @@ def gradients_for(outputs: FlatTree) -> FlatTree:
 
 def tensors_in(stage: Stage) -> Iterator[Tensor]:
     """Yield the parameters and buffers that a stage has now."""
-    for module in stage.modules:
-        for slots in (module._parameters, module._buffers):
-            yield from (tensor for tensor in slots.values() if tensor is not None)
+    for layer in stage.partition.layers:
+        yield from (*layer.parameters(), *layer.buffers())
 
 
 class Flow:

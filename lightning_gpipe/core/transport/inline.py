@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from typing_extensions import override
 
 from lightning_gpipe.core.data import FlatTree
-from lightning_gpipe.core.faithful import NOTHING, together
+from lightning_gpipe.core.faithful import NOTHING, intra_op_threads, together
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Route
 from lightning_gpipe.core.schedules import Action, Schedule
@@ -109,7 +109,11 @@ class InlineTransport(Transport):
 
     def sharing(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which operators use as many threads as on a worker's."""
-        return NOTHING if self._shares <= 1 else _Sharing(self._shares)
+        if self._shares <= 1:
+            return NOTHING
+        own = torch.get_num_threads()
+        share = share_of(own, self._shares)
+        return NOTHING if share == own else intra_op_threads(share)
 
     def copies(self) -> Copies:
         """The copies between the devices, with their side streams; made when first needed."""
@@ -140,24 +144,3 @@ class InlineTransport(Transport):
 
     def __reduce__(self) -> tuple[type[InlineTransport], tuple[Layout]]:
         return InlineTransport, (self._layout,)
-
-
-class _Sharing(AbstractContextManager[None]):
-    """Lets operators use a worker's share of the intra-op threads in a ``with`` block."""
-
-    # A class: see Note [Context managers are classes].
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._before = 0
-
-    def __enter__(self) -> None:
-        before = torch.get_num_threads()
-        share = share_of(before, self._workers)
-        if share != before:
-            self._before = before
-            torch.set_num_threads(share)
-
-    def __exit__(self, *error: object) -> None:
-        if self._before:
-            torch.set_num_threads(self._before)

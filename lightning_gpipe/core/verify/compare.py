@@ -15,14 +15,14 @@ is not a fault of the pipeline.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_gpipe.core.faithful import LazyManagers, Manager
 from lightning_gpipe.core.profile import change_tensors
 from lightning_gpipe.core.verify.named_values import Values
 
@@ -168,18 +168,15 @@ def perturbing() -> Callable[[Tensor], Tensor]:
     return perturb
 
 
-@contextmanager
-def perturbed(layers: Iterable[nn.Module]) -> Iterator[None]:
+def perturbed(layers: Iterable[nn.Module]) -> Manager:
     """Add rounding errors to the outputs of layers in a ``with`` block, the same every time."""
 
     def hook(perturb: Callable[[Tensor], Tensor], layer: nn.Module, args: Any, output: Any) -> Any:
         return change_tensors(output, perturb)
 
-    with ExitStack() as hooks:
-        for layer in layers:
-            # Each draws for itself, because layers of several stages run in any order.
-            hooks.callback(layer.register_forward_hook(partial(hook, perturbing())).remove)
-        yield
+    # Each draws for itself, because layers of several stages run in any order.
+    hooked = (layer.register_forward_hook(partial(hook, perturbing())) for layer in layers)
+    return LazyManagers(lambda: hooked)
 
 
 def _rounding_error(x: Tensor) -> float:

@@ -91,6 +91,7 @@ class Comparison(NamedTuple):
     unrepeatable: Difference | None
 
 
+@dataclass(eq=False)
 class DifferenceSearch:
     """Searches for the first difference between two runs, with the unit of an output.
 
@@ -103,12 +104,9 @@ class DifferenceSearch:
         reason: The known reason for a difference.
     """
 
-    def __init__(
-        self, tolerance: float, titles: Sequence[str] = (), reason: str | None = None
-    ) -> None:
-        self._tolerance = tolerance
-        self._titles = titles
-        self._reason = reason
+    tolerance: float
+    titles: Sequence[str] = ()
+    reason: str | None = None
 
     def compare(self, plain: Run, other: Run, rerun: Callable[[bool], Run]) -> Comparison:
         """Compare a run with a plain one.
@@ -125,7 +123,7 @@ class DifferenceSearch:
         compared = {
             kind: deviations(values, other.values[kind]) for kind, values in plain.values.items()
         }
-        return Comparison(compared, self._tolerance, difference, unrepeatable)
+        return Comparison(compared, self.tolerance, difference, unrepeatable)
 
     def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
         """Return the first deviation that is more than rounding, if there is one."""
@@ -136,8 +134,8 @@ class DifferenceSearch:
         value = _WORDS[kind].format(deviation.name)
         units, of_unit = self._unit(plain, other, perturbed)
         if kind == OUTPUT and of_unit is not None:
-            deviation, value = of_unit, f"the output of {self._titles[units[-1]]}"
-        return Difference(kind, deviation, None, range(0), value, self._reason)
+            deviation, value = of_unit, f"the output of {self.titles[units[-1]]}"
+        return Difference(kind, deviation, None, range(0), value, self.reason)
 
     def first_unrepeated(self, plain: Run, again: Run) -> Difference | None:
         """Return the first deviation between two plain runs that is more than rounding."""
@@ -149,7 +147,7 @@ class DifferenceSearch:
         """Return the first kind of values that deviate by more than rounding, with these."""
         for kind, values in plain.values.items():
             amplified = None if perturbed is None else perturbed.values[kind]
-            if differing := beyond(values, other.values[kind], self._tolerance, amplified):
+            if differing := beyond(values, other.values[kind], self.tolerance, amplified):
                 return kind, differing
         return None
 
@@ -166,7 +164,7 @@ class DifferenceSearch:
             if not values or not others or not same_shapes(values, others):
                 continue
             amplified = None if perturbed is None else perturbed.units[k]
-            if differing := beyond(values, others, self._tolerance, amplified):
+            if differing := beyond(values, others, self.tolerance, amplified):
                 return range(agreeing + 1, k + 1), differing[0]
             agreeing = k
         return range(agreeing + 1, len(plain.units)), None
@@ -188,7 +186,7 @@ class UnitSearch(DifferenceSearch):
     def first(self, plain: Run, other: Run, perturbed: Run | None = None) -> Difference | None:
         units = range(len(plain.units))
         unverified = units
-        if beyond(plain.values[OUTPUT], other.values[OUTPUT], self._tolerance):
+        if beyond(plain.values[OUTPUT], other.values[OUTPUT], self.tolerance):
             unverified, deviation = self._unit(plain, other, perturbed)
             if deviation is not None:
                 return self._located(plain, OUTPUT, deviation, unverified[-1], unverified)
@@ -232,8 +230,8 @@ class UnitSearch(DifferenceSearch):
         self, plain: Run, kind: str, deviation: Deviation, k: int | None, suspects: range
     ) -> Difference:
         # A deviation within the tolerance in forward may exceed it in backward.
-        reason = self._reason_in(plain, suspects.stop if kind == OUTPUT else len(self._titles))
-        title = "" if k is None else f" of {self._titles[k]}"
+        reason = self._reason_in(plain, suspects.stop if kind == OUTPUT else len(self.titles))
+        title = "" if k is None else f" of {self.titles[k]}"
         value = _WORDS[kind].format(deviation.name) + title
         return Difference(kind, deviation, k, suspects, value, reason)
 

@@ -10,19 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_gpipe.core.faithful import (
-    Attributes,
-    Context,
-    Journal,
-    Manager,
-    Write,
-    preserved,
-    together,
-)
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager, Write, preserved, together
 from lightning_gpipe.core.pipeline import Pipeline
 
 
@@ -36,17 +27,9 @@ def exclusive(pipelines: Sequence[Pipeline]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Iterator[None]:
+def in_chunks(pipelines: Sequence[Pipeline], chunks: int) -> Manager:
     """Run mini-batches in this number of micro-batches in a ``with`` block."""
-    before = [pipeline.chunks for pipeline in pipelines]
-    try:
-        for pipeline in pipelines:
-            pipeline.chunks = chunks
-        yield
-    finally:
-        for pipeline, number in zip(pipelines, before, strict=True):
-            pipeline.chunks = number
+    return Journal().changed((Attributes(pipeline), "chunks", chunks) for pipeline in pipelines)
 
 
 def isolated(modules: Iterable[nn.Module], pipelines: Sequence[Pipeline]) -> Manager:
@@ -69,17 +52,3 @@ def _without_dropout(module: nn.Module) -> Iterator[Write]:
             yield Attributes(module), "training", False
         case nn.RNNBase() | nn.MultiheadAttention():
             yield Attributes(module), "dropout", 0.0
-
-
-def saving_as_caller(devices: Iterable[torch.device]) -> Manager:
-    """Apply the caller's hooks on saved tensors in a ``with`` block, except checkpointing's.
-
-    Checkpointing's hooks count the saved tensors, and would run the caller's forward again to get
-    them back.
-    """
-    hooks = Context.capture(devices).saved_tensors_hooks or (_unchanged, _unchanged)
-    return torch.autograd.graph.saved_tensors_hooks(*hooks)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor

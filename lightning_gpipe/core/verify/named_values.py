@@ -15,13 +15,8 @@ from torch import Tensor
 from lightning_gpipe.core.data import MicroBatching, Rows, copy_marks, map_tensors, named_leaves
 
 # The values that a pipeline must compute, in the order in which differences are searched.
-OUTPUT, GRADIENTS, BUFFERS, INPUT_GRADIENTS, LOSS_TERMS = KINDS = (
-    "output",
-    "gradients",
-    "buffers",
-    "input gradients",
-    "loss terms",
-)
+OUTPUT, GRADIENTS, BUFFERS = "output", "gradients", "buffers"
+INPUT_GRADIENTS, LOSS_TERMS = "input gradients", "loss terms"
 LOSS = "loss"  # of a step
 
 Values = Mapping[str, Tensor | None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,24 +20,26 @@ import torch
 from torch import nn
 
 from lightning_gpipe.core.data import collect_loss_terms
-from lightning_gpipe.core.faithful import Journal, Manager, RandomState, Write
+from lightning_gpipe.core.faithful import (
+    Journal,
+    Manager,
+    RandomState,
+    Write,
+    without_checkpointing,
+)
 from lightning_gpipe.core.pipeline import PipedModule
 from lightning_gpipe.core.profile import change_tensors, following
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.compare import perturbed
 from lightning_gpipe.core.verify.difference import Comparison, DifferenceSearch
-from lightning_gpipe.core.verify.isolation import (
-    in_chunks,
-    isolated,
-    saving_as_caller,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import OUTPUT, Values, inexact, tensors
 from lightning_gpipe.core.verify.runs import Run, copied, few_rows, recorded, results, tolerance_for
 
 _DRAWS = "the forward draws random numbers, of which a pipeline has others"
 
 
+@dataclass(eq=False)
 class WholeCall:
     """A call of a module in whose forward pipelines run: those of the ``piped`` modules.
 
@@ -44,35 +47,27 @@ class WholeCall:
         titles: The names of each layer that programs of the forward call, one for each call.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        piped: Sequence[PipedModule],
-        call: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        self.module = module
-        self.piped = piped
-        self.pipelines = [taken.pipeline for taken in piped]
-        self._call = call
-        self._arguments = args, kwargs
+    module: nn.Module
+    piped: Sequence[PipedModule]
+    call: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    thin: bool = False  # see gradients_of
+
+    def __post_init__(self) -> None:
+        self.pipelines = [taken.pipeline for taken in self.piped]
         self._layout = self.pipelines[0].layout
         self.titles: dict[nn.Module, list[str]] = {}
         self._drew = False
-        self._thin = False
 
     def __call__(self) -> Any:
         """Make the call."""
-        args, kwargs = self._arguments
-        return self._call(*args, **kwargs)
+        return self.call(*self.args, **self.kwargs)
 
     def sample(self, rows: int) -> WholeCall:
         """Return the call with its first rows only, whose gradients are thin."""
-        args, kwargs = few_rows(self._arguments, rows)
-        call = WholeCall(self.module, self.piped, self._call, args, kwargs)
-        call._thin = True
-        return call
+        args, kwargs = few_rows((self.args, self.kwargs), rows)
+        return replace(self, args=args, kwargs=kwargs, thin=True)
 
     def record(self, taken: PipedModule, program: Program) -> None:
         """Record the calls of layers in a program of the forward."""
@@ -87,7 +82,7 @@ class WholeCall:
     def compare(self, tolerance: float | None = None, chunks: int = 1) -> Comparison:
         """Compare the call, with this number of micro-batches, with the own forward."""
         devices = self._layout.devices
-        with saving_as_caller(devices), without_dropout(self.module.modules(), self._journal):
+        with without_checkpointing(), without_dropout(self.module.modules(), self._journal):
             with self.isolated(), in_chunks(self.pipelines, chunks):
                 piped = self._run()
             plain = self._own_run(piped)
@@ -115,13 +110,13 @@ class WholeCall:
 
         Outputs that the run ``like`` has not, such as a cache, are left out.
         """
-        arguments, leaves = copied(self._arguments)
+        arguments, leaves = copied((self.args, self.kwargs))
         if like is not None:
             arguments = change_tensors(arguments, lambda x: x.to(self._layout.outside))
         args, kwargs = arguments
         before = RandomState.capture(self._layout.devices)
         with recorded(self.titles) as calls, collect_loss_terms():
-            outputs = tensors(self._call(*args, **kwargs))
+            outputs = tensors(self.call(*args, **kwargs))
         self._drew = bool(before.differences())
         if like is not None:
             outputs = {path: outputs[path] for path in like.values[OUTPUT] if path in outputs}
@@ -130,7 +125,7 @@ class WholeCall:
             latest = of_layer[-len(titles) :]  # if a forward ran twice, those of the second
             units += [*map(inexact, latest), *[None] * (len(titles) - len(latest))]
         devices = self._layout.devices
-        values = results(self.module, devices, outputs.items(), leaves, {}, {}, thin=self._thin)
+        values = results(self.module, devices, outputs.items(), leaves, {}, {}, thin=self.thin)
         return Run(values, units)
 
     def _own_run(self, piped: Run, perturb: bool = False) -> Run:

@@ -206,9 +206,7 @@ def gradients_of(
     """
     if not roots or not sources:
         return [None] * len(sources)
-    with ExitStack() as stack:
-        for device_type in {"cpu", *(device.type for device in devices)}:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    with Context.capture(devices).without_autocast().entered():
         gradients = torch.autograd.grad(roots, sources, cotangents, allow_unused=True)
     kept = [
         gradient.flatten()[:: 1 + gradient.numel() // _THIN]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,7 @@ from lightning_gpipe.core.verify.difference import (
     DifferenceSearch,
     normalises_by_batch,
 )
-from lightning_gpipe.core.verify.isolation import (
-    exclusive,
-    in_chunks,
-    isolated,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import GRADIENTS, LOSS, on_cpu
 from lightning_gpipe.core.verify.parity import LossParity, Parity, StepParity
 from lightning_gpipe.core.verify.runs import Run, few_rows, gradients_of, tolerance_for
@@ -120,8 +116,12 @@ def verify_step_sample(
     return None
 
 
+@dataclass(eq=False)
 class StepRuns:
     """Runs of one step on one batch, each from the same state.
+
+    Args:
+        pipeline, step, batch, around, scale: As of :func:`verify_step`.
 
     Attributes:
         modules, parameters: The modules that the step uses, and their trained parameters by name.
@@ -129,23 +129,15 @@ class StepRuns:
         weighted: Whether the step then has returned the weight of each loss.
     """
 
-    def __init__(
-        self,
-        pipeline: GPipe,
-        step: Callable[[Any], Any],
-        batch: Any,
-        around: nn.Module | None,
-        scale: float | Tensor,
-        *,
-        thin: bool,
-    ) -> None:
-        self._thin = thin
-        self._pipeline = pipeline
-        self._step = step
-        self._batch = batch
-        self._around = around
-        self._scale = scale
-        models = nn.ModuleList([pipeline] if around is None else [around, pipeline])
+    pipeline: GPipe
+    step: Callable[[Any], Any]
+    batch: Any
+    around: nn.Module | None
+    scale: float | Tensor
+    thin: bool
+
+    def __post_init__(self) -> None:
+        models = nn.ModuleList(x for x in (self.around, self.pipeline) if x is not None)
         # Without the index of a model.
         self._names = [(name.partition(".")[2], each) for name, each in models.named_modules()]
         self.modules = list(models.modules())
@@ -155,7 +147,7 @@ class StepRuns:
             if parameter.requires_grad:
                 unique = f"{name} of the pipeline" if name in self.parameters else name
                 self.parameters[unique] = parameter
-        self.devices = pipeline.layout.devices
+        self.devices = self.pipeline.layout.devices
         self.losses: list[float] = []
         self.weighted = False
         self._even = False  # whether all micro-batches have equally many rows
@@ -163,9 +155,9 @@ class StepRuns:
 
     def by_micro_batch(self, schedule: ByMicroBatch) -> Run:
         """Run the step for each micro-batch, and record the losses."""
-        with isolated(self.modules, [self._pipeline.only]):
-            outcome = self._pipeline.by_micro_batch(
-                self._step, self._copy(), schedule=schedule, around=self._around, scale=self._scale
+        with isolated(self.modules, [self.pipeline.only]):
+            outcome = self.pipeline.by_micro_batch(
+                self.step, self._copy(), schedule=schedule, around=self.around, scale=self.scale
             )
             losses_and_weights = list(map(loss_and_weight, outcome.results))
             self.losses = [float(loss) for loss, _ in losses_and_weights if loss is not None]
@@ -178,14 +170,14 @@ class StepRuns:
 
         The layers are verified if there is a list for the results, ``parities``.
         """
-        with isolated(self.modules, [self._pipeline.only]), ExitStack() as stack:
+        with isolated(self.modules, [self.pipeline.only]), ExitStack() as stack:
             if parities is not None:
-                verifier = FirstBatchVerifier(self._pipeline.piped_modules, parities.append)
+                verifier = FirstBatchVerifier(self.pipeline.piped_modules, parities.append)
                 stack.callback(verifier.remove)
             if perturb:
-                stack.enter_context(perturbed(self._pipeline))
+                stack.enter_context(perturbed(self.pipeline))
             before = RandomState.capture(self.devices)
-            loss, _ = loss_and_weight(self._step(self._copy()))
+            loss, _ = loss_and_weight(self.step(self._copy()))
             run = self._run(loss)
             self._drew = bool(before.differences())
             return run
@@ -195,7 +187,7 @@ class StepRuns:
 
         The layers run in micro-batches in both, of the same rows if these are equally many.
         """
-        stages = self._pipeline.stages if self._even else ()
+        stages = self.pipeline.stages if self._even else ()
         same = {module for stage in stages for module in stage.modules}
         reasons = [
             f"{name!r} is a {type(module).__name__}, {BY_MICRO_BATCH}"
@@ -206,17 +198,17 @@ class StepRuns:
 
     def _copy(self) -> Any:
         """Return a copy of the batch, which the step may edit."""
-        return change_tensors(self._batch, torch.clone)
+        return change_tensors(self.batch, torch.clone)
 
     def _run(self, loss: Tensor | None) -> Run:
         """Return the loss, and the gradients of all parameters, which are not accumulated."""
         if loss is None:
             return Run({LOSS: {}, GRADIENTS: {}})
-        seed = torch.as_tensor(self._scale).to(loss)
+        seed = torch.as_tensor(self.scale).to(loss)
         roots = [loss] if loss.requires_grad else []
         sources = list(self.parameters.values())
         seeds = [seed.expand_as(loss)]
-        gradients = gradients_of(roots, sources, seeds, self.devices, thin=self._thin)
+        gradients = gradients_of(roots, sources, seeds, self.devices, thin=self.thin)
         scale = float(seed)
         scaled = [None if gradient is None else gradient / scale for gradient in gradients]
         values = dict(zip(self.parameters, scaled, strict=True))

@@ -23,17 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import is_traced
+from lightning_gpipe.core.faithful import is_traced, without_checkpointing
 from lightning_gpipe.core.pipeline import GPipe, PipedModule, checked
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.verify.difference import UnitSearch, normalises_by_batch
-from lightning_gpipe.core.verify.isolation import (
-    exclusive,
-    in_chunks,
-    isolated,
-    saving_as_caller,
-    without_dropout,
-)
+from lightning_gpipe.core.verify.isolation import exclusive, in_chunks, isolated, without_dropout
 from lightning_gpipe.core.verify.named_values import unpacked
 from lightning_gpipe.core.verify.own_forward import WholeCall
 from lightning_gpipe.core.verify.parity import Parity
@@ -155,7 +149,7 @@ def verify_program(subject: VerifiedProgram, input: Any, tolerance: float | None
 
     with (
         exclusive([pipeline]),
-        saving_as_caller(subject.devices),
+        without_checkpointing(),
         without_dropout(module.modules(), pipeline.patches),
     ):
         with isolated(module.modules(), [pipeline]):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
-from lightning_gpipe.core.profile import optimizer_bytes
+from lightning_gpipe.core.profile.optimizers import optimizer_bytes
 
 
 def bytes_with(optimizer: Any) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,14 +54,10 @@ def even_tokens(lengths: list[int], chunks: int) -> list[int]:
     # The lengths do not increase, so the tokens of a run of rows are its size times its first
     # length, and the fewest runs within a limit come from adding rows to a run while they fit.
     # Bisection finds the least limit that needs at most ``chunks`` runs.
-    low, high = max(lengths, default=1), max(lengths, default=1) * max(len(lengths), 1)
-    while low < high:
-        limit = (low + high) // 2
-        if len(_runs(lengths, limit)) <= chunks:
-            high = limit
-        else:
-            low = limit + 1
-    return _runs(lengths, high)
+    longest = max(lengths, default=1)
+    limits = range(longest, longest * max(len(lengths), 1) + 1)
+    least = bisect_left(limits, True, key=lambda limit: len(_runs(lengths, limit)) <= chunks)
+    return _runs(lengths, limits[least])
 
 
 def _runs(lengths: list[int], limit: int) -> list[int]:

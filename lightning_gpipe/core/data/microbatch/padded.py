@@ -218,12 +218,8 @@ def _padded(tensor: Tensor, longest: int, value: float) -> Tensor:
     return F.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing], value=value)
 
 
-def _changed(
-    tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None = None
-) -> Any:
-    names = entries(tree)
-    if missing := [entry for entry in where or [] if entry not in names]:
-        raise ValueError(f"the entries {missing} must exist: got {_names(tree)}.")
+def _changed(tree: Any, function: Callable[[Tensor], Tensor], where: list[str | int] | None) -> Any:
+    names = entries(tree, where or ())
     leaves, spec = tree_flatten(tree)
     changed = [
         function(leaf) if (where is None or name in where) and has_rows(leaf) else leaf

@@ -268,11 +268,8 @@ def _dims_of(tree: Any, dim: Dim, *, strict: bool = True) -> list[int]:
     leaves = tree_flatten(tree).leaves
     if isinstance(dim, int):
         return [_existing(leaf, dim) for leaf in leaves]
-    names = entries(tree)
-    if strict and (missing := [entry for entry in dim if entry not in names]):
-        raise ValueError(f"the entries {missing} must exist: got {list(dict.fromkeys(names))}.")
     dims = []
-    for name, leaf in zip(names, leaves, strict=True):
+    for name, leaf in zip(entries(tree, dim if strict else ()), leaves, strict=True):
         rows = 0 if name is None else dim.get(name, 0)
         if strict and name in dim and isinstance(leaf, Tensor) and leaf.dim() <= rows:
             raise ValueError(

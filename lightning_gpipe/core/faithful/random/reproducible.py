@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TypeVar
 
@@ -17,6 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_gpipe.core.data import FlatTree
+from lightning_gpipe.core.faithful.journal import Journal
+from lightning_gpipe.core.faithful.managers import Manager
 from lightning_gpipe.core.faithful.random.generators import SharedGenerators
 from lightning_gpipe.core.faithful.random.random_state import RandomState
 from lightning_gpipe.core.faithful.state.behavior import record
@@ -178,14 +179,9 @@ class RandomDraws:
             self._warn(_LATE[kind] if bare else _STRAYED)
         return result
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> Manager:
         """Discard at the end of a ``with`` block what was recorded in it."""
-        history = self._history.copy()
-        try:
-            yield
-        finally:
-            self._history = history
+        return Journal().changed([(vars(self), "_history", self._history.copy())])
 
     def _settle(self, generators: SharedGenerators, drew: bool, recomputed: bool) -> None:
         """Advance the shared generators once if anything was drawn from them or private ones."""

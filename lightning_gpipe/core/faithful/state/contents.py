@@ -46,12 +46,16 @@ class _SavedTensor(NamedTuple):
         return compared and self.copy is not None and not equal(self.tensor, self.copy)
 
 
-class _SavedContainer(NamedTuple):
+class SavedContainer(NamedTuple):
     """A container and its former size; the former elements if they were copied."""
 
     container: Any
     size: int
     copy: Any
+
+    @classmethod
+    def of(cls, container: Any, *, copied: bool = True) -> SavedContainer:
+        return cls(container, len(container), _elements(container) if copied else None)
 
     @property
     def moved(self) -> bool:
@@ -80,13 +84,13 @@ class Contents:
     """The contents of one object before a run; large ones and tensors are saved if ``copied``."""
 
     def __init__(self, root: Any, *, copied: bool) -> None:
-        self._containers: list[_SavedContainer] = []
+        self._containers: list[SavedContainer] = []
         self._tensors: list[_SavedTensor] = []
         self._arrays: list[_SavedArray] = []
         for piece in within(root, largest=math.inf if copied else _VERY_LARGE):
             if isinstance(piece, CONTAINERS):
-                copy = _elements(piece) if copied or len(piece) <= _LARGE else None
-                self._containers.append(_SavedContainer(piece, len(piece), copy))
+                saved = SavedContainer.of(piece, copied=copied or len(piece) <= _LARGE)
+                self._containers.append(saved)
             elif isinstance(piece, Tensor):
                 value = piece.detach().clone() if copied else None
                 self._tensors.append(_SavedTensor(piece, version_of(piece), value))
@@ -95,7 +99,7 @@ class Contents:
 
     def moved(self, *, compared: bool) -> bool:
         """Return whether they were changed; ``compared``: compare the values of tensors, too."""
-        objects: list[_SavedContainer | _SavedArray] = [*self._containers, *self._arrays]
+        objects: list[SavedContainer | _SavedArray] = [*self._containers, *self._arrays]
         if any(each.moved for each in objects):
             return True
         return any(each.moved(compared=compared) for each in self._tensors)
@@ -103,7 +107,7 @@ class Contents:
     @property
     def lost(self) -> bool:
         """True if some contents were not saved."""
-        pieces: list[_SavedContainer | _SavedTensor] = [*self._containers, *self._tensors]
+        pieces: list[SavedContainer | _SavedTensor] = [*self._containers, *self._tensors]
         return any(piece.copy is None for piece in pieces)
 
     def values(self, title: str, *, linked: bool) -> Iterator[tuple[int, Tensor]]:
@@ -127,7 +131,7 @@ class Contents:
         """Yield writes of the old contents, with ``values`` instead of tensors that were edited."""
         for container, _, copy in self._containers:
             if copy is not None:
-                read, write = partial(_elements, container), partial(_set_elements, container)
+                read, write = partial(_elements, container), partial(set_elements, container)
                 yield ValueSlot(read, write), "elements", _replaced(copy, values)
         for array, copy in self._arrays:
             yield ValueSlot(array.copy, partial(array.__setitem__, ...)), "numbers", copy
@@ -182,7 +186,8 @@ def left_in(slots: Slots, name: Any) -> Iterator[Left]:
         yield slots, name, ref(tensor)
 
 
-def _set_elements(container: Any, elements: Any) -> None:
+def set_elements(container: Any, elements: Any) -> None:
+    """Replace the elements of a container by those of a copy."""
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(elements)

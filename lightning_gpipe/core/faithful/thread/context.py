@@ -88,7 +88,7 @@ class Context(NamedTuple):
             TorchModes.capture(),
             _default_device(),
             torch.get_default_dtype(),
-            _saved_tensors_hooks(),
+            saved_tensors_hooks(),
             _positions(),
             contextvars.copy_context(),
         )
@@ -170,12 +170,18 @@ def _default_device() -> torch.device:
         return _CPU
 
 
-def _saved_tensors_hooks() -> Hooks | None:
+def saved_tensors_hooks() -> Hooks | None:
+    """Return the innermost hooks on saved tensors, but for those of ``torch.utils.checkpoint``."""
     hooks = _top_hooks()
     # Those of a checkpoint would run the pipeline again, within its own backward.
     if hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint":
         return None
     return hooks
+
+
+def without_checkpointing() -> Manager:
+    """Apply the hooks on saved tensors in a ``with`` block, but for those of a checkpoint."""
+    return _hooked(saved_tensors_hooks())
 
 
 def _top_hooks() -> Hooks | None:

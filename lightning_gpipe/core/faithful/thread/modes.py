@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch as dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gpipe.core.faithful.managers import LazyManagers, Manager
+from lightning_gpipe.core.faithful.managers import LazyManagers, Manager, Setting
 
 _OWN = "lightning_gpipe.core.faithful."
 _OBSERVERS = ("torch.", "lightning_gpipe.")  # packages whose dispatch modes change no results
@@ -115,6 +115,11 @@ class ThreadState(NamedTuple):
             torch._C._set_grad_enabled(self.grad)
         if torch.get_num_threads() != self.intra_op:
             torch.set_num_threads(self.intra_op)
+
+
+def intra_op_threads(number: int) -> Manager:
+    """Let operators use ``number`` threads, and at least one, in a ``with`` block."""
+    return Setting(torch.get_num_threads, torch.set_num_threads, max(1, number))
 
 
 def refuse_unsupported_modes() -> None:

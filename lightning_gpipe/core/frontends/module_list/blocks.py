@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gpipe.core.faithful import not_compiled
+from lightning_gpipe.core.faithful import Manager, Setting, not_compiled
 
 # Whether blocks run when they are called: in stages, where the caller's context variables hold.
 _RUNNING = ContextVar("_RUNNING", default=False)
@@ -28,16 +28,9 @@ _FLAGS = frozenset({bool, str, type(None)})
 Receiver = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class running:
-    """Lets blocks run when they are called, for the duration of a ``with`` block."""
-
-    # A class: see Note [Context managers are classes].
-
-    def __enter__(self) -> None:
-        self._token = _RUNNING.set(True)
-
-    def __exit__(self, *_: object) -> None:
-        _RUNNING.reset(self._token)
+def running() -> Manager:
+    """Let blocks run when they are called, for the duration of a ``with`` block."""
+    return Setting(_RUNNING.get, _RUNNING.set, True)
 
 
 class Block:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from lightning_gpipe.core.faithful import Setting
+
 Lists = dict[str, list[Any]]
 _STATES = "hidden_states"  # the list whose first value is of another kind
 
@@ -51,11 +53,8 @@ class Collector:
         def collecting(*args: Any, **kwargs: Any) -> tuple[Any, Lists]:
             # Hooks look at the lengths: those of the model's lists before the block.
             own: Lists = {key: [None] * length for key, length in lengths.items()}
-            token = variable.set({**others, **own})
-            try:
+            with Setting(variable.get, variable.set, {**others, **own}):
                 result = run(*args, **kwargs)
-            finally:
-                variable.reset(token)
             return result, {key: own[key][length:] for key, length in lengths.items()}
 
         return collecting

@@ -6,13 +6,11 @@ computes some blocks without gradients, or in another precision, would silently 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from lightning_gpipe.core.faithful import saved_tensors_hooks
 
 
 class ForwardState(NamedTuple):
@@ -35,7 +33,7 @@ class ForwardState(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> ForwardState:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return cls(grad, inference, _autocast(device), _hooks())
+        return cls(grad, inference, _autocast(device), saved_tensors_hooks())
 
     def check(self, device: torch.device, line: str) -> None:
         """Refuse a thread that is in another state at a line of the user's code."""
@@ -62,24 +60,3 @@ def _autocast(device: torch.device) -> Any:
     if kind in ("cpu", "meta"):
         return cpu
     return cpu, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-
-
-def _hooks() -> Any:
-    hooks = _top_hooks(True)
-    return None if hooks is None or _is_checkpoint(hooks) else hooks
-
-
-def unchecked() -> AbstractContextManager[Any]:
-    """Return a ``with`` block in which ``torch.utils.checkpoint`` does not pack saved tensors.
-
-    A checkpoint around the last block would run that block again in backward, outside of its
-    pipeline.
-    """
-    if not _is_checkpoint(_top_hooks(True)):
-        return nullcontext()
-    # Hooks cannot be removed, only overridden by hooks that do what autograd does without any.
-    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-
-
-def _is_checkpoint(hooks: Any) -> bool:
-    return getattr(hooks and hooks[0], "__module__", None) == "torch.utils.checkpoint"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, Ru
 from lightning_gpipe.core.frontends.install import OwnerForward, second_pipeline
 from lightning_gpipe.core.frontends.module_list.blocks import Block, is_installed
 from lightning_gpipe.core.frontends.module_list.forwards import BlockCalls
-from lightning_gpipe.core.layout import Partition, check_balance
+from lightning_gpipe.core.layout import Partition, check_balance, check_distinct, partitions_of
 
 
 class Loop(Frontend):
@@ -84,11 +84,7 @@ class Loop(Frontend):
     @override
     def partitions(self, balance: Sequence[int]) -> list[Partition]:
         check_balance(balance, len(self._modules), self._title)
-        bounds = pairwise(accumulate(balance, initial=0))
-        self._partitions = [
-            Partition(j, first, tuple(self._modules[first:end]), tuple(self._names[first:end]))
-            for j, (first, end) in enumerate(bounds)
-        ]
+        self._partitions = partitions_of(self._modules, self._names, balance)
         return self._partitions
 
     @override
@@ -153,20 +149,10 @@ def _check_blocks(module: nn.Module, name: str) -> None:
             f"{name} must be an nn.ModuleList that a forward loops over: got "
             f"{type(module).__qualname__}."
         )
-    if not len(module):
-        raise ValueError(f"{name} must have at least one block: got an empty nn.ModuleList.")
-    blocks = list(module)
-    seen: dict[nn.Module, int] = {}
-    for k, block in enumerate(blocks):
+    for k, block in enumerate(module):
         if isinstance(block, nn.ModuleList | nn.ModuleDict):
             raise TypeError(
                 f"{name} must hold modules that are called: got a {type(block).__name__} at index "
                 f"{k}. Choose one of those within it."
             )
-        if block in seen:
-            raise ValueError(
-                f"{name} must have each block object only once, because a block is on one stage: "
-                f"got {type(block).__qualname__} at {seen[block]} and {k}. Make an object for each "
-                "block; to share weights, assign the same nn.Parameter to both."
-            )
-        seen[block] = k
+    check_distinct(module, name, "block")

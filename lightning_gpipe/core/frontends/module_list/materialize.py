@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_gpipe.core.data import whole
+from lightning_gpipe.core.faithful import without_checkpointing
 from lightning_gpipe.core.frontends.frontend import RunProgram
 from lightning_gpipe.core.frontends.module_list.blocks import running
-from lightning_gpipe.core.frontends.module_list.forward_state import unchecked
 from lightning_gpipe.core.frontends.module_list.recording import LoopRecording
 from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE
 from lightning_gpipe.core.frontends.module_list.tape.calls import TensorLeaf
@@ -31,7 +31,8 @@ def run_recorded(recording: LoopRecording, run: RunProgram, n: int) -> None:
     program = _program(recording, wanted, n)
     inputs = (recording.inputs[number] for number in program.inputs)
     arguments = [tensor if reading else whole(tensor) for tensor, reading in inputs]
-    with unchecked(), running():
+    # A checkpoint around the last block would run it again in backward, outside of its pipeline.
+    with without_checkpointing(), running():
         values = run(program, arguments, chunks=1 if recording.samples.single else None)
     names = {number: recording.tape.steps[number].name for number in wanted}
     rows, single = recording.rows, recording.samples.single

@@ -11,15 +11,13 @@ from torch.nn import functional as F
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
 from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, TensorLeaf
+from lightning_gpipe.core.frontends.traced.symbolic import IN_PLACE, set_item
 
 _NEEDS_VALUE = "needs a value"
 EDITS_OUTSIDE = "edits a tensor in place that was made outside of the blocks"
 EDITS_EARLIER = "edits a tensor in place that an earlier stage has"
 
-_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift")
-) | {"__isub__", "__itruediv__", "__ixor__"}
+_IN_PLACE = frozenset(f"__{name}__" for name in (*IN_PLACE.split(), "setitem"))
 
 
 class NotRecordable(RuntimeError):
@@ -41,14 +39,13 @@ def in_place(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> 
     if func is F.batch_norm and kwargs.get("training"):
         return args[1]  # running statistics, whose edits no version counts
     name = getattr(func, "__name__", "")
-    edits = name in _IN_PLACE or name == "__setitem__"
-    edits = edits or (name.endswith("_") and not name.endswith("__"))
+    edits = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     return args[0] if edits and args and isinstance(args[0], Tensor) else None
 
 
 def returning(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return the operator, or one that returns the tensor that it edits."""
-    return _set_item if getattr(func, "__name__", "") == "__setitem__" else func
+    return set_item if getattr(func, "__name__", "") == "__setitem__" else func
 
 
 def objection(
@@ -88,8 +85,3 @@ def refused(func: Callable[..., Any], line: str, why: str) -> NotRecordable:
         "what the forward does between two blocks must work for each micro-batch in its stage: "
         f"{title(func)} at {line} {why}. Do this in a block, or after the last one."
     )
-
-
-def _set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
-    tensor[index] = value
-    return tensor

@@ -69,13 +69,12 @@ class LoopRecording:
         self.tape = Tape()
         self.rows = first.size(0)
         self.device = device
-        self.grad = state.grad
         self.end_reason = ""
         self.state = state
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
         self.samples = Samples(self.tape, self.inputs, self.rows, rehearse)
-        self._learner = Learner(first, history.knowledge, caches, self.samples, grad=state.grad)
+        self._learner = Learner(first, history.knowledge, caches, self.samples, state.grad)
         self.outsides = OutsideTensors(self.inputs, self.rows, self._learner.reading)
         self._count = 0  # the number of calls so far
         self._first_kind: Hashable = None  # of call
@@ -200,7 +199,7 @@ class LoopRecording:
     ) -> tuple[TapeEntry, tuple[Any, Any]]:
         """The entry of a call that the tape does not have as it is, and its arguments there."""
         parts = without_objects(
-            call, arguments, None if self.samples.single or not self.grad else self.rows
+            call, arguments, None if self.samples.single or not self.state.grad else self.rows
         )
         if parts is not None:
             call, arguments = parts

@@ -8,12 +8,13 @@ on several stages. So a stage that reads one has a small module that holds the s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph
 from lightning_gpipe.core.frontends.traced.ownership import Ownership
-from lightning_gpipe.core.layout import Partition
+from lightning_gpipe.core.layout import Partition, partitions_of
 
 
 class TensorHolder(nn.Module):
@@ -106,14 +107,11 @@ class StageModules:
                 self._modules[j][path] = TensorHolder(owner, name)
 
     def _partitions(self, graphs: Sequence[CallGraph], prefix: str) -> list[Partition]:
-        first, partitions = 0, []
         order = {str(node.target): k for g in reversed(graphs) for k, node in enumerate(g.nodes)}
-        for j, modules in enumerate(self._modules):
-            paths = sorted(modules, key=lambda path: _first_use(path, order))
-            layers = tuple(modules[path] for path in paths)
-            partitions.append(Partition(j, first, layers, tuple(prefix + path for path in paths)))
-            first += len(paths)
-        return partitions
+        used = partial(_first_use, order)
+        layers = [(x, modules[x]) for modules in self._modules for x in sorted(modules, key=used)]
+        names = [prefix + path for path, _ in layers]
+        return partitions_of([layer for _, layer in layers], names, list(map(len, self._modules)))
 
 
 def _name_in(module: nn.Module, owner: nn.Module, name: str) -> str | None:
@@ -138,7 +136,7 @@ def _readers(graphs: Sequence[CallGraph], own: Ownership) -> dict[str, set[int]]
     return {path: stages for path, stages in readers.items() if stages}
 
 
-def _first_use(path: str, order: Mapping[str, int]) -> int:
+def _first_use(order: Mapping[str, int], path: str) -> int:
     """Return the index of the first step in the graph that uses a path, or something in it."""
     inner = f"{path}."
     used = [k for name, k in order.items() if name == path or name.startswith(inner)]

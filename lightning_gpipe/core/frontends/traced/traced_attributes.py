@@ -11,13 +11,13 @@ new graph, as the plain module would compute something else from then on.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from operator import is_
-from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_gpipe.core.faithful import SavedContainer, set_elements
 from lightning_gpipe.core.frontends.traced.tracer import is_layer
 from lightning_gpipe.core.layout import CONTAINERS, contents, holders, hooks_of
 
@@ -28,7 +28,7 @@ class ModuleSnapshot:
     def __init__(self, root: nn.Module) -> None:
         self._slots = [(holder, dict(holder.slots)) for holder in holders(root.modules())]
         self._contents = [
-            (holder, name, value, _elements(value))
+            (holder, name, SavedContainer.of(value))
             for holder, slots in self._slots
             for name, value in slots.items()
             if isinstance(value, CONTAINERS)
@@ -37,14 +37,9 @@ class ModuleSnapshot:
     def restore(self) -> dict[nn.Module, list[str]]:
         """Undo all changes, and return the names of the attributes that had any, by module."""
         changed: dict[nn.Module, list[str]] = defaultdict(list)
-        for holder, name, container, before in self._contents:
-            now = _elements(container)
-            if len(now) != len(before) or not all(map(_same, now, before)):
-                container.clear()
-                if isinstance(container, list | deque):
-                    container.extend(before)
-                else:
-                    container.update(before)
+        for holder, name, saved in self._contents:
+            if saved.moved:
+                set_elements(saved.container, saved.copy)
                 changed[holder.module].append(holder.prefix + name)
         for holder, former in self._slots:
             slots = holder.slots
@@ -57,16 +52,6 @@ class ModuleSnapshot:
                 slots.update(former)
                 changed[holder.module] += [holder.prefix + name for name in others]
         return changed
-
-
-def _elements(container: Any) -> list[Any]:
-    return list(container.items() if isinstance(container, dict) else contents(container))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is tuple and type(other) is tuple and len(one) == len(other):  # items of a dict
-        return all(a is b for a, b in zip(one, other, strict=True))
-    return one is other
 
 
 class AssumedAttributes:

@@ -117,11 +117,8 @@ class TracedForward(Frontend):
             check_constants(args, kwargs, tensors)
             graph = self._trace(kind)
             program = lower(graph, self._stage_modules)
-            assumed, shared = (
-                AssumedAttributes(self._module, graph.whole),
-                self._stage_modules.own.shared,
-            )
-            self._programs.add(kind, program, assumed, shared)
+            assumed = AssumedAttributes(self._module, graph.whole)
+            self._programs.add(kind, program, assumed, self._stage_modules.own.shared)
         return program(run, tensors)
 
     def _trace(self, kind: CallKind) -> CallGraph:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,17 +23,15 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import Journal, Manager, RandomState
+from lightning_gpipe.core.faithful import Autocast, Journal, Manager, RandomState
 from lightning_gpipe.core.frontends.lines import is_users
-
-_DEVICES = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
     """Grad mode, autocast on each kind of device, and the default device."""
 
     grad: bool
-    autocast: tuple[tuple[bool, torch.dtype], ...]
+    autocast: tuple[Autocast, ...]
     device: torch.device | None
 
     @classmethod
@@ -40,10 +39,7 @@ class Modes(NamedTuple):
         """Return the modes of the calling thread."""
         return cls(
             torch.is_grad_enabled(),
-            tuple(
-                (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in _DEVICES
-            ),
+            tuple(map(Autocast.of, ("cpu", "cuda"))),
             next((m.device for m in reversed(_stack()) if isinstance(m, DeviceContext)), None),
         )
 
@@ -55,10 +51,9 @@ def run_under(
     with ExitStack() as stack:
         if modes.grad != outer.grad:
             stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for device, mine, other in zip(_DEVICES, modes.autocast, outer.autocast, strict=True):
+        for mine, other in zip(modes.autocast, outer.autocast, strict=True):
             if mine != other:
-                enabled, dtype = mine
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+                stack.enter_context(mine.entered())
         if modes.device is not None and modes.device != outer.device:
             stack.enter_context(modes.device)
         return run(*args, **kwargs)
@@ -157,20 +152,20 @@ def watch(tracer: fx.Tracer) -> Iterator[None]:
 
 def _any_arguments(tracer: fx.Tracer) -> Manager:
     """Record ``torch.zeros(rows, 3)`` of a number that is not known, which PyTorch refuses."""
-
-    def recording(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if _has_values((args, kwargs)):
-                return tracer.create_proxy("call_function", function, args, kwargs)
-            return function(*args, **kwargs)
-
-        return run
-
     # PyTorch lists the functions that make tensors when a default device is first in force, and
     # these would be on its list for good.
     with torch.device("cpu"):
         torch.empty(0)
-    return Journal().changed((vars(torch), name, recording(f)) for name, f in AUTOWRAPPED.items())
+    return Journal().changed(
+        (vars(torch), name, partial(_recorded, tracer, f)) for name, f in AUTOWRAPPED.items()
+    )
+
+
+def _recorded(tracer: fx.Tracer, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function, or record the call if a value of the trace is among its arguments."""
+    if _has_values((args, kwargs)):
+        return tracer.create_proxy("call_function", function, args, kwargs)
+    return function(*args, **kwargs)
 
 
 @contextmanager
@@ -185,10 +180,7 @@ def _functions_whole(tracer: fx.Tracer) -> Iterator[None]:
         if issubclass(cls, CheckpointFunction):
             function, _, *rest = args
             return function(*rest)
-        run = own.__get__(None, cls)
-        if _has_values((args, kwargs)):
-            return tracer.create_proxy("call_function", run, args, kwargs)
-        return run(*args, **kwargs)
+        return _recorded(tracer, own.__get__(None, cls), *args, **kwargs)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # for now
     try:

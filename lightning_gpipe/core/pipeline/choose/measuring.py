@@ -12,10 +12,11 @@ from torch import nn
 
 from lightning_gpipe.core.balance import ModelProfile
 from lightning_gpipe.core.data import MicroBatching, check_chunks, check_microbatching
+from lightning_gpipe.core.faithful import intra_op_threads
 from lightning_gpipe.core.layout import META
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, entries_with, subject_of
 from lightning_gpipe.core.pipeline.piped_module import PipedModule, piped_module_at
-from lightning_gpipe.core.profile import Optimizers, intra_op_threads, profile_layers
+from lightning_gpipe.core.profile import Optimizers, profile_layers
 from lightning_gpipe.core.schedules import ActivationCheckpointing, check_activation_checkpointing
 
 

@@ -45,7 +45,6 @@ class ProcessGroupExchange(LocalExchange):
         connection: Connection,
     ) -> None:
         super().__init__(layout, phase, copies)
-        self.heard = 0
         self._layout = layout
         self._awaited = awaited
         self._pipelines = connection.pipelines

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from lightning_gpipe.core.data import receiving
 from lightning_gpipe.core.faithful import RECOMPUTING, Journal, ModuleState, RandomState
 from lightning_gpipe.core.frontends.module_list.blocks import running
-from lightning_gpipe.core.layout import within
+from lightning_gpipe.core.layout import tensors_within
 
 
 class WithoutEffects(ExitStack):
@@ -61,16 +61,6 @@ def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     if isinstance(moved, nn.Parameter):
         return moved
     return nn.Parameter(moved, parameter.requires_grad)
-
-
-def tensors_within(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """Yield the tensors within an object, its attributes and its containers."""
-    for item in within(value):
-        if isinstance(item, Tensor):
-            yield item
-        elif depth and not isinstance(item, (type, nn.Module)):
-            for attribute in getattr(item, "__dict__", {}).values():
-                yield from tensors_within(attribute, depth - 1)
 
 
 def deep_copy(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe.core.data import is_whole
-from lightning_gpipe.core.frontends.module_list.rehearsal.effects import tensors_within
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Rehearsal, Trial
 from lightning_gpipe.core.frontends.module_list.rehearsal.samples import Samples
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
@@ -24,11 +24,12 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, RecordedCall
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
-from lightning_gpipe.core.layout import is_user_object
+from lightning_gpipe.core.layout import is_user_object, tensors_within
 
 Check = Callable[[Knowledge, Trial], None]
 
 
+@dataclass(frozen=True, eq=False)
 class Learner:
     """Learns how the calls of one forward are cut.
 
@@ -40,17 +41,11 @@ class Learner:
         grad: Whether gradients are recorded.
     """
 
-    def __init__(
-        self,
-        first: Tensor,
-        knowledge: dict[Hashable, Knowledge],
-        caches: CacheRule,
-        samples: Samples,
-        *,
-        grad: bool,
-    ) -> None:
-        self._first, self._rows, self._grad = first, samples.rows, grad
-        self._knowledge, self._caches, self._samples = knowledge, caches, samples
+    first: Tensor
+    knowledge: dict[Hashable, Knowledge]
+    caches: CacheRule
+    samples: Samples
+    grad: bool
 
     def learn(
         self, call: RecordedCall, arguments: Arguments, check: Check | None = None
@@ -62,24 +57,24 @@ class Learner:
         shown cannot run in micro-batches.
         """
         key, trial = kind_of_call(call, arguments), None
-        knowledge = self._knowledge.get(key)
+        knowledge = self.knowledge.get(key)
         if knowledge is None:
             self._expect_filled(call, arguments)
         readings, unknown = self._readings(arguments, knowledge)
-        if knowledge is None or unknown or not (knowledge.complete or self._samples.single):
+        if knowledge is None or unknown or not (knowledge.complete or self.samples.single):
             before = {} if knowledge is None else knowledge.readings
-            knowledge, trial = self._rehearse(call, arguments, self._samples.few, readings, unknown)
+            knowledge, trial = self._rehearse(call, arguments, self.samples.few, readings, unknown)
             knowledge.readings = {**before, **knowledge.readings}
             if check is not None:
                 check(knowledge, trial)
-            self._knowledge[key] = knowledge
+            self.knowledge[key] = knowledge
             readings, _ = self._readings(arguments, knowledge)
-        if knowledge.filled_objects and self._grad:
-            empty = Arguments(self._caches.without(call, arguments.tree, knowledge.filled_objects))
+        if knowledge.filled_objects and self.grad:
+            empty = Arguments(self.caches.without(call, arguments.tree, knowledge.filled_objects))
             return self.learn(call, empty, check)
         if knowledge.filled_objects:
-            self._caches.one_by_one(call, knowledge.filled_objects, self._rows)
-            self._samples.take_all()
+            self.caches.one_by_one(call, knowledge.filled_objects, self.samples.rows)
+            self.samples.take_all()
             trial = None  # it may be that of a few rows
             readings, _ = self._readings(arguments, knowledge)
         self._check_objects(call, arguments.leaves, knowledge.filled_objects)
@@ -90,13 +85,17 @@ class Learner:
 
         ``learned_reading`` is the one that a rehearsal showed for an earlier tensor in its place.
         """
-        if tensor is self._first:
+        if tensor is self.first:
             return 1
-        if self._samples.single or not reads_as_rows(tensor, self._rows):
+        if self.samples.single or not reads_as_rows(tensor, self.samples.rows):
             return WHOLE
         if is_whole(tensor) or isinstance(tensor, nn.Parameter):
             return WHOLE
-        return learned_reading if learned_reading in (WHOLE, tensor.size(0) // self._rows) else None
+        return (
+            learned_reading
+            if learned_reading in (WHOLE, tensor.size(0) // self.samples.rows)
+            else None
+        )
 
     def _rehearse(
         self,
@@ -108,9 +107,9 @@ class Learner:
     ) -> tuple[Knowledge, Trial]:
         for _, leaf in arguments.leaves:  # other stages may have to compute it first
             if isinstance(leaf, Placeholder):
-                _ = self._samples[leaf.number]
-        rehearsal = Rehearsal(call, arguments, few, self._samples)
-        learned: tuple[Knowledge, Trial] = self._samples.rehearse(
+                _ = self.samples[leaf.number]
+        rehearsal = Rehearsal(call, arguments, few, self.samples)
+        learned: tuple[Knowledge, Trial] = self.samples.rehearse(
             call.stage, partial(rehearsal.learn, readings, unknown)
         )
         return learned
@@ -139,13 +138,13 @@ class Learner:
         )
         if not any(True for _, value in arguments.objects for _ in tensors_within(value)):
             return
-        if not self._grad:
-            self._samples.take_all()
+        if not self.grad:
+            self.samples.take_all()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in arguments.leaves):
             whole = dict.fromkeys(self._readings(arguments, None)[0], WHOLE)
             knowledge, _ = self._rehearse(call, arguments, None, whole, [])
             if knowledge.filled_objects:
-                self._caches.without(call, arguments.tree, knowledge.filled_objects)
+                self.caches.without(call, arguments.tree, knowledge.filled_objects)
             self._check_objects(call, arguments.objects, knowledge.filled_objects)
 
     def _check_objects(
@@ -155,15 +154,15 @@ class Learner:
         filled_objects: Collection[Path] = (),
     ) -> None:
         """Refuse tensors with rows in objects, where they cannot be cut."""
-        for path, leaf in () if self._samples.single else leaves:
+        for path, leaf in () if self.samples.single else leaves:
             if isinstance(leaf, Tensor) or path in filled_objects:
                 continue
             for tensor in tensors_within(leaf):
-                if not is_whole(tensor) and reads_as_rows(tensor, self._rows):
+                if not is_whole(tensor) and reads_as_rows(tensor, self.samples.rows):
                     raise TypeError(
                         "the tensors that blocks are called with must be arguments themselves, or "
                         "in tuples, lists and dicts, to be cut into micro-batches: got one of "
-                        f"shape {tuple(tensor.shape)}, with {self._rows} rows, in "
+                        f"shape {tuple(tensor.shape)}, with {self.samples.rows} rows, in "
                         f"{call.titles([path])} of {call}, a {type(leaf).__name__}. Pass its "
                         "tensors, and construct it in the block."
                     )

@@ -10,6 +10,8 @@ can tell which is meant, and the user must.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, count
 from typing import Any, NamedTuple
 
@@ -56,23 +58,21 @@ class Trial(NamedTuple):
     edited_tensors: frozenset[Path]  # from outside
 
 
+@dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """One call of a new kind, run on ``few`` of the mini-batch's ``rows``; on all if that is None.
+    """One call of a new kind, run on ``few`` rows of the mini-batch; on all if that is None.
 
     ``samples`` has the values of placeholders for these few rows.
     """
 
-    def __init__(
-        self,
-        call: RecordedCall,
-        arguments: Arguments,
-        few: int | None,
-        samples: Samples,
-    ) -> None:
-        self._call = call
-        self._arguments = arguments
-        self._few, self._samples, self._rows = few, samples, samples.rows
-        self._leaves = dict(arguments.leaves)
+    call: RecordedCall
+    arguments: Arguments
+    few: int | None
+    samples: Samples
+
+    @cached_property
+    def _leaves(self) -> dict[Path, Any]:
+        return dict(self.arguments.leaves)
 
     def learn(self, readings: Readings, unknown: Sequence[Path]) -> tuple[Knowledge, Trial]:
         """Run the call, and return what is known of its kind then.
@@ -86,7 +86,9 @@ class Rehearsal:
             BaseException: What the call raises with all of them, with a note.
         """
         sizes = self._sizes_beside_rows() if unknown else frozenset()
-        first = {path: first_reading(self._leaves[path], self._rows, sizes) for path in unknown}
+        first = {
+            path: first_reading(self._leaves[path], self.samples.rows, sizes) for path in unknown
+        }
         readings = {**readings, **first}
         try:
             trial = self._run(readings)
@@ -97,18 +99,18 @@ class Rehearsal:
                 if self._needs_other(readings, path):
                     readings = self._flipped(readings, [path])
                     trial = self._run(readings)
-        result = Result.of(trial.result, self._few)
+        result = Result.of(trial.result, self.few)
         learned_readings = {path: readings[path] for path in unknown}
         return Knowledge(result, learned_readings, trial.filled_objects), trial
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
-        tensors = (self._samples[x.number] if isinstance(x, Placeholder) else x for x in leaves)
+        tensors = (self.samples[x.number] if isinstance(x, Placeholder) else x for x in leaves)
         return frozenset(size for x in tensors for size in x.shape[1:])
 
     def _flipped(self, readings: Readings, paths: Iterable[Path]) -> dict[Path, Reading]:
         others = {
-            path: WHOLE if readings[path] else self._leaves[path].size(0) // self._rows
+            path: WHOLE if readings[path] else self._leaves[path].size(0) // self.samples.rows
             for path in paths
         }
         return {**readings, **others}
@@ -151,17 +153,17 @@ class Rehearsal:
 
     def _run(self, readings: Readings, few: int | None = None) -> Trial:
         """Run the call on a few rows of everything; on another number of them than usual."""
-        few = few or self._few
-        device = self._call.device
+        few = few or self.few
+        device = self.call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
         def copy_of(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                rows = self._few or self._rows
-                sample = self._samples[leaf.number]
+                rows = self.few or self.samples.rows
+                sample = self.samples[leaf.number]
                 return few_of(sample, leaf.leaf.reading or WHOLE, rows, few).to(device, copy=True)
             if isinstance(leaf, Tensor):
-                copy = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
+                copy = few_of(leaf, readings[path], self.samples.rows, few).to(device, copy=True)
             elif is_user_object(leaf):
                 copy = deep_copy(leaf)
             else:
@@ -169,11 +171,11 @@ class Rehearsal:
             copies[path] = copy, fingerprint(copy)
             return copy
 
-        objects = [path for path, _ in self._arguments.objects]
-        with WithoutEffects(self._call.modules, device):
-            leaves = self._arguments.leaves
-            args, kwargs = self._arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
-            result = self._call.run(*args, **kwargs)
+        objects = [path for path, _ in self.arguments.objects]
+        with WithoutEffects(self.call.modules, device):
+            leaves = self.arguments.leaves
+            args, kwargs = self.arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
+            result = self.call.run(*args, **kwargs)
             changes = {path for path, (x, before) in copies.items() if fingerprint(x) != before}
             result = with_returned_arguments(result, [(path, copies[path][0]) for path in objects])
         filled_objects = frozenset(changes & set(objects))
@@ -184,12 +186,12 @@ class Rehearsal:
         whole = self._shapes_of(path for path, reading in readings.items() if reading == WHOLE)
         all_whole = dict.fromkeys(readings, WHOLE)
         placeholders = any(isinstance(leaf, Placeholder) for leaf in self._leaves.values())
-        if self._few is None or placeholders or self._attempt(all_whole) is None:
-            few = "" if self._few is None else f" on {self._few} of the {self._rows} rows"
+        if self.few is None or placeholders or self._attempt(all_whole) is None:
+            few = "" if self.few is None else f" on {self.few} of the {self.samples.rows} rows"
             uncut = f" What is given whole to every micro-batch: {whole}." if whole else ""
             add_note(
                 error,
-                f"raised when {self._call} was tried{few}, before it runs in micro-batches. The "
+                f"raised when {self.call} was tried{few}, before it runs in micro-batches. The "
                 f"rows of tensors must be in dim 0.{uncut}",
             )
             return error
@@ -197,8 +199,8 @@ class Rehearsal:
         first_line = next(iter(str(error).splitlines()), "").rstrip(".")
         return ValueError(
             "the rows of what a block is called with must be in dim 0, so that it can be cut: "
-            f"{self._call} runs on all {self._rows} rows, and on {self._few} of them it raises "
-            f"{type(error).__name__}: {first_line}. Cut was {cut}; whole was "
+            f"{self.call} runs on all {self.samples.rows} rows, and on {self.few} of them it "
+            f"raises {type(error).__name__}: {first_line}. Cut was {cut}; whole was "
             f"{whole or 'nothing'}. A model whose sequence comes before its rows cannot be cut in "
             "a loop over blocks. If one of these tensors has no rows, write whole(tensor), from "
             "lightning_gpipe."
@@ -207,15 +209,15 @@ class Rehearsal:
     def _doubt(self, paths: Sequence[Path]) -> Doubt:
         shapes = ", ".join(str(tuple(self._leaves[path].shape)) for path in paths)
         return Doubt(
-            f"it must be clear whether the rows of an argument of {self._call} are those of the "
-            f"mini-batch: got {self._call.titles(paths)} of shape {shapes} with {self._rows} rows, "
-            "and both readings run, with different results. Write whole(tensor), from "
-            "lightning_gpipe, for one that every micro-batch needs as a whole; give one with rows "
-            "the number of rows, and nothing else, in dim 0."
+            f"it must be clear whether the rows of an argument of {self.call} are those of the "
+            f"mini-batch: got {self.call.titles(paths)} of shape {shapes} with "
+            f"{self.samples.rows} rows, and both readings run, with different results. Write "
+            "whole(tensor), from lightning_gpipe, for one that every micro-batch needs as a whole; "
+            "give one with rows the number of rows, and nothing else, in dim 0."
         )
 
     def _shapes_of(self, paths: Iterable[Path]) -> str:
-        shapes = [(self._call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
+        shapes = [(self.call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
         return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tens
     return tensor.unflatten(0, (rows, reading))[chosen].flatten(0, 1)
 
 
+@dataclass(eq=False)
 class Samples:
     """The values of one recording for ``few`` of its rows; for all if that is None.
 
@@ -53,18 +55,15 @@ class Samples:
         rehearse: Runs calls of a stage, for all processes.
     """
 
-    def __init__(
-        self,
-        tape: Tape,
-        inputs: Mapping[int, tuple[Tensor, Reading]],
-        rows: int,
-        rehearse: Rehearse,
-    ) -> None:
-        self.tape = tape
-        self._inputs, self.rows, self.rehearse = inputs, rows, rehearse
+    tape: Tape
+    inputs: Mapping[int, tuple[Tensor, Reading]]
+    rows: int
+    rehearse: Rehearse
+
+    def __post_init__(self) -> None:
         self.few: int | None = None
-        if rows > 1:
-            self.few = 3 if rows == 2 else 2  # so that a whole tensor does not fit
+        if self.rows > 1:
+            self.few = 3 if self.rows == 2 else 2  # so that a whole tensor does not fit
         self._values: dict[int, Any] = {}
         self._values_of_kinds: dict[Any, Any] = {}
 
@@ -83,8 +82,8 @@ class Samples:
         self._values_of_kinds[self._kind(number)] = value
 
     def shape_of(self, number: int) -> torch.Size:
-        if number in self._inputs:
-            return self._inputs[number][0].shape
+        if number in self.inputs:
+            return self.inputs[number][0].shape
         entry = self.tape.calls.get(number)
         if entry is None:  # made of an input
             return self._scaled(self[number].shape, 1)
@@ -118,8 +117,8 @@ class Samples:
         self._values, self._values_of_kinds = {}, {}
 
     def _compute(self, number: int) -> Any:
-        if number in self._inputs:
-            tensor, reading = self._inputs[number]
+        if number in self.inputs:
+            tensor, reading = self.inputs[number]
             # An input with several entries per row is stored by rows: see OutsideTensors.
             return few_of(tensor, min(reading, 1), self.rows, self.few)
         step = self.tape.steps[number]

@@ -92,7 +92,7 @@ def _size(x: Placeholder, dim: int | None = None) -> Any:
 
 
 def _requires_grad(x: Placeholder) -> bool:
-    return x.recording.grad and (x.leaf.dtype.is_floating_point or x.leaf.dtype.is_complex)
+    return x.recording.state.grad and (x.leaf.dtype.is_floating_point or x.leaf.dtype.is_complex)
 
 
 _ATTRIBUTES: dict[Any, Callable[..., Any]] = {
