@@ -86,7 +86,12 @@ def run(
                 {name: buffer.clone() for name, buffer in module.named_buffers()},
                 dict(sorted(calls.items())),
                 {name: term.detach() for name, term in terms.items()},
-                [leaf.grad for each in captured_in(module) for leaf in each.leaves],
+                # Copies: autograd may add to them in place in the next step, or put others there.
+                [
+                    leaf.grad if leaf.grad is None else leaf.grad.clone()
+                    for each in captured_in(module)
+                    for leaf in each.leaves
+                ],
             )
         )
         calls.clear()
