@@ -150,3 +150,12 @@ def test_forward_that_starts_to_draw_after_another_with_batch_norm(pipe: Pipe) -
     assert isinstance(dropout, nn.Dropout)
     dropout.p = 0.5
     (first.sum() + pipeline(rows(8)).sum()).backward()
+
+
+@every_mode
+def test_input_returned_twice_beside_a_tensor_from_outside(pipe: Pipe) -> None:
+    """Once the gradient of an input that a stage returned twice was doubled, in recomputations."""
+    outside = torch.ones(W, dtype=torch.float64, requires_grad=True)
+    module = nn.Sequential(nn.Linear(W, W), Call(lambda x: (x + outside, x, x))).double()
+
+    assert_same_step(pipe(module), module, rows(8))

@@ -149,6 +149,7 @@ def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]
         elif root is not None:
             waiting.append(root.grad_fn if isinstance(root, Tensor) else root.node)
     seen = set(waiting)
+    waiting = list(dict.fromkeys(waiting))  # an output may be there twice
     while waiting:
         node = waiting.pop()
         if hasattr(node, "variable"):
@@ -158,7 +159,7 @@ def graph_behind(roots: Iterable[Root | None]) -> tuple[list[Tensor], list[Any]]
         new = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= new
         waiting += new
-    return leaves, nodes
+    return list(dict.fromkeys(leaves)), nodes
 
 
 def with_gradients(
