@@ -371,3 +371,17 @@ def test_recomputation_by_default(schedule: Any, expected: str, tmp_path: Path) 
         Classifier(), Data()
     )
     assert found == [expected]
+
+
+def test_rebalanced_in_mid_fit(tmp_path: Path) -> None:
+    """The steps kept the pipeline of the first balance, whose layers had other devices."""
+
+    class Rebalancing(Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                assert isinstance(strategy := trainer.strategy, GPipeStrategy)
+                strategy.rebalance([1, 1, 4])
+
+    gpipe = fitted(tmp_path, build=Embedded, callbacks=[Rebalancing()], **piped())
+
+    assert_same_weights(gpipe, fitted(tmp_path, build=Embedded))
