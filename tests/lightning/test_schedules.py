@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +24,7 @@ from tests.support.lightning_modules import (
     Data,
     assert_same_weights,
     fitted,
+    six_layers,
     trainer,
 )
 
@@ -445,3 +446,22 @@ def test_metrics_have_the_value_of_the_batch(tmp_path: Path) -> None:
 
     torch.testing.assert_close(records[1].logged, records[0].logged, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gpipe.callback_metrics, plain.callback_metrics)
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__(layers=nn.Sequential(nn.BatchNorm1d(6), *six_layers()))
+
+
+def test_epoch_without_backward(tmp_path: Path) -> None:
+    """Stochastic weight averaging ends with one, for the statistics of batch norms."""
+
+    def fit(**options: Any) -> L.Trainer:
+        averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        return fitted(tmp_path, build=Normed, callbacks=[averaging], **options)
+
+    # Of one micro-batch, since batch norms normalise each by its own statistics.
+    gpipe = fit(strategy=GPipeStrategy([3, 2, 2], 1, schedule="1f1b"), devices=3)
+
+    assert gpipe.current_epoch == 4
+    assert_same_weights(gpipe, fit())
