@@ -6,12 +6,13 @@ step: a result, values that are logged once, a loss that a gradient scaler may s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify import Verdict, verify_step
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
+
+Attributes = Mapping[str, tuple[Any, int]]  # the values of attributes, and their lengths
 
 
 class MicroBatchSteps:
@@ -47,6 +50,7 @@ class MicroBatchSteps:
         self._module = module
         self._pipeline = pipeline
         self._metrics = BatchMetrics()
+        self._watching = True  # until a batch has several micro-batches
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
 
     def run(self, precision: Precision, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,8 +70,13 @@ class MicroBatchSteps:
                 "Write schedule='fill_drain'."
             )
 
+        entries: list[str] = []  # of the batch, which the step has made or deleted
+
         def step(piece: Any) -> Any:
-            return module.training_step(piece, *args, **kwargs)
+            result = module.training_step(piece, *args, **kwargs)
+            if isinstance(piece, dict):
+                entries.extend(f"batch[{key!r}]" for key in piece.keys() ^ batch.keys())
+            return result
 
         # The gradient that the loop's backward of the loss will start from.
         one = torch.ones((), device=self._pipeline.layout.outside)
@@ -77,8 +86,12 @@ class MicroBatchSteps:
         self._verify(step, batch, precision, scale)
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
+        before = _attributes(module)
         with precision.train_step_context(), logs, self._metrics.watched(module.modules()):
             outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
+        if self._watching and len(outcome.results) > 1:
+            self._watching = False
+            _warn_of_changes(before, _attributes(module), entries)
         logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
 
@@ -99,6 +112,32 @@ class MicroBatchSteps:
             return
         for verdict in parity.verdicts:
             report(verdict)
+
+
+def _attributes(module: L.LightningModule) -> Attributes:
+    """Return the attributes that are not Lightning's own, with the lengths of containers."""
+    lightning = vars(L.LightningModule())
+    return {
+        name: (value, len(value) if isinstance(value, list | dict | set) else 0)
+        for name, value in vars(module).items()
+        if name not in lightning and name != "log"
+    }
+
+
+def _warn_of_changes(before: Attributes, after: Attributes, entries: Iterable[str]) -> None:
+    """Warn of what a step has left, which the plain module's leaves once for a batch."""
+    new = [
+        f"self.{name}"
+        for name, (value, size) in after.items()
+        if name not in before or before[name][0] is not value or before[name][1] != size
+    ]
+    if names := ", ".join(dict.fromkeys([*new, *entries])):
+        rank_zero_warn(
+            "training_step must leave nothing on the module or in the batch when it runs for each "
+            f"micro-batch: it has changed {names}, which the other micro-batches changed too. "
+            "Return the values, and keep those of the batch in on_train_batch_end, or write "
+            "schedule='fill_drain'."
+        )
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:

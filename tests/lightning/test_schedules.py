@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -239,6 +240,7 @@ class Looking(Watching):
         (Looking, 1, [False, True, True]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:training_step must leave nothing")
 def test_old_gradients_go_early_where_nobody_sees_them(
     build: Any, accumulated: int, alive: list[bool], tmp_path: Path
 ) -> None:
@@ -465,3 +467,39 @@ def test_epoch_without_backward(tmp_path: Path) -> None:
 
     assert gpipe.current_epoch == 4
     assert_same_weights(gpipe, fit())
+
+
+class Keeping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.steps, self.flag, self.same = 0, False, [1]
+        self.latest: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        output = self(x)
+        loss = F.cross_entropy(output, y)
+        self.flag = False
+        self.steps += 1
+        self.latest = output.detach()
+        self.outputs.append(loss.detach())
+        batch["out"] = output.detach()
+        return loss
+
+
+def test_values_that_a_step_leaves(tmp_path: Path) -> None:
+    """They are of the last micro-batch, or counted for each."""
+
+    class Named(Data):
+        def train_dataloader(self) -> Any:
+            named: Any = [{"x": x, "y": y} for x, y in super().train_dataloader().dataset]
+            return DataLoader(named, batch_size=7)
+
+    with pytest.warns(UserWarning, match="must leave nothing") as caught:
+        trainer(tmp_path, **piped()).fit(Keeping(), Named())
+
+    [message] = [str(each.message) for each in caught if "leave nothing" in str(each.message)]
+    for name in ("self.steps", "self.latest", "self.outputs", "batch['out']"):
+        assert name in message
+    assert "self.flag" not in message and "self.same" not in message
