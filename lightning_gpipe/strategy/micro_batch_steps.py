@@ -6,7 +6,8 @@ step: a result, values that are logged once, a loss that a gradient scaler may s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning as L
@@ -21,8 +22,6 @@ from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify import Verdict, verify_step
 from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
 from lightning_gpipe.strategy.step_results import result_of
-
-Attributes = Mapping[str, tuple[Any, int]]  # the values of attributes, and their lengths
 
 
 class MicroBatchSteps:
@@ -70,13 +69,11 @@ class MicroBatchSteps:
                 "Write schedule='fill_drain'."
             )
 
-        entries: list[str] = []  # of the batch, which the step has made or deleted
+        pieces: list[Any] = []
 
         def step(piece: Any) -> Any:
-            result = module.training_step(piece, *args, **kwargs)
-            if isinstance(piece, dict):
-                entries.extend(f"batch[{key!r}]" for key in piece.keys() ^ batch.keys())
-            return result
+            pieces.append(piece)
+            return module.training_step(piece, *args, **kwargs)
 
         # The gradient that the loop's backward of the loss will start from.
         one = torch.ones((), device=self._pipeline.layout.outside)
@@ -86,12 +83,12 @@ class MicroBatchSteps:
         self._verify(step, batch, precision, scale)
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
-        before = _attributes(module)
-        with precision.train_step_context(), logs, self._metrics.watched(module.modules()):
+        pieces.clear()
+        changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
+        metrics = self._metrics.watched(module.modules())
+        with precision.train_step_context(), logs, metrics, changes:
             outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
-        if self._watching and len(outcome.results) > 1:
-            self._watching = False
-            _warn_of_changes(before, _attributes(module), entries)
+        self._watching &= len(pieces) < 2
         logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
 
@@ -114,30 +111,34 @@ class MicroBatchSteps:
             report(verdict)
 
 
-def _attributes(module: L.LightningModule) -> Attributes:
-    """Return the attributes that are not Lightning's own, with the lengths of containers."""
-    lightning = vars(L.LightningModule())
-    return {
-        name: (value, len(value) if isinstance(value, list | dict | set) else 0)
-        for name, value in vars(module).items()
-        if name not in lightning and name != "log"
-    }
-
-
-def _warn_of_changes(before: Attributes, after: Attributes, entries: Iterable[str]) -> None:
-    """Warn of what a step has left, which the plain module's leaves once for a batch."""
-    new = [
-        f"self.{name}"
-        for name, (value, size) in after.items()
-        if name not in before or before[name][0] is not value or before[name][1] != size
-    ]
-    if names := ", ".join(dict.fromkeys([*new, *entries])):
+@contextmanager
+def _warning_of_changes(
+    module: L.LightningModule, batch: Any, pieces: Sequence[Any]
+) -> Iterator[None]:
+    """Warn of what the steps leave on the module or in a batch, which one step leaves once."""
+    before, values = _attributes(module), dict(vars(module))
+    yield
+    changed = {name for name, _ in _attributes(module).items() - before.items()}
+    for piece in pieces:
+        if isinstance(piece, dict):
+            changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
+    values.clear()  # their ids were theirs until here
+    if changed and len(pieces) > 1:
         rank_zero_warn(
             "training_step must leave nothing on the module or in the batch when it runs for each "
-            f"micro-batch: it has changed {names}, which the other micro-batches changed too. "
-            "Return the values, and keep those of the batch in on_train_batch_end, or write "
-            "schedule='fill_drain'."
+            f"micro-batch: each has changed {', '.join(sorted(changed))}. Return the values, and "
+            "keep those of the batch in on_train_batch_end, or write schedule='fill_drain'."
         )
+
+
+def _attributes(module: L.LightningModule) -> dict[str, tuple[int, int]]:
+    """Return the id of each attribute that is not Lightning's own, and the length of containers."""
+    lightning = vars(L.LightningModule())
+    return {
+        f"self.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for name, value in vars(module).items()
+        if name not in lightning
+    }
 
 
 def _drop_old_gradients(module: L.LightningModule) -> None:
