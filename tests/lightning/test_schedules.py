@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, Rows
 from lightning_gpipe.core.planner import Plan
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import (
@@ -27,6 +27,7 @@ from tests.support.lightning_modules import (
     fitted,
     six_layers,
     trainer,
+    weights,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -503,3 +504,21 @@ def test_values_that_a_step_leaves(tmp_path: Path) -> None:
     for name in ("self.steps", "self.latest", "self.outputs", "batch['out']"):
         assert name in message
     assert "self.flag" not in message and "self.same" not in message
+
+
+class NormedOutput(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def test_batch_norm_around_the_pipeline(tmp_path: Path) -> None:
+    """It sees micro-batches, of which the last of each batch had one row, which is an error."""
+    gpipe = fitted(tmp_path, build=NormedOutput, **piped(microbatching=Rows(at_least=2)))
+
+    assert weights(gpipe)["head.0.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fitted(tmp_path, build=NormedOutput, **piped())
