@@ -509,16 +509,16 @@ def test_values_that_a_step_leaves(tmp_path: Path) -> None:
 class NormedOutput(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        self.norm = nn.BatchNorm1d(8).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
+        return self.head(self.norm(self.layers(x)))
 
 
 def test_batch_norm_around_the_pipeline(tmp_path: Path) -> None:
     """It sees micro-batches, of which the last of each batch had one row, which is an error."""
     gpipe = fitted(tmp_path, build=NormedOutput, **piped(microbatching=Rows(at_least=2)))
 
-    assert weights(gpipe)["head.0.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
+    assert weights(gpipe)["norm.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fitted(tmp_path, build=NormedOutput, **piped())
