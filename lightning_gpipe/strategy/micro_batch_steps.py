@@ -6,26 +6,23 @@ step: a result, values that are logged once, a loss that a gradient scaler may s
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torchmetrics import Metric
 
-from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping, Outcome
-from lightning_gpipe.core.run import LOSS_WEIGHT, in_layers
+from lightning_gpipe.core.pipeline import GPipe, MicroBatchStepping
 from lightning_gpipe.core.schedules import ByMicroBatch
 from lightning_gpipe.core.verify import verify_step, verify_step_sample
 from lightning_gpipe.strategy.pipelined import report
-
-_SIGNATURE = inspect.signature(L.LightningModule.log)
-
-Arguments = Mapping[str, Any]  # of a call of log
+from lightning_gpipe.strategy.step_logs import BatchMetrics, CollectedLogs
+from lightning_gpipe.strategy.step_results import result_of
 
 
 class MicroBatchSteps:
@@ -52,6 +49,8 @@ class MicroBatchSteps:
         self._verify: bool | Literal["sample"] = verify
         self._module = module
         self._pipeline = pipeline
+        self._metrics = BatchMetrics()
+        self._watching = True  # until a batch has several micro-batches
         self._stepping = MicroBatchStepping(pipeline.only, schedule)
 
     def run(self, precision: Precision, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +70,10 @@ class MicroBatchSteps:
                 "Write schedule='fill_drain'."
             )
 
+        pieces: list[Any] = []
+
         def step(piece: Any) -> Any:
+            pieces.append(piece)
             return module.training_step(piece, *args, **kwargs)
 
         # The gradient that the loop's backward of the loss will start from.
@@ -82,10 +84,14 @@ class MicroBatchSteps:
         self._verify_first(step, batch, precision, scale)
         _drop_old_gradients(module)
         logs = CollectedLogs(module, lambda: stepping.current)
-        with precision.train_step_context(), logs:
+        pieces.clear()
+        changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
+        metrics = self._metrics.watched(module.modules())
+        with precision.train_step_context(), logs, metrics, changes:
             outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
-        logs.write(outcome.rows or [1] * len(outcome.results))
-        return _result_of(outcome)
+        self._watching &= len(pieces) < 2
+        logs.write(outcome, self._metrics)
+        return result_of(outcome, [*args, *kwargs.values()])
 
     def _verify_first(
         self, step: Callable[[Any], Any], batch: Any, precision: Precision, scale: Tensor
@@ -107,6 +113,36 @@ class MicroBatchSteps:
             self._verify = verify
 
 
+@contextmanager
+def _warning_of_changes(
+    module: L.LightningModule, batch: Any, pieces: Sequence[Any]
+) -> Iterator[None]:
+    """Warn of what the steps leave on the module or in a batch, which one step leaves once."""
+    before, values = _attributes(module), dict(vars(module))
+    yield
+    changed = {name for name, _ in _attributes(module).items() - before.items()}
+    for piece in pieces:
+        if isinstance(piece, dict):
+            changed |= {f"batch[{key!r}]" for key in piece.keys() ^ batch.keys()}
+    values.clear()  # their ids were theirs until here
+    if changed and len(pieces) > 1:
+        rank_zero_warn(
+            "training_step must leave nothing on the module or in the batch when it runs for each "
+            f"micro-batch: each has changed {', '.join(sorted(changed))}. Return the values, and "
+            "keep those of the batch in on_train_batch_end, or write schedule='fill_drain'."
+        )
+
+
+def _attributes(module: L.LightningModule) -> dict[str, tuple[int, int]]:
+    """Return the id of each attribute that is not Lightning's own, and the length of containers."""
+    lightning = vars(L.LightningModule())
+    return {
+        f"self.{name}": (id(value), len(value) if isinstance(value, list | dict | set) else 0)
+        for name, value in vars(module).items()
+        if name not in lightning
+    }
+
+
 def _drop_old_gradients(module: L.LightningModule) -> None:
     """Drop the gradients of the previous step, which the loop would drop after training_step.
 
@@ -124,131 +160,3 @@ def _drop_old_gradients(module: L.LightningModule) -> None:
     if not observed and all(type(each).zero_grad is zero_grad for each in trainer.optimizers):
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
-
-
-def _result_of(outcome: Outcome) -> Any:
-    """The result of a step, for callbacks and for Lightning's own loop.
-
-    A dict has the loss of the batch; its other tensors are concatenated along dim 0, and numbers
-    averaged, weighted by rows. Other values become a list with an entry for each micro-batch,
-    unless all are equal.
-    """
-    first = outcome.results[0]
-    if outcome.loss is None or not isinstance(first, Mapping):
-        return outcome.loss
-    rows = outcome.rows or [1] * len(outcome.results)
-    others = {
-        key: _joined([result.get(key) for result in outcome.results], rows)
-        for key in first
-        if key not in ("loss", LOSS_WEIGHT)
-    }
-    return {"loss": outcome.loss, **others}
-
-
-def _joined(values: Sequence[Any], rows: Sequence[int]) -> Any:
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {key: _joined([value[key] for value in values], rows) for key in first}
-    if all(isinstance(value, Tensor) and value.dim() > 0 for value in values):
-        return torch.cat(list(values))
-    if all(map(_is_number, values)):
-        total = sum(rows)
-        return sum(value * (size / total) for value, size in zip(values, rows, strict=True))
-    if not any(isinstance(value, Tensor) for value in values):
-        if all(value == first for value in values):
-            return first
-        if all(isinstance(value, list) for value in values):
-            return [entry for value in values for entry in value]
-    return list(values)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() == 0 and value.is_floating_point()
-    return isinstance(value, float)
-
-
-class CollectedLogs:
-    """Stands in for the ``log`` of a LightningModule while its step runs for micro-batches.
-
-    The steps are suspended and go on in turns, so the last call does not have the value of the
-    batch. So the calls are collected, and combined as the step would have reduced its rows: means
-    weighted by rows, or by the ``batch_size`` in the calls.
-
-    Args:
-        module: The LightningModule.
-        current: Returns the index of the micro-batch whose step runs.
-    """
-
-    def __init__(self, module: L.LightningModule, current: Callable[[], int]) -> None:
-        self._module = module
-        self._current = current
-        self._log: Callable[..., None] = module.log
-        self._own = module.__dict__.get("log")
-        # By the name of the value: for its first call in a step, its second ..., by micro-batch.
-        self._calls: dict[str, list[dict[int, Arguments]]] = {}
-
-    def __enter__(self) -> None:
-        self._module.__dict__["log"] = self
-
-    def __exit__(self, *error: object) -> None:
-        if self._own is None:
-            del self._module.__dict__["log"]
-        else:
-            self._module.__dict__["log"] = self._own
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if in_layers():
-            self._log(*args, **kwargs)  # which refuses it
-        call = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
-        del call["self"]
-        value = call["value"]
-        call["value"] = value.detach() if isinstance(value, Tensor) else value
-        i = self._current()
-        calls = self._calls.setdefault(call["name"], [])
-        for of_micro_batches in calls:
-            if i not in of_micro_batches:
-                of_micro_batches[i] = call
-                return
-        calls.append({i: call})
-
-    def write(self, rows: Sequence[int]) -> None:
-        for calls in self._calls.values():
-            for of_micro_batches in calls:
-                self._log(**_combined(of_micro_batches, rows))
-
-
-def _combined(calls: Mapping[int, Arguments], rows: Sequence[int]) -> Arguments:
-    order = sorted(calls)
-    last = calls[order[-1]]
-    sizes: list[Any] = [calls[i].get("batch_size") for i in order]
-    arguments, weights = dict(last), [float(rows[i]) for i in order]
-    if None not in sizes:
-        arguments["batch_size"] = sum(sizes)
-        weights = list(map(float, sizes))
-    if not isinstance(last["value"], Metric):
-        values = [calls[i]["value"] for i in order]
-        arguments["value"] = _reduced(last.get("reduce_fx", "mean"), values, weights)
-    return arguments
-
-
-def _reduced(by: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    if len(values) == 1:
-        return values[0]
-    tensors = torch.stack([torch.as_tensor(value, dtype=_dtype(value)) for value in values])
-    match getattr(by, "__name__", by):
-        case "sum":
-            return tensors.sum(0)
-        case "min":
-            return tensors.amin(0)
-        case "max":
-            return tensors.amax(0)
-        case _:
-            share = torch.tensor(weights, dtype=tensors.dtype, device=tensors.device)
-            return torch.tensordot(share / share.sum(), tensors, dims=1)
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.dtype
-    return torch.get_default_dtype()

@@ -1,6 +1,6 @@
 """Transparency: fits with a loss for each micro-batch equal those of a plain Trainer.
 
-Here are also the tests of ``strategy/micro_batch_steps``.
+Here are also the tests of ``strategy/micro_batch_steps`` and ``strategy/step_logs``.
 """
 
 from pathlib import Path
@@ -9,13 +9,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, CosineSimilarity, MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_gpipe import GPipeStrategy
+from lightning_gpipe import GPipeStrategy, Rows
 from lightning_gpipe.core.planner import Plan
 from tests.support.faults import OwnError
 from tests.support.lightning_modules import (
@@ -23,7 +25,9 @@ from tests.support.lightning_modules import (
     Data,
     assert_same_weights,
     fitted,
+    six_layers,
     trainer,
+    weights,
 )
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -59,7 +63,7 @@ class Embedded(Classifier):
         self.log("largest", output.max(), reduce_fx="max", on_step=True, on_epoch=True)
         self.log_dict({"smallest": output.min()}, reduce_fx=torch.min)
         self.rate(output, y)
-        self.log("rate", self.rate, on_step=False, on_epoch=True)
+        self.log("rate", self.rate, on_step=True, on_epoch=True)
         return {"loss": loss, "output": output, "names": ["row"] * len(x), "mean": x.mean()}
 
 
@@ -188,13 +192,25 @@ def test_gradient_scaler(tmp_path: Path) -> None:
 
 
 class Positive(Classifier):
-    """A mean over some rows, of which micro-batches have different numbers."""
+    """A mean over some rows, of which micro-batches have different numbers, or none."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        y = y.where(x[:, 0] > 0, -100)
-        loss = F.cross_entropy(self(x), y, ignore_index=-100)
-        return {"loss": loss, "loss_weight": (y >= 0).sum()}
+        y = y.where(x[:, 0] > 0.4, -100)
+        output = self(x)
+        loss = F.cross_entropy(output, y, ignore_index=-100)
+        some = y >= 0
+        correct = (output.argmax(1) == y)[some].double().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss by rows", loss, batch_size=len(x), on_step=True, on_epoch=True)
+        self.log("correct", correct, on_step=True, on_epoch=True)
+        self.log("correct by number", correct, batch_size=int(some.sum()), on_epoch=True)
+        return {
+            "loss": loss,
+            "loss_weight": some.sum(),
+            "correct": correct,
+            "as float": loss.item(),
+        }
 
 
 class Watching(Classifier):
@@ -225,6 +241,7 @@ class Looking(Watching):
         (Looking, 1, [False, True, True]),
     ],
 )
+@pytest.mark.filterwarnings("ignore:training_step must leave nothing")
 def test_old_gradients_go_early_where_nobody_sees_them(
     build: Any, accumulated: int, alive: list[bool], tmp_path: Path
 ) -> None:
@@ -238,9 +255,17 @@ def test_old_gradients_go_early_where_nobody_sees_them(
 
 
 def test_loss_weight(tmp_path: Path) -> None:
-    plain = fitted(tmp_path, build=Positive)
-    gpipe = fitted(tmp_path, build=Positive, **piped())
+    """What was logged and returned beside it was weighted by rows; the mean of no rows was NaN."""
+    records = Record(), Record()
+    plain = fitted(tmp_path, build=Positive, callbacks=[records[0]])
+    gpipe = fitted(tmp_path, build=Positive, callbacks=[records[1]], **piped())
+
     assert_same_weights(gpipe, plain)
+    torch.testing.assert_close(records[1].logged, records[0].logged, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gpipe.callback_metrics, plain.callback_metrics)
+    for found, expected in zip(*(each.outputs for each in records[::-1]), strict=True):
+        expected = expected | {"loss": expected["loss"].detach()}
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
@@ -371,3 +396,129 @@ def test_recomputation_by_default(schedule: Any, expected: str, tmp_path: Path) 
         Classifier(), Data()
     )
     assert found == [expected]
+
+
+def test_rebalanced_in_mid_fit(tmp_path: Path) -> None:
+    """The steps kept the pipeline of the first balance, whose layers had other devices."""
+
+    class Rebalancing(Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                strategy = trainer.strategy
+                assert isinstance(strategy, GPipeStrategy)
+                strategy.rebalance([1, 1, 4])
+
+    gpipe = fitted(tmp_path, build=Embedded, callbacks=[Rebalancing()], **piped())
+
+    assert_same_weights(gpipe, fitted(tmp_path, build=Embedded))
+
+
+class Measuring(Classifier):
+    """With metrics of several kinds, which are given values with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        metrics: Any = {"error": MeanSquaredError(squared=False), "angle": CosineSimilarity()}
+        self.several = MetricCollection(metrics, prefix="of ")
+        self.mean, self.every = MeanMetric(), CatMetric()
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        output = self(x)
+        losses = F.cross_entropy(output, y, reduction="none")
+        self.several(output, output.detach().exp())
+        self.every(losses)
+        self.mean(losses.exp())
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.log_dict({"mean": self.mean, "mean by epoch": self.mean}, on_epoch=True)
+        return losses.mean()
+
+
+def test_metrics_have_the_value_of_the_batch(tmp_path: Path) -> None:
+    """They had that of the last micro-batch, in what is logged for each step."""
+    records = Record(), Record()
+    plain = trainer(tmp_path, callbacks=[records[0]], max_epochs=1)
+    gpipe = trainer(tmp_path, callbacks=[records[1]], max_epochs=1, **piped())
+    for made in (plain, gpipe):
+        torch.manual_seed(0)
+        model = Measuring()
+        made.fit(model, Data())
+        made.fit_loop.max_epochs = 2
+        made.fit(model, Data())  # where metrics have graphs that cannot be copied
+
+    torch.testing.assert_close(records[1].logged, records[0].logged, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gpipe.callback_metrics, plain.callback_metrics)
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__(layers=nn.Sequential(nn.BatchNorm1d(6), *six_layers()))
+
+
+def test_epoch_without_backward(tmp_path: Path) -> None:
+    """Stochastic weight averaging ends with one, for the statistics of batch norms."""
+
+    def fit(**options: Any) -> L.Trainer:
+        averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        return fitted(tmp_path, build=Normed, callbacks=[averaging], **options)
+
+    # Of one micro-batch, since batch norms normalise each by its own statistics.
+    gpipe = fit(strategy=GPipeStrategy([3, 2, 2], 1, schedule="1f1b"), devices=3)
+
+    assert gpipe.current_epoch == 4
+    assert_same_weights(gpipe, fit())
+
+
+class Keeping(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.steps, self.flag, self.same = 0, False, [1]
+        self.latest: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch["x"], batch["y"]
+        output = self(x)
+        loss = F.cross_entropy(output, y)
+        self.flag = False
+        self.steps += 1
+        self.latest = output.detach()
+        self.outputs.append(loss.detach())
+        batch["out"] = output.detach()
+        return loss
+
+
+def test_values_that_a_step_leaves(tmp_path: Path) -> None:
+    """They are of the last micro-batch, or counted for each."""
+
+    class Named(Data):
+        def train_dataloader(self) -> Any:
+            named: Any = [{"x": x, "y": y} for x, y in super().train_dataloader().dataset]
+            return DataLoader(named, batch_size=7)
+
+    with pytest.warns(UserWarning, match="must leave nothing") as caught:
+        trainer(tmp_path, **piped()).fit(Keeping(), Named())
+
+    [message] = [str(each.message) for each in caught if "leave nothing" in str(each.message)]
+    for name in ("self.steps", "self.latest", "self.outputs", "batch['out']"):
+        assert name in message
+    assert "self.flag" not in message and "self.same" not in message
+
+
+class NormedOutput(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(x)))
+
+
+def test_batch_norm_around_the_pipeline(tmp_path: Path) -> None:
+    """It sees micro-batches, of which the last of each batch had one row, which is an error."""
+    gpipe = fitted(tmp_path, build=NormedOutput, **piped(microbatching=Rows(at_least=2)))
+
+    assert weights(gpipe)["norm.num_batches_tracked"] == 3 * 3 * 3  # epochs, micro-batches
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        fitted(tmp_path, build=NormedOutput, **piped())

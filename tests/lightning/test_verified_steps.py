@@ -155,6 +155,7 @@ class Gradients(Callback):
         self.found.append(max(float(p.grad.abs().max()) for p in module.parameters()))  # type: ignore[union-attr]  # all have one
 
 
+@pytest.mark.filterwarnings("ignore:training_step must leave nothing")
 @pytest.mark.parametrize("threads", [True, False])
 @pytest.mark.filterwarnings("ignore:verified")  # known reasons: a batch norm, and draws
 def test_training_is_the_same_to_the_bit(threads: bool, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gpipe.core.schedules import Kind
 from tests.support.models import assert_same_step, assert_same_steps, perceptron, rows, step
@@ -95,3 +96,18 @@ def test_dropped_mini_batch_leaves_nothing(pipe: Pipe) -> None:
     pipeline(rows(7))
 
     assert_same_step(pipeline, plain, rows(7))
+
+
+class Reentrant(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, x, use_reentrant=True)
+        return output.tanh()
+
+
+@every_mode
+@with_and_without_threads
+def test_layer_with_a_reentrant_checkpoint(pipe: Pipe) -> None:
+    """Its node is written in Python, but refuses a backward to some leaves, which B was."""
+    plain = nn.Sequential(nn.Linear(3, 3), *(Reentrant(3, 3) for _ in range(3))).double()
+
+    assert_same_steps(pipe(plain, split_backward=True), plain, [rows(7), rows(4)])

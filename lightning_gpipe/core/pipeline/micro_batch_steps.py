@@ -28,11 +28,13 @@ class Outcome(NamedTuple):
             are computed already. None if the step returned None for every micro-batch.
         results: The values that the step returned for each micro-batch, detached.
         rows: The number of rows of each micro-batch; None if it is not known.
+        weights: The weight of each micro-batch's loss: its rows, or the step's ``"loss_weight"``.
     """
 
     loss: Tensor | None
     results: list[Any]
-    rows: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None
+    weights: list[float]
 
 
 class MicroBatchStepping:
@@ -77,6 +79,7 @@ class MicroBatchStepping:
         pieces = [map_tensors(_alias, piece) for piece in pieces]
         m = len(pieces)
         inside = {module for stage in pipeline.stages for module in stage.modules}
+        losses = Losses(m, rows, scale)
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),
             schedule_for(
@@ -86,11 +89,11 @@ class MicroBatchStepping:
                 recomputed=count_recomputed(pipeline.activation_checkpointing, m),
                 split=pipeline.split_backward,
             ),
-            Losses(m, rows, scale),
+            losses,
             list(dict.fromkeys(module for module in around if module not in inside)),
             partial(pipeline.microbatching.division, pieces),
         )
-        return Outcome(loss, results, rows)
+        return Outcome(loss, results, rows, losses.weights)
 
     @property
     def current(self) -> int:

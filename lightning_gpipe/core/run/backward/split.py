@@ -29,7 +29,8 @@ import torch
 
 from lightning_gpipe.core.run.backward.roots import Edge, Graph, is_leaf, saved_by
 
-_COMPILED = "CompiledFunctionBackward"  # PyTorch makes a class of this name for each
+# PyTorch makes a class of the first name for each compiled function.
+_WHOLE = frozenset({"CompiledFunctionBackward", "CheckpointFunctionBackward"})
 
 
 class Operator(NamedTuple):
@@ -97,9 +98,9 @@ def find_split(graph: Graph) -> Split | None:
     """Find the split of a graph; None if there is nothing that W could compute.
 
     Compiled functions have none: they may reuse the memory of their saved tensors, and then refuse
-    a backward that keeps the graph.
+    a backward that keeps the graph. Reentrant checkpoints refuse a backward to some leaves only.
     """
-    if any(type(node).__name__ == _COMPILED for node in graph.nodes):
+    if any(type(node).__name__ in _WHOLE for node in graph.nodes):
         return None
     split = _Search(graph).split()
     return split if split.parts else None

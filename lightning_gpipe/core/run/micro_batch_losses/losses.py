@@ -90,6 +90,12 @@ class Losses:
         """True if the caller's code skips the batch, so that there is no loss."""
         return bool(self._skipped)
 
+    @property
+    def weights(self) -> list[float]:
+        """The weight of each micro-batch; that of its rows if the batch is skipped."""
+        by_rows = dict(enumerate(map(float, self._rows or [1] * self._m)))
+        return [(self._weights or by_rows)[i] for i in range(self._m)]
+
     def total(self) -> tuple[Tensor, Tensor]:
         """Return the loss of the mini-batch, in no graph, and the gradient of all backwards."""
         together = sum(self._weights.values())

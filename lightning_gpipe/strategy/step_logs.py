@@ -1,0 +1,164 @@
+"""The values that training_step logs for micro-batches, logged once for the batch.
+
+The steps are suspended and go on in turns, so the last call does not have the value of the batch.
+So the calls are collected, and combined as the step would have reduced its rows. A metric that is
+called returns the value of a micro-batch, which Lightning would log for the step. So a copy of it
+is updated beside it, from its initial state, and has the value of the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_gpipe.core.pipeline import Outcome
+from lightning_gpipe.core.run import in_layers, loss_and_weight
+from lightning_gpipe.strategy.step_results import mean_of
+
+_SIGNATURE = inspect.signature(L.LightningModule.log)
+
+Arguments = Mapping[str, Any]  # of a call of log
+
+
+class CollectedLogs:
+    """Stands in for the ``log`` of a LightningModule while its step runs for micro-batches.
+
+    Values are combined as means weighted like the losses, or by the ``batch_size`` in the calls.
+
+    Args:
+        module: The LightningModule.
+        current: Returns the index of the micro-batch whose step runs.
+    """
+
+    def __init__(self, module: L.LightningModule, current: Callable[[], int]) -> None:
+        self._module = module
+        self._current = current
+        self._log: Callable[..., None] = module.log
+        self._own = module.__dict__.get("log")
+        # By the name of the value: for its first call in a step, its second ..., by micro-batch.
+        self._calls: dict[str, list[dict[int, Arguments]]] = {}
+
+    def __enter__(self) -> None:
+        self._module.__dict__["log"] = self
+
+    def __exit__(self, *error: object) -> None:
+        if self._own is None:
+            del self._module.__dict__["log"]
+        else:
+            self._module.__dict__["log"] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if in_layers():
+            self._log(*args, **kwargs)  # which refuses it
+        call = dict(_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
+        del call["self"]
+        value = call["value"]
+        call["value"] = value.detach() if isinstance(value, Tensor) else value
+        i = self._current()
+        calls = self._calls.setdefault(call["name"], [])
+        for of_micro_batches in calls:
+            if i not in of_micro_batches:
+                of_micro_batches[i] = call
+                return
+        calls.append({i: call})
+
+    def write(self, outcome: Outcome, metrics: BatchMetrics) -> None:
+        """Log the values of the batch."""
+        for calls in self._calls.values():
+            for of_micro_batches in calls:
+                arguments = _combined(of_micro_batches, outcome)
+                if arguments.get("on_step") is not False:
+                    metrics.finish(arguments["value"])
+                self._log(**arguments)
+
+
+class BatchMetrics:
+    """The values of metrics for one batch, while a step calls them for micro-batches."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
+        self._called: set[int] = set()
+
+    def watched(self, modules: Iterable[nn.Module]) -> ExitStack:
+        """Return a context manager that watches the calls of metrics."""
+        self._called.clear()
+        stack = ExitStack()
+        for metric in modules:
+            if isinstance(metric, Metric):
+                # Not the method: a copy of the metric would copy what it is bound to.
+                hook = metric.register_forward_hook(
+                    lambda *call: self._update(*call), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+        return stack
+
+    def finish(self, metric: Any) -> None:
+        """Give a metric that was called the value of the batch, as of the latest call."""
+        if id(metric) in self._called:
+            metric._forward_cache = self._copies[id(metric)][1].compute()
+
+    def _update(self, metric: Metric, args: Any, kwargs: Any, _: Any) -> None:
+        if in_layers():
+            return
+        key = id(metric)
+        if key not in self._copies:
+            self._copies[key] = metric, _without_state(metric)
+        copy = self._copies[key][1]
+        if key not in self._called:
+            self._called.add(key)
+            copy.reset()
+        copy.update(*args, **kwargs)
+
+
+def _without_state(metric: Metric) -> Metric:
+    """Return a copy to be reset: a state may be large, or have a graph, which has no copies."""
+    states = [
+        value
+        for each in metric.modules()
+        if isinstance(each, Metric)
+        for value in (each._forward_cache, each._computed, *(vars(each)[s] for s in each._defaults))
+    ]
+    tensors = {id(x): x.detach() for x in states if isinstance(x, Tensor)}
+    return deepcopy(metric, tensors | {id(x): type(x)() for x in states if type(x) in (list, dict)})
+
+
+def _combined(calls: Mapping[int, Arguments], outcome: Outcome) -> Arguments:
+    order = sorted(calls)
+    last = calls[order[-1]]
+    sizes: list[Any] = [calls[i].get("batch_size") for i in order]
+    values = [calls[i]["value"] for i in order]
+    arguments, weights = dict(last), [outcome.weights[i] for i in order]
+    if None not in sizes:
+        arguments["batch_size"] = sum(sizes)
+        losses = [loss_and_weight(outcome.results[i])[0] for i in order]
+        if not all(map(_same, values, losses)):
+            weights = sizes
+    if not isinstance(last["value"], Metric):
+        arguments["value"] = _reduced(last.get("reduce_fx", "mean"), values, weights)
+    return arguments
+
+
+def _reduced(by: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    tensors = isinstance(values[0], Tensor)
+    match getattr(by, "__name__", by):
+        case "sum":
+            return sum(values)
+        case "min":
+            return torch.stack(list(values)).amin(0) if tensors else min(values)
+        case "max":
+            return torch.stack(list(values)).amax(0) if tensors else max(values)
+        case _:
+            return mean_of(values, weights)
+
+
+def _same(value: Any, loss: Tensor | None) -> bool:
+    """Return whether a value is the loss; reading it would wait for its device."""
+    return isinstance(value, Tensor) and loss is not None and value.data_ptr() == loss.data_ptr()

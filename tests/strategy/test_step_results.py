@@ -1,0 +1,89 @@
+"""Transparency: the result of a step by micro-batches is that of the whole batch."""
+
+from collections import namedtuple
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_gpipe.core.data import map_instances
+from lightning_gpipe.core.pipeline import Outcome
+from lightning_gpipe.strategy.step_results import result_of
+from tests.support.models import assert_same
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+SIZES = [2, 2, 2, 1]
+WEIGHTS = [3.0, 0.0, 1.0, 2.0]
+KINDS = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, x.exp()),
+    "named tuple": lambda x: Pair(x, len(x)),
+    "list": lambda x: [x, x.exp(), x.sin()],
+    "nested": lambda x: {"deep": (x, [{"x": x}] * 3)},
+    "array": lambda x: x.numpy(),
+    "array of no dims": lambda x: x.numpy().mean(),
+    "count": lambda x: (x > 0).sum(),
+    "counts in a tuple": lambda x: ((x > 0).sum(), (x <= 0).sum()),
+    "integer": lambda x: int((x > 0).sum()),
+    "rows": len,
+    "mean": lambda x: x.mean(),
+    "means in a tuple": lambda x: (x.mean(), float(x.mean())),
+    "strings of rows": lambda x: [f"{row}" for row in x.tolist()],
+    "strings of rows, in a tuple": lambda x: tuple(f"{row}" for row in x.tolist()),
+    "the same string for each row": lambda x: ["row"] * len(x),
+    "values of rows": lambda x: x.sum(1).tolist(),
+    "tensors of rows": lambda x: list(x),
+    "setting": lambda x: ("adam", None, True),
+    "empty": lambda x: ([], {}, ()),
+}
+
+
+def joined(function: Any, weights: list[float], sizes: list[int] = SIZES) -> Any:
+    loss = torch.zeros(())
+    results = [{"loss": loss, "found": function(x)} for x in X[: sum(sizes)].split(sizes)]
+    return result_of(Outcome(loss, results, tuple(sizes), weights))["found"]
+
+
+def as_tensors(tree: Any) -> Any:
+    for kind in (float, np.float64, np.ndarray):
+        tree = map_instances(kind, partial(torch.as_tensor, dtype=torch.float64), tree)
+    return tree
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [SIZES, [2, 2, 2]], ids=["uneven", "even"])
+def test_same_as_of_the_batch(kind: str, sizes: list[int]) -> None:
+    """Structures with tensors ended the fit with "Boolean value of Tensor is ambiguous"."""
+    function = KINDS[kind]
+
+    found = joined(function, list(map(float, sizes)), sizes)
+
+    expected = function(X[: sum(sizes)])
+    assert type(found) is type(expected) or kind == "array of no dims"
+    assert_same(as_tensors(found), as_tensors(expected))
+
+
+def test_floats_are_weighted_as_the_losses() -> None:
+    """They were weighted by rows; the mean of nothing is no number, and had no weight."""
+    means = iter([1.0, float("nan"), 2.0, 4.0])
+
+    assert joined(lambda _: next(means), WEIGHTS) == pytest.approx((3 + 2 + 8) / 6)
+
+
+def test_weights_are_added() -> None:
+    loss = torch.zeros(())
+    results = [{"loss": loss, "loss_weight": torch.tensor(n)} for n in (3, 4)]
+
+    found = result_of(Outcome(loss, results, None, [3.0, 4.0]))
+
+    assert found == {"loss": loss, "loss_weight": torch.tensor(7)}
+
+
+def test_integer_that_may_be_a_count() -> None:
+    with pytest.warns(UserWarning, match=r"in \['found'\], which is taken as the same"):
+        assert joined(lambda _: 5, WEIGHTS) == 5
