@@ -23,7 +23,10 @@ from tests.support.lightning_modules import (
     trainer,
 )
 
-pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_intra_op_thread"),
+    pytest.mark.filterwarnings("ignore:training_step must leave nothing on the module"),
+]
 
 
 class Looped(nn.Module):
