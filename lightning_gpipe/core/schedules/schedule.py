@@ -78,6 +78,11 @@ class Schedule:
         """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
 
+    def order_of(self, kind: Kind, j: int) -> list[int]:
+        """The micro-batches in the order of their actions of a kind on stage ``j``."""
+        row = self.rows[self.placement[j]]
+        return [action.i for action in row if action.kind is kind and action.j == j]
+
     @cached_property
     def forwards(self) -> bool:
         return any(action.kind is Kind.FORWARD for row in self.rows for action in row)
@@ -85,8 +90,7 @@ class Schedule:
     @cached_property
     def last_backwards(self) -> Row:
         """The backwards of the first stage, in order; the caller gets their results."""
-        row = self.rows[self.placement[0]]
-        return tuple(a for a in row if a.kind is Kind.BACKWARD and a.j == 0)
+        return tuple(Action(Kind.BACKWARD, i, 0) for i in self.order_of(Kind.BACKWARD, 0))
 
     @cached_property
     def split(self) -> bool:
@@ -163,8 +167,7 @@ class Schedule:
 
     @cached_property
     def _recomputed(self) -> list[frozenset[int]]:
-        recomputations = [a for row in self.rows for a in row if a.kind is Kind.RECOMPUTE]
-        return [frozenset(a.i for a in recomputations if a.j == j) for j in range(self.n)]
+        return [frozenset(self.order_of(Kind.RECOMPUTE, j)) for j in range(self.n)]
 
     @cached_property
     def _phase_of(self) -> dict[Action, int]:
