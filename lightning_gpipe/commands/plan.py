@@ -28,8 +28,8 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.pipeline import LayerMeasurement, profiles_of
-from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
+from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
+from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import KINDS
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
@@ -100,32 +100,29 @@ class _Planning(CPUAccelerator):
             optimizer=optimizers_of(module, trainer),
             split=True,
         )
-        self.plan = self._plan(measuring, strategy)
-        raise _Planned
-
-    def _plan(self, measuring: LayerMeasurement, strategy: GPipeStrategy) -> Plan:
-        options = self._options
-        profiles = profiles_of(measuring, options.chunks, len(self._places))
-        rows = profiles[0].rows * profiles[0].chunks
-        if self._operations is not None:
-            if not measuring.counts:
-                raise ValueError(
-                    "--device-speed in operations per second is for layers that are counted: they "
-                    "were measured in seconds. Add --measure-on meta, or write a factor, how many "
-                    "times as fast each device is as this one."
-                )
-            profiles = [profile.in_seconds(self._operations) for profile in profiles]
-        return plan_for(
-            profiles,
+        if self._operations is not None and not measuring.counts:
+            raise ValueError(
+                "--device-speed in operations per second is for layers that are counted: they "
+                "are measured in seconds. Add --measure-on meta, or write a factor, how many "
+                "times as fast each device is as this one."
+            )
+        options, settings = self._options, strategy.options
+        self.plan = plan_measured(
+            measuring,
             self._places,
-            rows=rows,
-            stages=options.stages,
-            chunks=options.chunks,
-            most=measuring.most(16 * len(self._places)),
-            schedule=options.schedule or strategy.options.schedule,
-            split_backward=True if strategy.options.split_backward is True else None,
-            around=strategy.options.around,
+            Requested(
+                "auto" if options.chunks is None else options.chunks,
+                "auto",
+                options.schedule or settings.schedule,
+                True if settings.split_backward is True else "auto",
+            ),
+            len(self._places),
+            options.stages,
+            None,
+            settings.around,
+            self._operations,
         )
+        raise _Planned
 
 
 def _plan(
