@@ -30,7 +30,28 @@ from functools import cached_property
 from itertools import chain, groupby
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
-from lightning_gpipe.core.schedules.simulate import Simulation, one, simulate
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of simulating a schedule.
+
+    Attributes:
+        start: The start of each action, in units of cost; those of one worker in their order.
+        end: The end of each action.
+        makespan: The end of the last action.
+        bubble: The share of the workers' time in which they are idle; the caller's does not count.
+    """
+
+    start: dict[Action, float]
+    end: dict[Action, float]
+    makespan: float
+    bubble: float
+
+
+def _one(action: Action) -> float:
+    """Return the cost 1 for an action on a stage, and 0 for one of the caller."""
+    return 0.0 if action.by_caller else 1.0
 
 
 @dataclass(frozen=True)
@@ -105,9 +126,47 @@ class Schedule:
         yield from predecessors(action)
         yield from self._results_before.get(action, ())
 
-    def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
-        """Simulate the schedule, with the duration of each action, in any unit."""
-        return simulate(self.rows, self.needs, cost, self.caller)
+    def simulate(self, cost: Callable[[Action], float] = _one) -> Simulation:
+        """Simulate the schedule, with the duration of each action, in any unit.
+
+        Each worker runs its actions in order, each after those that it needs.
+
+        Raises:
+            RuntimeError: If the workers wait for one another.
+        """
+        start: dict[Action, float] = {}
+        end: dict[Action, float] = {}
+        everyone = [*self.rows, self.caller]
+        clock = [0.0] * len(everyone)
+        waiting = [list(reversed(row)) for row in everyone]
+        present = {action for row in everyone for action in row}
+
+        progress = True
+        while progress:
+            progress = False
+            for worker, queue in enumerate(waiting):
+                while queue:
+                    needed = [action for action in self.needs(queue[-1]) if action in present]
+                    if not all(action in end for action in needed):
+                        break
+                    action = queue.pop()
+                    start[action] = max([clock[worker], *(end[need] for need in needed)])
+                    clock[worker] = end[action] = start[action] + cost(action)
+                    progress = True
+        if any(waiting):
+            stuck = ", ".join(self._place(queue[-1]) for queue in waiting if queue)
+            raise RuntimeError(f"the schedule must end, but its workers deadlock: {stuck}")
+
+        makespan = max(clock)
+        busy = sum(end[action] - start[action] for row in self.rows for action in row)
+        bubble = 1.0 - busy / (makespan * self.workers) if makespan else 0.0
+        return Simulation(start, end, makespan, bubble)
+
+    def _place(self, action: Action) -> str:
+        worker = self.worker_of(action)
+        if worker == self.workers:
+            return f"the caller at {action}"
+        return f"worker {worker} at {action} on stage {action.j}"
 
     @cached_property
     def simulation(self) -> Simulation:
