@@ -36,6 +36,7 @@ from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
 
 _BYTES = {"B": 1, **{f"{letter}iB": 2 ** (10 * k) for k, letter in enumerate("KMGT", 1)}}
 _BYTES |= {f"{letter}B": 10 ** (3 * k) for k, letter in enumerate("KMGT", 1)}
+_WRITTEN = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)")
 _OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP", 2)}
 
 
@@ -245,11 +246,9 @@ def _for_each(values: list[float], number: int) -> list[float]:
 
 
 def _number(text: str, units: dict[str, int], wrong: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in units or match[1].count(".") > 1 or match[1] == ".":
+    match = _WRITTEN.fullmatch(text.strip())
+    number = float(match[1]) * units.get(match[2], inf) if match else inf
+    if not isfinite(number):
         names = f" The units are {', '.join(units)}." if len(units) > 1 else ""
         raise ValueError(f"{wrong}: got {text!r}.{names}")
-    number = float(match[1]) * units[match[2]]
-    if not isfinite(number):
-        raise ValueError(f"{wrong}: got {text!r}.")
     return number
