@@ -25,7 +25,7 @@ from lightning_gpipe.core.planner.settings import (
     fewer_stages,
     numbers_recomputed,
 )
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
 from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, ActivationCheckpointing, ScheduleKind
 
 _TRIES = 3  # balances of a candidate: the memory of a stage is known only with a balance
@@ -183,10 +183,8 @@ class PlanSearch:
         places = [self.places[d] for d in self._devices(candidate.stages)]
         outside = len(places) - 1 if self.around == "last" else 0
         profile = self._profile(candidate.chunks)
-        sizes = sizes_of(self.rows, candidate.chunks)
-        outputs = [profile.output.at(rows) for rows in sizes]
-        at_once = max(outputs) if candidate.order.by_micro_batch else sum(outputs)
-        around = places[outside].taken + profile.around.held_bytes + at_once
+        outputs = output_bytes(profile, sizes_of(self.rows, candidate.chunks), candidate.order)
+        around = places[outside].taken + profile.around.held_bytes + outputs
         places[outside] = replace(places[outside], taken=around)
         return places
 
