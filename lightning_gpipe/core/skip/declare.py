@@ -170,8 +170,7 @@ def declaration_of(module: nn.Module) -> Declaration | None:
 
 def full_name(module: nn.Module, name: str) -> SkipName:
     """Return the name of a skip tensor with the namespace that the module was isolated into."""
-    namespaces: dict[str, Namespace] = module.__dict__.get("_namespaces", {})
-    namespace = namespaces.get(name)
+    namespace = module.__dict__.get("_namespaces", {}).get(name)
     return SkipName(None if namespace is None else namespace.id, name)
 
 
