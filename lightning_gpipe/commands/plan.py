@@ -233,11 +233,10 @@ def places_of(
         raise ValueError(
             f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
         )
-    absolute = bool(speeds) and speeds[0][1]
-    first = speeds[0][0] if absolute else 1.0
-    factors = _for_each([value / first for value, _ in speeds] or [1.0], number)
+    first = next((value for value, absolute in speeds if absolute), None)
+    factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
     places = zip(factors, _for_each(sizes or [inf], number), strict=True)
-    return [Place(speed=x, memory=size) for x, size in places], first if absolute else None
+    return [Place(speed=x, memory=size) for x, size in places], first
 
 
 def _for_each(values: list[float], number: int) -> list[float]:

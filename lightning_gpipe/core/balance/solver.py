@@ -21,14 +21,13 @@ cost are spread too, and then the shorter runs last, where a pipeline also compu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from math import frexp, inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer
+from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer, sums_of
 
 Table = NDArray[np.int64]  # at [e, b] the cost of the run of layers b..e-1, or NEVER
 
@@ -227,11 +226,10 @@ def _longest(table: Table) -> int:
 
 def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:
     """The bytes that each stage of a cut lacks."""
-    memory = iter(costs.memory or [0] * len(costs.times))
-    live = iter(costs.live or [0] * len(costs.times))
-    for place, size in zip(places, sizes, strict=True):
-        needed = sum(islice(memory, size)) + place.alive * sum(islice(live, size))
-        yield max(0.0, place.taken + needed - place.memory)
+    nothing = [0] * len(costs.times)
+    memory, live = (sums_of(each or nothing, sizes) for each in (costs.memory, costs.live))
+    for place, held, each in zip(places, memory, live, strict=True):
+        yield max(0.0, place.taken + (held + place.alive * each) - place.memory)
 
 
 def _check_parts(parts: int, n: int) -> None:

@@ -98,7 +98,7 @@ def _with_plan(
         )
     by_time = balances[0] == "time"
     balance = None if by_time else balances_for(measuring, balances, around)[0]
-    places = list(map(_place, measuring.devices))
+    places = [Place(memory=_USABLE * memory_of(device)) for device in measuring.devices]
     n = len(balance or places)
     plan = plan_measured(measuring, places, requested, n, n, balance, around)
     settings, sizes = plan.settings, plan.prediction.rows
@@ -225,7 +225,8 @@ def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> l
     return list(map(measuring.at, numbers))
 
 
-def _place(device: torch.device) -> Place:
+def memory_of(device: torch.device) -> float:
+    """Return the bytes of a GPU; a CPU shares its memory with everything else on the host."""
     if device.type != "cuda":
-        return Place(memory=inf)
-    return Place(memory=_USABLE * torch.cuda.get_device_properties(device).total_memory)
+        return inf
+    return float(torch.cuda.get_device_properties(device).total_memory)
