@@ -46,9 +46,8 @@ def trace_of(
     starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
     begin = min(starts, default=0.0)
     events = [_event("M", "process_name", _CALLER, args={"name": name}), *_threads(runs)]
-    for title, start, end in caller:
-        times = _during(start - begin, end - begin)
-        events.append(_event("X", title, _CALLER, cat="caller", **times, args={}))
+    for x in caller:
+        events.append(_event("X", x.name, _CALLER, cat="caller", **_during(x, begin), args={}))
     numbers = count()
     for layout, spans in runs:
         events += [_action(layout, span, begin) for span in spans]
@@ -79,18 +78,19 @@ def _event(phase: str, name: str, thread: int, **fields: Any) -> dict[str, Any]:
     return {"ph": phase, "name": name, "pid": _PID, "tid": thread, **fields}
 
 
-def _during(start: float, end: float) -> dict[str, int]:
+def _during(activity: Slice | Span, begin: float) -> dict[str, int]:
     """The time of a complete event."""
-    return {"ts": _micro(start), "dur": _micro(end) - _micro(start)}
+    start, end = _micro(activity.start - begin), _micro(activity.end - begin)
+    return {"ts": start, "dur": end - start}
 
 
 def _action(layout: Layout, span: Span, begin: float) -> dict[str, Any]:
-    worker, (kind, i, j), start, end = span
+    kind, i, j = span.action
     args: dict[str, Any] = {"micro-batch": i}
     if not span.action.by_caller:
         args |= {"stage": j, "runs": str(layout.partitions[j])}
-    times = _during(start - begin, end - begin)
-    return _event("X", f"{kind.verb} {i}", worker + 1, cat=kind.verb, **times, args=args)
+    name, times = f"{kind.verb} {i}", _during(span, begin)
+    return _event("X", name, span.worker + 1, cat=kind.verb, **times, args=args)
 
 
 def _flows(

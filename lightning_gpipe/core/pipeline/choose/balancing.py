@@ -78,8 +78,7 @@ def balances_for(
             )
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
-            outside = devices - 1 if around == "last" else 0
-            places[balance] = _places(balance, measuring, outside)
+            places[balance] = _places(balance, measuring, -1 if around == "last" else 0)
         costs = _unit_costs(balance, measuring, k)
         sizes.append(solve_on(costs, places[balance]))
         if balance != "time":  # pipelines of a model run one after another, but are there at once

@@ -221,7 +221,8 @@ def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> l
     if chunks is not None:
         return [measuring.at(chunks)]
     most = 1 if measuring.counts else measuring.most(_MOST * stages)
-    numbers = takewhile(most.__ge__, (4**k for k in count()))  # each measures half rows, too
+    # Each measures half of its rows, too.
+    numbers = takewhile(most.__ge__, (4**k for k in count()))
     return list(map(measuring.at, numbers))
 
 
