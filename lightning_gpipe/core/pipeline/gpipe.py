@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import stage_costs
-from lightning_gpipe.core.data import MicroBatching, Rows
+from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
 from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import (
     StandIn,
@@ -161,6 +161,7 @@ class GPipe(StandIn):
         requested = Requested(chunks, activation_checkpointing, split_backward=split_backward)
         requested.check()
         check_around(around)
+        check_microbatching(microbatching)
         check_threads(threads)
         balances = balance_of_each(module, balance)
         device_map = remove_dispatch_hooks(model) if isinstance(model, nn.Module) else None
