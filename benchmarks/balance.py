@@ -181,7 +181,7 @@ def compare(name: str, each: Model, report: Report, rounds: int) -> None:
         cells = [f"{found[way]:.3f}" if way in found else "" for way in report.columns[3:]]
         report.rows.append((name, f"{n}", f"{1e3 * CHUNKS * best:.1f}", *cells))
 
-    predicted = [stage.time for stage in stage_costs(again, pipeline.balance, 0, outside=1)]
+    predicted = [stage.time for stage in stage_costs(again, pipeline.balance, "never", "last")]
     taken = of_stages(pipeline, each.x, rounds)
     pipeline.close()
     report.target(f"{name}: slowest stage by time / best, at worst", worst, at_most=1.10)

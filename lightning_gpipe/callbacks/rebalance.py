@@ -102,9 +102,7 @@ class Rebalance(Callback):
     def _compare(self, trainer: Trainer, epoch: int) -> None:
         pipeline = pipeline_of(trainer, self)
         busy = self._busy(pipeline)
-        if busy is None:
-            return
-        if self._latest and self._was_worse(trainer, busy):
+        if busy is None or (self._latest and self._was_worse(trainer, busy)):
             return
         try:
             shifts = [best_balance(pipeline, k, times) for k, times in enumerate(busy)]

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from math import inf
 from time import perf_counter
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +20,7 @@ from lightning.pytorch import Trainer
 
 from lightning_gpipe.core.balance import Place, Shift, shift_for, time_costs
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.pipeline import GPipe
+from lightning_gpipe.core.pipeline import GPipe, memory_of
 from lightning_gpipe.core.run import Span
 from lightning_gpipe.core.schedules import count_recomputed
 from lightning_gpipe.core.show import Slice
@@ -105,18 +104,12 @@ def best_balance(pipeline: GPipe, k: int, busy: Sequence[float]) -> Shift:
     """
     profile, layout = pipeline.profiles[k], pipeline.layouts[k]
     recomputed = count_recomputed(pipeline.activation_checkpointing, profile.chunks)
-    places = [Place(memory=_memory(layout.device_of(j))) for j in range(layout.n)]
+    places = [Place(memory=memory_of(layout.device_of(j))) for j in range(layout.n)]
     outside = layout.n - 1 if layout.around == "last" else 0
     places[outside] = replace(places[outside], taken=profile.around.held_bytes)
     return shift_for(
         time_costs(profile, recomputed), pipeline.balances[k], busy, layout.placement, places
     )
-
-
-def _memory(device: torch.device) -> float:
-    if device.type != "cuda":
-        return inf  # shared with everything else on the host
-    return float(torch.cuda.get_device_properties(device).total_memory)
 
 
 def peak_memory(device: torch.device) -> float | None:

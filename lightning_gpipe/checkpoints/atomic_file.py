@@ -53,12 +53,9 @@ class AtomicFiles(TorchCheckpointIO):
             OSError: If the file cannot be written; the previous one is unchanged.
             TypeError: If there are ``storage_options``, which need a CheckpointIO of the user's.
         """
-        if storage_options is not None:  # raises the error of a plain Trainer
-            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options=storage_options)
-            return
-        place = on_this_machine(path)
-        if place is None:
-            super().save_checkpoint(checkpoint, path)
+        place = None if storage_options is not None else on_this_machine(path)
+        if place is None:  # as a plain Trainer, which has an error for storage options
+            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
             return
         try:
             place.parent.mkdir(parents=True, exist_ok=True)

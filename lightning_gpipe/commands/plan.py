@@ -28,14 +28,15 @@ from typing_extensions import override
 
 from lightning_gpipe.commands.fit import fit_one_step
 from lightning_gpipe.core.balance import Place
-from lightning_gpipe.core.pipeline import LayerMeasurement, profiles_of
-from lightning_gpipe.core.planner import NoPlan, Plan, plan_for
+from lightning_gpipe.core.pipeline import LayerMeasurement, Requested, plan_measured
+from lightning_gpipe.core.planner import NoPlan, Plan
 from lightning_gpipe.core.schedules import KINDS
 from lightning_gpipe.core.show import check_can_draw, plan_picture, show_plan
 from lightning_gpipe.strategy import GPipeStrategy, entries_in, optimizers_of
 
 _BYTES = {"B": 1, **{f"{letter}iB": 2 ** (10 * k) for k, letter in enumerate("KMGT", 1)}}
 _BYTES |= {f"{letter}B": 10 ** (3 * k) for k, letter in enumerate("KMGT", 1)}
+_WRITTEN = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)")
 _OPERATIONS = {f"{letter}FLOPS": 10 ** (3 * k) for k, letter in enumerate("MGTP", 2)}
 
 
@@ -100,32 +101,29 @@ class _Planning(CPUAccelerator):
             optimizer=optimizers_of(module, trainer),
             split=True,
         )
-        self.plan = self._plan(measuring, strategy)
-        raise _Planned
-
-    def _plan(self, measuring: LayerMeasurement, strategy: GPipeStrategy) -> Plan:
-        options = self._options
-        profiles = profiles_of(measuring, options.chunks, len(self._places))
-        rows = profiles[0].rows * profiles[0].chunks
-        if self._operations is not None:
-            if not measuring.counts:
-                raise ValueError(
-                    "--device-speed in operations per second is for layers that are counted: they "
-                    "were measured in seconds. Add --measure-on meta, or write a factor, how many "
-                    "times as fast each device is as this one."
-                )
-            profiles = [profile.in_seconds(self._operations) for profile in profiles]
-        return plan_for(
-            profiles,
+        if self._operations is not None and not measuring.counts:
+            raise ValueError(
+                "--device-speed in operations per second is for layers that are counted: they "
+                "are measured in seconds. Add --measure-on meta, or write a factor, how many "
+                "times as fast each device is as this one."
+            )
+        options, settings = self._options, strategy.options
+        self.plan = plan_measured(
+            measuring,
             self._places,
-            rows=rows,
-            stages=options.stages,
-            chunks=options.chunks,
-            most=measuring.most(16 * len(self._places)),
-            schedule=options.schedule or strategy.options.schedule,
-            split_backward=True if strategy.options.split_backward is True else None,
-            around=strategy.options.around,
+            Requested(
+                "auto" if options.chunks is None else options.chunks,
+                "auto",
+                options.schedule or settings.schedule,
+                True if settings.split_backward is True else "auto",
+            ),
+            len(self._places),
+            options.stages,
+            None,
+            settings.around,
+            self._operations,
         )
+        raise _Planned
 
 
 def _plan(
@@ -235,11 +233,10 @@ def places_of(
         raise ValueError(
             f"--device-speed must have factors only, or operations only: got {' '.join(speed)}."
         )
-    absolute = bool(speeds) and speeds[0][1]
-    first = speeds[0][0] if absolute else 1.0
-    factors = _for_each([value / first for value, _ in speeds] or [1.0], number)
+    first = next((value for value, absolute in speeds if absolute), None)
+    factors = _for_each([value / (first or 1.0) for value, _ in speeds] or [1.0], number)
     places = zip(factors, _for_each(sizes or [inf], number), strict=True)
-    return [Place(speed=x, memory=size) for x, size in places], first if absolute else None
+    return [Place(speed=x, memory=size) for x, size in places], first
 
 
 def _for_each(values: list[float], number: int) -> list[float]:
@@ -248,11 +245,9 @@ def _for_each(values: list[float], number: int) -> list[float]:
 
 
 def _number(text: str, units: dict[str, int], wrong: str) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in units or match[1].count(".") > 1 or match[1] == ".":
+    match = _WRITTEN.fullmatch(text.strip())
+    number = float(match[1]) * units.get(match[2], inf) if match else inf
+    if not isfinite(number):
         names = f" The units are {', '.join(units)}." if len(units) > 1 else ""
         raise ValueError(f"{wrong}: got {text!r}.{names}")
-    number = float(match[1]) * units[match[2]]
-    if not isfinite(number):
-        raise ValueError(f"{wrong}: got {text!r}.")
     return number

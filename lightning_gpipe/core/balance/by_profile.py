@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_gpipe.core.balance.costs import LayerCosts, Transfer
+from lightning_gpipe.core.balance.costs import LayerCosts, Transfer, sums_of
 from lightning_gpipe.core.balance.profiles import ModelProfile
-from lightning_gpipe.core.layout import layer_ranges
+from lightning_gpipe.core.layout import Around, layer_ranges
+from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed
 
 
 @dataclass(frozen=True)
@@ -25,32 +26,20 @@ class StageCosts:
     memory: float
     unit: Literal["s", "FLOP"]
 
-    @property
-    def columns(self) -> tuple[str, str]:
-        """The titles of both in a table."""
-        return ("ms", "MiB") if self.unit == "s" else ("GFLOP", "MiB")
-
-    @property
-    def cells(self) -> tuple[str, str]:
-        """Both, in the units of :attr:`columns`."""
-        time = self.time * 1e3 if self.unit == "s" else self.time / 1e9
-        return f"{time:,.2f}", f"{self.memory / 2**20:,.1f}"
-
 
 def stage_costs(
-    profile: ModelProfile, balance: Sequence[int], recomputed: int, outside: int
+    profile: ModelProfile, balance: Sequence[int], mode: ActivationCheckpointing, around: Around
 ) -> list[StageCosts]:
-    """Return the costs of each stage; ``outside`` is the one with the modules around the layers."""
-    times = time_costs(profile, recomputed).times
+    """Return the costs of each stage, one of which has the modules around the layers."""
+    recomputed = count_recomputed(mode, profile.chunks)
+    times = sums_of(time_costs(profile, recomputed).times, balance)
     memory = memory_costs(profile, recomputed)
-    costs = []
+    held = sums_of(memory.times, balance)
     for j, own in enumerate(layer_ranges(balance)):
-        held = sum(memory.times[k] for k in own)
-        held += sum(t.time for t in memory.transfers if t.user in own and t.maker not in own)
-        held += profile.around.held_bytes if j == outside else 0
-        time = profile.chunks * sum(times[k] for k in own)
-        costs.append(StageCosts(time, held, profile.unit))
-    return costs
+        held[j] += sum(t.time for t in memory.transfers if t.user in own and t.maker not in own)
+    held[-1 if around == "last" else 0] += profile.around.held_bytes
+    pairs = zip(times, held, strict=True)
+    return [StageCosts(profile.chunks * time, size, profile.unit) for time, size in pairs]
 
 
 def time_costs(profile: ModelProfile, recomputed: int, *, split: bool = False) -> LayerCosts:

@@ -21,14 +21,13 @@ cost are spread too, and then the shorter runs last, where a pipeline also compu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from math import frexp, inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer
+from lightning_gpipe.core.balance.costs import LayerCosts, Place, Transfer, sums_of
 
 Table = NDArray[np.int64]  # at [e, b] the cost of the run of layers b..e-1, or NEVER
 
@@ -97,35 +96,25 @@ def solve_on(costs: LayerCosts, places: Sequence[Place]) -> list[int]:
             raise NothingFits(sizes, lacking)
         return sizes
     tables = _tables_for(costs, places)
-    missing = _least_peak([tables[place].lacking for place in places])
-    # Runs that lack more memory than the best cut are forbidden.
-    best = {
-        place: np.where(table.lacking <= missing, table.time, NEVER)
-        for place, table in tables.items()
-    }
-    peak = _least_peak([best[place] for place in places])
-    for time in best.values():
-        time[time > peak] = NEVER
-    if costs.memory:  # and those that need more than the largest stage of the best cut
-        memory = {
-            place: np.where(time < NEVER, tables[place].memory, NEVER)
-            for place, time in best.items()
-        }
-        most = _least_peak([memory[place] for place in places])
-        for place, time in best.items():
-            time[memory[place] > most] = NEVER
+    allowed = {place: table.time < NEVER for place, table in tables.items()}
+    peaks = []
+    for name in _RunTables._fields:  # of the cuts that are best by one, those best by the next
+        runs = {p: np.where(allowed[p], getattr(x, name), NEVER) for p, x in tables.items()}
+        peaks.append(_least_peak([runs[place] for place in places]))
+        allowed = {place: cost <= peaks[-1] for place, cost in runs.items()}
+    best = {p: np.where(allowed[p], table.time, NEVER) for p, table in tables.items()}
     sizes = _most_even([best[place] for place in places])
-    if missing:
+    if peaks[0]:
         raise NothingFits(sizes, list(_missing(costs, places, sizes)))
     return sizes
 
 
 class _RunTables(NamedTuple):
-    """The costs of all runs on a device."""
+    """The costs of all runs on a device, those that matter most first."""
 
+    lacking: Table  # memory that the device lacks
     time: Table  # with the transfers
     memory: Table  # that is needed
-    lacking: Table  # memory that the device lacks
 
 
 def _tables_for(costs: LayerCosts, places: Sequence[Place]) -> dict[Place, _RunTables]:
@@ -149,9 +138,9 @@ def _tables_for(costs: LayerCosts, places: Sequence[Place]) -> dict[Place, _RunT
         needed = held + _sums(_whole(alive[place], byte)) + _whole([place.taken], byte)
         limit = NEVER if place.memory == inf else min(NEVER, int(place.memory / byte))
         tables[place] = _RunTables(
+            _runs(np.maximum(needed - limit, 0)),
             _runs(time + _whole([place.busy], second)),
             _runs(needed),
-            _runs(np.maximum(needed - limit, 0)),
         )
     return tables
 
@@ -237,11 +226,10 @@ def _longest(table: Table) -> int:
 
 def _missing(costs: LayerCosts, places: Sequence[Place], sizes: Sequence[int]) -> Iterator[float]:
     """The bytes that each stage of a cut lacks."""
-    memory = iter(costs.memory or [0] * len(costs.times))
-    live = iter(costs.live or [0] * len(costs.times))
-    for place, size in zip(places, sizes, strict=True):
-        needed = sum(islice(memory, size)) + place.alive * sum(islice(live, size))
-        yield max(0.0, place.taken + needed - place.memory)
+    nothing = [0] * len(costs.times)
+    memory, live = (sums_of(each or nothing, sizes) for each in (costs.memory, costs.live))
+    for place, held, each in zip(places, memory, live, strict=True):
+        yield max(0.0, place.taken + (held + place.alive * each) - place.memory)
 
 
 def _check_parts(parts: int, n: int) -> None:

@@ -17,7 +17,7 @@ from lightning_gpipe.core.pipeline.choose.balancing import (
 )
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement, profile
 from lightning_gpipe.core.pipeline.choose.options import Requested
-from lightning_gpipe.core.pipeline.choose.planning import plan, profiles_of, resolve
+from lightning_gpipe.core.pipeline.choose.planning import memory_of, plan, plan_measured, resolve
 from lightning_gpipe.core.pipeline.choose.sampling import Entry, calling, entries_of
 from lightning_gpipe.core.pipeline.gpipe import GPipe
 from lightning_gpipe.core.pipeline.micro_batch_steps import MicroBatchStepping, Outcome
@@ -42,10 +42,11 @@ __all__ = [
     "checked",
     "entries_of",
     "is_criterion",
+    "memory_of",
     "parameters_around",
     "piped_modules_at",
     "plan",
+    "plan_measured",
     "profile",
-    "profiles_of",
     "resolve",
 ]

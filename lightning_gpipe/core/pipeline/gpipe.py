@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_gpipe.core.balance import stage_costs
 from lightning_gpipe.core.data import MicroBatching, Rows, check_microbatching
 from lightning_gpipe.core.faithful import check_batch_norms, not_compiled, rows_needed
 from lightning_gpipe.core.frontends import (
@@ -24,13 +25,8 @@ from lightning_gpipe.core.frontends import (
     with_index,
 )
 from lightning_gpipe.core.layout import Around, Layout, check_around
-from lightning_gpipe.core.pipeline.build import (
-    attach_all,
-    lay_out_all,
-    rebuild,
-    recut,
-)
-from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each, measured_costs
+from lightning_gpipe.core.pipeline.build import attach_all, lay_out_all, rebuild, recut
+from lightning_gpipe.core.pipeline.choose.balancing import Balance, balance_of_each
 from lightning_gpipe.core.pipeline.choose.options import Requested
 from lightning_gpipe.core.pipeline.choose.planning import resolve
 from lightning_gpipe.core.pipeline.choose.sampling import entries_with
@@ -439,7 +435,8 @@ class GPipe(StandIn):
         If the layers were measured, it has the predicted time and peak memory of each stage, too.
         """
         mode, around = self.activation_checkpointing, self.layout.around
-        measured = measured_costs(self.profiles, self.balances, mode, around)
+        pairs = zip(self.profiles, self.balances, strict=False)  # none, unless measured
+        measured = [costs for pair in pairs for costs in stage_costs(*pair, mode, around)]
         return stage_table(self.layouts, self._skip_bytes(), measured)
 
     def skip_layout(self) -> Table:

@@ -32,7 +32,8 @@ def once_or_per_row(
     Raises:
         ValueError: If a value has no rows, and differs between micro-batches.
     """
-    if division is not None and tuple(map(_rows_of, values)) == division.sizes:
+    rows = (x.size(0) if type(x) is Tensor and x.dim() else None for x in values)
+    if division is not None and tuple(rows) == division.sizes:
         return values  # most often
     flats = list(map(tree_flatten, values))
     columns = list(zip(*(flat.leaves for flat in flats), strict=False))
@@ -45,11 +46,6 @@ def once_or_per_row(
     ]
     trees = zip(zip(*marked, strict=True), flats, strict=True)
     return [tree_unflatten(FlatTree(list(leaves), flat.spec)) for leaves, flat in trees]
-
-
-def _rows_of(value: Any) -> int | None:
-    """Return the size of dim 0, or None without such a dim."""
-    return value.size(0) if type(value) is Tensor and value.dim() else None
 
 
 def _marked(column: Sequence[Tensor], title: Callable[[], str]) -> Sequence[Tensor]:

@@ -6,21 +6,17 @@ Only ``balance="auto"``, the plan command and the monitor's advice need it.
 from lightning_gpipe.core.planner.advice import changes, doubts
 from lightning_gpipe.core.planner.no_plan import NoPlan
 from lightning_gpipe.core.planner.planner import Plan, plan_for
-from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
+from lightning_gpipe.core.planner.predicted_stage import StagePrediction
 from lightning_gpipe.core.planner.prediction import Prediction
-from lightning_gpipe.core.planner.settings import PlannedSettings
-from lightning_gpipe.core.planner.stage_cost import sizes_of, split_shares
+from lightning_gpipe.core.planner.stage_cost import split_shares
 
 __all__ = [
-    "Memory",
     "NoPlan",
     "Plan",
-    "PlannedSettings",
     "Prediction",
     "StagePrediction",
     "changes",
     "doubts",
     "plan_for",
-    "sizes_of",
     "split_shares",
 ]

@@ -77,7 +77,6 @@ def plan_for(
     profiles: ModelProfile | Sequence[ModelProfile],
     places: Sequence[Place],
     *,
-    rows: int | None = None,
     stages: int | None = None,
     balance: Sequence[int] | None = None,
     chunks: int | None = None,
@@ -93,7 +92,6 @@ def plan_for(
         profiles: The costs of the layers; of several profiles, measured with micro-batches of
             different sizes, the one with the nearest number of rows is used.
         places: The devices: their speeds and memory.
-        rows: The number of rows of a mini-batch; None takes that of the profile.
         stages: The number of stages; None allows up to one per device.
         balance: The number of layers in each stage, with one or several stages on each device; None
             finds the best one.
@@ -115,7 +113,7 @@ def plan_for(
     search = PlanSearch(
         profiles,
         tuple(places),
-        rows or profiles[0].rows * profiles[0].chunks,
+        profiles[0].rows * profiles[0].chunks,
         stages if balance is None else len(balance),
         None if balance is None else tuple(balance),
         chunks,

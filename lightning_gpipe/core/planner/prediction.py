@@ -19,7 +19,7 @@ from lightning_gpipe.core.balance import ModelProfile, Place
 from lightning_gpipe.core.layout import Around, layer_ranges
 from lightning_gpipe.core.planner.predicted_stage import Memory, StagePrediction
 from lightning_gpipe.core.planner.settings import PlannedSettings
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes
 from lightning_gpipe.core.planner.waves import (
     FREES,
     Bytes,
@@ -202,8 +202,7 @@ class Prediction:
 
     def _stages(self) -> Iterator[StagePrediction]:
         outside = len(self.places) - 1 if self.around == "last" else 0
-        sizes = [self.profile.output.at(rows) for rows in self.rows]
-        outputs = max(sizes) if self.settings.order.by_micro_batch else sum(sizes)
+        outputs = output_bytes(self.profile, self.rows, self.settings.order)
         kinds = Counter(self._kinds)
         for j, own in enumerate(layer_ranges(self.settings.balance)):
             layers = self.profile.layers[own.start : own.stop]

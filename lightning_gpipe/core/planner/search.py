@@ -10,9 +10,9 @@ A* search.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from math import ceil, log2
 
@@ -25,7 +25,7 @@ from lightning_gpipe.core.planner.settings import (
     fewer_stages,
     numbers_recomputed,
 )
-from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, sizes_of
+from lightning_gpipe.core.planner.stage_cost import MicroBatchCost, costs_of, output_bytes, sizes_of
 from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, ActivationCheckpointing, ScheduleKind
 
 _TRIES = 3  # balances of a candidate: the memory of a stage is known only with a balance
@@ -49,12 +49,6 @@ class PlanSearch:
     activation_checkpointing: ActivationCheckpointing | None = None
     around: Around = "last"
     orders: tuple[ScheduleKind, ...] = (FILL_DRAIN,)
-    _predictions: dict[PlannedSettings, Prediction] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _wholes: dict[tuple[int, bool], MicroBatchCost] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def is_measured(self, order: ScheduleKind) -> bool:
         """Return True if the times of the schedule's actions were measured."""
@@ -126,11 +120,10 @@ class PlanSearch:
         hopeful = [each for each in candidates if excess[each] <= 0 or each == least]
         return min(map(self.predicted, hopeful), key=lambda prediction: max(prediction.missing))
 
-    def predicted(self, candidate: PlannedSettings) -> Prediction:
-        """Return the prediction for a candidate with its best balance."""
-        if candidate not in self._predictions:
-            self._predictions[candidate] = self._balanced(candidate)
-        return self._predictions[candidate]
+    @cached_property
+    def predicted(self) -> Callable[[PlannedSettings], Prediction]:
+        """A function that returns the prediction for a candidate with its best balance."""
+        return cache(self._balanced)
 
     def _balanced(self, candidate: PlannedSettings) -> Prediction:
         """Balance a candidate by time and memory, which depends on the balance itself.
@@ -190,10 +183,8 @@ class PlanSearch:
         places = [self.places[d] for d in self._devices(candidate.stages)]
         outside = len(places) - 1 if self.around == "last" else 0
         profile = self._profile(candidate.chunks)
-        sizes = sizes_of(self.rows, candidate.chunks)
-        outputs = [profile.output.at(rows) for rows in sizes]
-        at_once = max(outputs) if candidate.order.by_micro_batch else sum(outputs)
-        around = places[outside].taken + profile.around.held_bytes + at_once
+        outputs = output_bytes(profile, sizes_of(self.rows, candidate.chunks), candidate.order)
+        around = places[outside].taken + profile.around.held_bytes + outputs
         places[outside] = replace(places[outside], taken=around)
         return places
 
@@ -224,7 +215,7 @@ class PlanSearch:
         devices = {*self._devices(n)}
         speeds = [self.places[d].speed for d in devices]
         through, share = 1 / max(speeds), 1 / sum(speeds)
-        whole = self._whole(m, split=order.split)
+        whole = self._whole(m, order.split)
         # Of forwards that drop and those that keep, the faster: a bound need not tell them apart.
         forward = min(whole.forward, whole.dropping)
         both = whole.backward + whole.weights
@@ -243,7 +234,7 @@ class PlanSearch:
     def _excess(self, candidate: PlannedSettings) -> float:
         """The bytes that all devices together lack, whatever the balance."""
         memory = sum(self.places[d].memory for d in {*self._devices(candidate.stages)})
-        saved = self._whole(candidate.chunks).saved
+        saved = self._whole(candidate.chunks, False).saved
         return self._held + _least_alive(candidate) * saved - memory
 
     @cached_property
@@ -252,19 +243,22 @@ class PlanSearch:
         profile = self.profiles[0]
         return sum(layer.held_bytes for layer in (*profile.layers, profile.around))
 
-    def _whole(self, m: int, *, split: bool = False) -> MicroBatchCost:
+    @cached_property
+    def _whole(self) -> Callable[[int, bool], MicroBatchCost]:
+        return cache(self._least_cost)
+
+    def _least_cost(self, m: int, split: bool) -> MicroBatchCost:
         """The least cost of one of ``m`` micro-batches in all layers."""
-        if (m, split) not in self._wholes:
-            profile, rows = self._profile(m), self.rows // m
-            (whole,) = costs_of(profile, [self.layers], rows)
-            if split:  # on some stages only; a whole backward counts where it is faster
-                inputs = sum(each.inputs.at(rows) for each in profile.layers if each.inputs)
-                weights = sum(each.weights.at(rows) for each in profile.layers if each.weights)
-                backward = min(inputs, whole.backward)
-                both = min(inputs + weights, whole.backward)
-                whole = whole._replace(backward=backward, weights=both - backward)
-            self._wholes[m, split] = whole
-        return self._wholes[m, split]
+        profile, rows = self._profile(m), self.rows // m
+        (whole,) = costs_of(profile, [self.layers], rows)
+        if not split:
+            return whole
+        # On some stages only; a whole backward counts where it is faster.
+        inputs = sum(each.inputs.at(rows) for each in profile.layers if each.inputs)
+        weights = sum(each.weights.at(rows) for each in profile.layers if each.weights)
+        backward = min(inputs, whole.backward)
+        both = min(inputs + weights, whole.backward)
+        return whole._replace(backward=backward, weights=both - backward)
 
 
 def _least_alive(candidate: PlannedSettings) -> int:

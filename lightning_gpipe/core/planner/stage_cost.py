@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_gpipe.core.balance import ModelProfile
+from lightning_gpipe.core.balance import LinearCost, ModelProfile
 from lightning_gpipe.core.layout import layer_ranges
+from lightning_gpipe.core.schedules import ScheduleKind
 
 
 class MicroBatchCost(NamedTuple):
@@ -62,26 +63,31 @@ def costs_of(
     costs = []
     for j, own in enumerate(ranges):
         layers = profile.layers[own.start : own.stop]
-        weights = left = 0.0
-        if split and layers[0].waited:
-            backward = sum(layer.inputs.at(rows) for layer in layers if layer.inputs)
-            weights = sum(layer.weights.at(rows) for layer in layers if layer.weights)
-            left = sum(layer.left.at(rows) for layer in layers if layer.left)
-        else:
-            backward = sum(layer.backward.at(rows) for layer in layers)
+        divided = split and layers[0].waited
         costs.append(
             MicroBatchCost(
-                sum(layer.forward.at(rows) for layer in layers),
-                sum(layer.dropping.at(rows) for layer in layers),
-                backward,
-                sum(layer.saved.at(rows) for layer in layers) - twice[j],
+                _total(rows, [layer.forward for layer in layers]),
+                _total(rows, [layer.dropping for layer in layers]),
+                _total(rows, [layer.inputs if divided else layer.backward for layer in layers]),
+                _total(rows, [layer.saved for layer in layers]) - twice[j],
                 entering[j],
                 leaving[j],
-                weights,
-                left,
+                _total(rows, [layer.weights for layer in layers if divided]),
+                _total(rows, [layer.left for layer in layers if divided]),
             )
         )
     return costs
+
+
+def _total(rows: int, costs: Iterable[LinearCost | None]) -> float:
+    """Return the sum of costs of a micro-batch with so many rows; None was not measured."""
+    return sum(cost.at(rows) for cost in costs if cost)
+
+
+def output_bytes(profile: ModelProfile, sizes: Iterable[int], order: ScheduleKind) -> float:
+    """Return the bytes of the outputs of micro-batches of these sizes that are there at once."""
+    outputs = map(profile.output.at, sizes)
+    return max(outputs) if order.by_micro_batch else sum(outputs)
 
 
 def split_shares(profile: ModelProfile, balance: Sequence[int]) -> list[tuple[float, float]]:

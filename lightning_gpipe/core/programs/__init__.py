@@ -4,7 +4,7 @@ A program is computed once for each kind of call of the user's model, and prints
 """
 
 from lightning_gpipe.core.programs.program import Part, Program, chain
-from lightning_gpipe.core.programs.route import Route, RouteName, SkipName, Value, Values, sender
+from lightning_gpipe.core.programs.route import Route, RouteName, SkipName, Value, sender
 from lightning_gpipe.core.programs.step import Method, Step
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "SkipName",
     "Step",
     "Value",
-    "Values",
     "chain",
     "sender",
 ]

@@ -47,23 +47,10 @@ class Step:
         """The numbers of the values among its arguments."""
         return frozenset(value.number for value in values_in((self.args, self.kwargs)))
 
-    @cached_property
-    def _flat(self) -> bool:
-        """True if all values are arguments themselves, and none is in a tuple or a list."""
-        arguments = [*self.args, *self.kwargs.values()]
-        return all(type(arg) is Value or not has_values(arg) for arg in arguments)
-
     def __call__(self, values: Mapping[int, Any]) -> Any:
         """Make the call by itself, with the values of these numbers."""
-        if self._flat:  # most steps, and a traced forward has very many
-            args = [values[arg.number] if type(arg) is Value else arg for arg in self.args]
-            kwargs = {
-                key: values[arg.number] if type(arg) is Value else arg
-                for key, arg in self.kwargs.items()
-            }
-        else:
-            args = [_filled(arg, values) for arg in self.args]
-            kwargs = {key: _filled(arg, values) for key, arg in self.kwargs.items()}
+        args = [_filled(arg, values) for arg in self.args]
+        kwargs = {key: _filled(arg, values) for key, arg in self.kwargs.items()}
         result = self.run(*args, **kwargs)
         return result if self.then is None else self.then(result)
 
@@ -100,15 +87,12 @@ def _filled(tree: Any, values: Mapping[int, Any]) -> Any:
     kind = type(tree)
     if kind is Value:
         return values[tree.number]
-    if kind is tuple or kind is list:
-        return kind([_filled(child, values) for child in tree])
+    if not has_values(tree):
+        return tree
+    children = [_filled(child, values) for child in _children(tree)]
     if kind is dict:
-        return {key: _filled(child, values) for key, child in tree.items()}
-    if kind is slice:
-        return slice(*(_filled(child, values) for child in _children(tree)))
-    if isinstance(tree, tuple) and has_values(tree):
-        return kind(*(_filled(child, values) for child in tree))  # a named one
-    return tree
+        return dict(zip(tree, children, strict=True))
+    return kind(children) if kind in (tuple, list) else kind(*children)  # a slice, a named tuple
 
 
 def _children(tree: Any) -> Iterable[Any]:

@@ -5,12 +5,7 @@ A schedule is simulated for deadlocks and its bubble, and it is the very object 
 
 from lightning_gpipe.core.schedules.action import CALLER, Action, Kind, predecessors, successor
 from lightning_gpipe.core.schedules.patterns import Pattern, Visit
-from lightning_gpipe.core.schedules.placement import (
-    Placing,
-    counted,
-    folded,
-    looped,
-)
+from lightning_gpipe.core.schedules.placement import counted, folded, looped
 from lightning_gpipe.core.schedules.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
@@ -46,7 +41,6 @@ __all__ = [
     "ByMicroBatch",
     "Kind",
     "Pattern",
-    "Placing",
     "Schedule",
     "ScheduleKind",
     "ScheduleName",

@@ -24,15 +24,15 @@ from lightning_gpipe.core.schedules.schedule import Schedule
 def with_caller(schedule: Schedule) -> Schedule:
     """Return a schedule of a single phase with the caller's row."""
     m, n = schedule.m, schedule.n
-    outputs = _in_order(schedule, Kind.FORWARD, n - 1)
-    gradients = _in_order(schedule, Kind.BACKWARD, 0)
+    outputs = schedule.order_of(Kind.FORWARD, n - 1)
+    gradients = schedule.order_of(Kind.BACKWARD, 0)
     losses_before = _needed(schedule, Kind.BACKWARD, n - 1, outputs)
     ended_before = _needed(schedule, Kind.BACKWARD, 0, gradients)
     ended = [ended_before[Action(Kind.FORWARD, i, n - 1)] for i in outputs]
 
     def ordered() -> Iterator[tuple[int, int, Action]]:
         """Yield each action with its place: the number of losses before it, then its kind's."""
-        for i in _in_order(schedule, Kind.FORWARD, 0):
+        for i in schedule.order_of(Kind.FORWARD, 0):
             before = losses_before[Action(Kind.FORWARD, i, 0)]
             yield before, 0, Action(Kind.PREPARE, i, CALLER)
         for k, i in enumerate(outputs):
@@ -43,12 +43,6 @@ def with_caller(schedule: Schedule) -> Schedule:
 
     row = sorted(ordered(), key=lambda placed: placed[:2])
     return replace(schedule, caller=tuple(action for _, _, action in row))
-
-
-def _in_order(schedule: Schedule, kind: Kind, j: int) -> list[int]:
-    """The micro-batches in the order of their actions of a kind on a stage."""
-    row = schedule.rows[schedule.placement[j]]
-    return [action.i for action in row if action.kind is kind and action.j == j]
 
 
 def _needed(schedule: Schedule, kind: Kind, j: int, order: list[int]) -> dict[Action, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-Placing = Callable[[int, int], tuple[int, ...]]  # of the numbers of stages and of workers
+from collections.abc import Sequence
 
 
 def looped(n: int, workers: int) -> tuple[int, ...]:

@@ -30,7 +30,28 @@ from functools import cached_property
 from itertools import chain, groupby
 
 from lightning_gpipe.core.schedules.action import Action, Kind, Row, predecessors
-from lightning_gpipe.core.schedules.simulate import Simulation, one, simulate
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The result of simulating a schedule.
+
+    Attributes:
+        start: The start of each action, in units of cost; those of one worker in their order.
+        end: The end of each action.
+        makespan: The end of the last action.
+        bubble: The share of the workers' time in which they are idle; the caller's does not count.
+    """
+
+    start: dict[Action, float]
+    end: dict[Action, float]
+    makespan: float
+    bubble: float
+
+
+def _one(action: Action) -> float:
+    """Return the cost 1 for an action on a stage, and 0 for one of the caller."""
+    return 0.0 if action.by_caller else 1.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,11 @@ class Schedule:
         """The micro-batches that stage ``j`` recomputes."""
         return self._recomputed[j]
 
+    def order_of(self, kind: Kind, j: int) -> list[int]:
+        """The micro-batches in the order of their actions of a kind on stage ``j``."""
+        row = self.rows[self.placement[j]]
+        return [action.i for action in row if action.kind is kind and action.j == j]
+
     @cached_property
     def forwards(self) -> bool:
         return any(action.kind is Kind.FORWARD for row in self.rows for action in row)
@@ -85,8 +111,7 @@ class Schedule:
     @cached_property
     def last_backwards(self) -> Row:
         """The backwards of the first stage, in order; the caller gets their results."""
-        row = self.rows[self.placement[0]]
-        return tuple(a for a in row if a.kind is Kind.BACKWARD and a.j == 0)
+        return tuple(Action(Kind.BACKWARD, i, 0) for i in self.order_of(Kind.BACKWARD, 0))
 
     @cached_property
     def split(self) -> bool:
@@ -101,9 +126,47 @@ class Schedule:
         yield from predecessors(action)
         yield from self._results_before.get(action, ())
 
-    def simulate(self, cost: Callable[[Action], float] = one) -> Simulation:
-        """Simulate the schedule, with the duration of each action, in any unit."""
-        return simulate(self.rows, self.needs, cost, self.caller)
+    def simulate(self, cost: Callable[[Action], float] = _one) -> Simulation:
+        """Simulate the schedule, with the duration of each action, in any unit.
+
+        Each worker runs its actions in order, each after those that it needs.
+
+        Raises:
+            RuntimeError: If the workers wait for one another.
+        """
+        start: dict[Action, float] = {}
+        end: dict[Action, float] = {}
+        everyone = [*self.rows, self.caller]
+        clock = [0.0] * len(everyone)
+        waiting = [list(reversed(row)) for row in everyone]
+        present = {action for row in everyone for action in row}
+
+        progress = True
+        while progress:
+            progress = False
+            for worker, queue in enumerate(waiting):
+                while queue:
+                    needed = [action for action in self.needs(queue[-1]) if action in present]
+                    if not all(action in end for action in needed):
+                        break
+                    action = queue.pop()
+                    start[action] = max([clock[worker], *(end[need] for need in needed)])
+                    clock[worker] = end[action] = start[action] + cost(action)
+                    progress = True
+        if any(waiting):
+            stuck = ", ".join(self._place(queue[-1]) for queue in waiting if queue)
+            raise RuntimeError(f"the schedule must end, but its workers deadlock: {stuck}")
+
+        makespan = max(clock)
+        busy = sum(end[action] - start[action] for row in self.rows for action in row)
+        bubble = 1.0 - busy / (makespan * self.workers) if makespan else 0.0
+        return Simulation(start, end, makespan, bubble)
+
+    def _place(self, action: Action) -> str:
+        worker = self.worker_of(action)
+        if worker == self.workers:
+            return f"the caller at {action}"
+        return f"worker {worker} at {action} on stage {action.j}"
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -163,8 +226,7 @@ class Schedule:
 
     @cached_property
     def _recomputed(self) -> list[frozenset[int]]:
-        recomputations = [a for row in self.rows for a in row if a.kind is Kind.RECOMPUTE]
-        return [frozenset(a.i for a in recomputations if a.j == j) for j in range(self.n)]
+        return [frozenset(self.order_of(Kind.RECOMPUTE, j)) for j in range(self.n)]
 
     @cached_property
     def _phase_of(self) -> dict[Action, int]:

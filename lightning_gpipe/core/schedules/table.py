@@ -198,9 +198,8 @@ def check_by_micro_batch(name: str, chunks: int, placement: tuple[int, ...]) -> 
 
     ``chunks`` is the number of micro-batches of a full mini-batch.
     """
-    names = [other for other, each in SCHEDULES.items() if each.by_micro_batch]
-    if name not in names:
-        choices = ", ".join(map(repr, names))
+    if not is_by_micro_batch(name):
+        choices = ", ".join(map(repr, get_args(ByMicroBatch)))
         raise ValueError(f"schedule must be one of {choices}: got {name!r}.")
     SCHEDULES[name].check(chunks, placement)
 

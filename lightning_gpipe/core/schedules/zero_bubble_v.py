@@ -54,8 +54,7 @@ class _Greedy:
         t = 0
         while len(self._end) < len(_KINDS) * self._m * self._n:
             for w, row in enumerate(self._rows):
-                action = self._next(w, t) if free[w] <= t else None
-                if action is None:
+                if free[w] > t or (action := self._next(w, t)) is None:
                     continue
                 if action.kind is Kind.BACKWARD and action.i < self._recomputed:
                     row.append(Action(Kind.RECOMPUTE, action.i, action.j))
@@ -70,8 +69,7 @@ class _Greedy:
         """The action that worker ``w`` begins at time ``t``."""
         down, back = w, self._n - 1 - w
         backwards = self._ready(Kind.BACKWARD, (down, back), t)
-        oldest = min(backwards, key=lambda action: action.i, default=None)
-        if oldest is not None:
+        if oldest := min(backwards, key=lambda action: action.i, default=None):
             return oldest
         weights = self._ready(Kind.WEIGHTS, (back, down), t)
         forwards = self._ready(Kind.FORWARD, (back, down), t) if self._room(w) else iter(())

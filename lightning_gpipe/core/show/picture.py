@@ -118,12 +118,10 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], workers: Sequence[str]) -> 
     for (kind, color), by_caller in product(_COLORS.items(), (False, True)):
         actions = (span for span in spans if span.action.kind is kind)
         chosen = [span for span in actions if span.action.by_caller == by_caller]
-        if not chosen:
-            continue
-        if len(spans) > _BOXES:
+        if chosen and len(spans) > _BOXES:
             _draw_pixels(axes, chosen, color, begin, length, len(workers))
-            continue
-        _draw_boxes(axes, chosen, lanes, color, begin, points)
+        elif chosen:
+            _draw_boxes(axes, chosen, lanes, color, begin, points)
     _frame(axes, workers, 1e3 * length)
 
 

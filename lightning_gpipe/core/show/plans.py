@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from itertools import groupby
 from math import inf
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -33,7 +34,7 @@ def plan_table(prediction: Prediction) -> Table:
     The memory is the peak, followed by its parts.
     """
     table = Table(title=headline(prediction))
-    for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction)):
+    for name in ("stage", "device", "layers", "number", "parameters", time_unit(prediction.unit)):
         table.add_column(name, justify="left" if name == "layers" else "right")
     for name in ("GiB", "of", "held", "activations", "boundaries", "outputs", "sent"):
         table.add_column(name, justify="right")
@@ -59,7 +60,7 @@ def _cells(prediction: Prediction, stage: StagePrediction) -> tuple[str, ...]:
     return (
         f"{len(stage.layers)}",
         f"{stage.parameters:,}",
-        _time(prediction, stage.time),
+        time_cell(stage.time, prediction.unit),
         _gib(memory.total),
         "" if stage.limit == inf else _gib(stage.limit),
         _gib(memory.held),
@@ -82,7 +83,7 @@ def alternatives_table(plan: Plan) -> Table:
     table = Table(
         *map(right, ("stages", "chunks", "recomputed")),
         *("schedule", "split"),
-        *map(right, (time_unit(plan.prediction), "bubble", "GiB")),
+        *map(right, (time_unit(plan.prediction.unit), "bubble", "GiB")),
         "why not",
         title="alternatives",
     )
@@ -95,7 +96,7 @@ def alternatives_table(plan: Plan) -> Table:
             f"{settings.recomputed}",
             settings.order.schedule,
             "yes" if settings.order.split else "no",
-            _time(prediction, prediction.time) if fits else "",
+            time_cell(prediction.time, prediction.unit) if fits else "",
             f"{prediction.bubble:.1%}" if fits else "",
             _gib(max(stage.needed for stage in prediction.stages)),
             alternative.reason,
@@ -107,22 +108,24 @@ def headline(prediction: Prediction) -> str:
     """Return the chosen settings and the predicted time in one line."""
     chosen = prediction.settings
     written = f", {chosen.order.arguments}" if chosen.order.arguments else ""
+    unit = prediction.unit
     text = (
         f"{len(chosen.balance)} stages, chunks={chosen.chunks}, activation_checkpointing="
-        f"{chosen.activation_checkpointing!r}{written}: {_time(prediction, prediction.time)} "
-        f"{time_unit(prediction)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
+        f"{chosen.activation_checkpointing!r}{written}: {time_cell(prediction.time, unit)} "
+        f"{time_unit(unit)} for a mini-batch of {sum(prediction.rows)} rows, bubble "
         f"{prediction.bubble:.1%}"
     )
-    return text + (f", {prediction.throughput:,.4g} rows/s" if prediction.unit == "s" else "")
+    return text + (f", {prediction.throughput:,.4g} rows/s" if unit == "s" else "")
 
 
-def time_unit(prediction: Prediction) -> str:
+def time_unit(unit: Literal["s", "FLOP"]) -> str:
     """Return the unit in which times are shown."""
-    return "ms" if prediction.unit == "s" else "GFLOP"
+    return "ms" if unit == "s" else "GFLOP"
 
 
-def _time(prediction: Prediction, time: float) -> str:
-    return f"{time * 1e3:,.2f}" if prediction.unit == "s" else f"{time / 1e9:,.2f}"
+def time_cell(time: float, unit: Literal["s", "FLOP"]) -> str:
+    """Return a time in the unit in which it is shown."""
+    return f"{time * 1e3:,.2f}" if unit == "s" else f"{time / 1e9:,.2f}"
 
 
 def _gib(size: float) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 
 from rich.table import Column, Table
 from torch import nn
 
-from lightning_gpipe.core.balance import StageCosts, parameter_costs
+from lightning_gpipe.core.balance import StageCosts, parameter_costs, sums_of
 from lightning_gpipe.core.layout import Layout, Partition
 from lightning_gpipe.core.programs import RouteName
+from lightning_gpipe.core.show.plans import time_cell, time_unit
 from lightning_gpipe.core.skip import Skip, stages_of
 
 
@@ -31,12 +31,13 @@ def stage_table(
     them, as it does for the balance. Measured costs are further columns.
     """
     rows = [(layout, j) for layout in layouts for j in range(layout.n)]
-    costs = iter(parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers))
-    sizes = [sum(islice(costs, len(layout.partitions[j].layers))) for layout, j in rows]
+    costs = parameter_costs(x for layout, j in rows for x in layout.partitions[j].layers)
+    sizes = sums_of(costs, [len(layout.partitions[j].layers) for layout, j in rows])
     skips = any(layout.routes for layout in layouts)
     right = partial(Column, justify="right")
     table = Table(right("stage"), "device", right("layers"), right("number"), "kinds")
-    for name in ("parameters", "share", *(measured[0].columns if measured else ())):
+    titles = (time_unit(measured[0].unit), "MiB") if measured else ()
+    for name in ("parameters", "share", *titles):
         table.add_column(name, justify="right")
     if skips:
         table.add_column("skips to")
@@ -50,7 +51,7 @@ def stage_table(
             _kinds(partition.layers),
             f"{parameters:,}",
             f"{parameters / max(sum(sizes), 1):.1%}",
-            *(measured[len(table.rows)].cells if measured else ()),
+            *(_cells(measured[len(table.rows)]) if measured else ()),
             *(["\n".join(_leaving(layout, j, skip_bytes))] if skips else []),
         )
     return table
@@ -80,6 +81,10 @@ def skip_table(
             "" if number is None else f"{number:,}",
         )
     return table
+
+
+def _cells(costs: StageCosts) -> tuple[str, str]:
+    return time_cell(costs.time, costs.unit), f"{costs.memory / 2**20:,.1f}"
 
 
 def _leaving(layout: Layout, j: int, skip_bytes: Mapping[RouteName, int]) -> Iterator[str]:

@@ -45,9 +45,9 @@ def trace_of(
     runs = list(runs)
     starts = [span.start for _, spans in runs for span in spans] + [x.start for x in caller]
     begin = min(starts, default=0.0)
-    events = [_meta("process_name", _CALLER, {"name": name}), *_threads(runs)]
-    for title, start, end in caller:
-        events.append(_complete(_CALLER, title, "caller", start - begin, end - begin, {}))
+    events = [_event("M", "process_name", _CALLER, args={"name": name}), *_threads(runs)]
+    for x in caller:
+        events.append(_event("X", x.name, _CALLER, cat="caller", **_during(x, begin), args={}))
     numbers = count()
     for layout, spans in runs:
         events += [_action(layout, span, begin) for span in spans]
@@ -64,8 +64,8 @@ def _threads(runs: Sequence[tuple[Layout, Sequence[Span]]]) -> Iterator[dict[str
         row = f"caller, by micro-batch ({layout.outside})"
         names |= {span.worker + 1: row for span in spans if span.action.by_caller}
     for thread, name in sorted(names.items()):
-        yield _meta("thread_name", thread, {"name": name})
-        yield _meta("thread_sort_index", thread, {"sort_index": thread})
+        yield _event("M", "thread_name", thread, args={"name": name})
+        yield _event("M", "thread_sort_index", thread, args={"sort_index": thread})
 
 
 def _worker(layout: Layout, w: int) -> str:
@@ -74,32 +74,23 @@ def _worker(layout: Layout, w: int) -> str:
     return f"worker {w} ({layout.devices[w]}), stage{'s' if len(stages) > 1 else ''} {numbers}"
 
 
-def _meta(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": _PID, "tid": thread, "args": args}
+def _event(phase: str, name: str, thread: int, **fields: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": _PID, "tid": thread, **fields}
 
 
-def _complete(
-    thread: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": _PID,
-        "tid": thread,
-        "ts": _micro(start),
-        "dur": _micro(end) - _micro(start),
-        "args": args,
-    }
+def _during(activity: Slice | Span, begin: float) -> dict[str, int]:
+    """The time of a complete event."""
+    start, end = _micro(activity.start - begin), _micro(activity.end - begin)
+    return {"ts": start, "dur": end - start}
 
 
 def _action(layout: Layout, span: Span, begin: float) -> dict[str, Any]:
-    worker, (kind, i, j), start, end = span
+    kind, i, j = span.action
     args: dict[str, Any] = {"micro-batch": i}
     if not span.action.by_caller:
         args |= {"stage": j, "runs": str(layout.partitions[j])}
-    name = f"{kind.verb} {i}"
-    return _complete(worker + 1, name, kind.verb, start - begin, end - begin, args)
+    name, times = f"{kind.verb} {i}", _during(span, begin)
+    return _event("X", name, span.worker + 1, cat=kind.verb, **times, args=args)
 
 
 def _flows(
@@ -116,9 +107,9 @@ def _flows(
             enters, ends = (_micro(time - begin) for time in target[2:])
             if start == end or enters == ends:
                 continue  # an arrow needs boxes that have a width
-            flow = {"name": tensors, "cat": "hand-over", "pid": _PID, "id": next(numbers)}
-            yield {"ph": "s", "tid": source.worker + 1, "ts": end - 1, **flow}
-            yield {"ph": "f", "tid": target.worker + 1, "ts": enters, "bp": "e", **flow}
+            flow = {"cat": "hand-over", "id": next(numbers)}
+            yield _event("s", tensors, source.worker + 1, ts=end - 1, **flow)
+            yield _event("f", tensors, target.worker + 1, ts=enters, bp="e", **flow)
 
 
 def _sources(layout: Layout, action: Action) -> Iterator[tuple[Action, str]]:

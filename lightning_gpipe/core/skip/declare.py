@@ -8,6 +8,7 @@ and pops. :func:`with_skips` makes such a generator of a plain forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 from uuid import UUID, uuid4
@@ -23,6 +24,7 @@ M = TypeVar("M", bound=nn.Module)
 _DECLARATION = "_gpipe_skips"
 
 
+@dataclass(frozen=True)
 class Namespace:
     """Separates the names in one part of a model from the same names in another part.
 
@@ -35,14 +37,7 @@ class Namespace:
     Copies of a namespace, as in a copied model, are equal to it.
     """
 
-    def __init__(self) -> None:
-        self.id: UUID = uuid4()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self.id == other.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)
+    id: UUID = field(default_factory=uuid4, init=False)
 
 
 class stash(NamedTuple):  # reads as a verb: `yield stash("x", t)`
@@ -175,8 +170,7 @@ def declaration_of(module: nn.Module) -> Declaration | None:
 
 def full_name(module: nn.Module, name: str) -> SkipName:
     """Return the name of a skip tensor with the namespace that the module was isolated into."""
-    namespaces: dict[str, Namespace] = module.__dict__.get("_namespaces", {})
-    namespace = namespaces.get(name)
+    namespace = module.__dict__.get("_namespaces", {}).get(name)
     return SkipName(None if namespace is None else namespace.id, name)
 
 

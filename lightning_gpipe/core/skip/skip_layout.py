@@ -111,10 +111,9 @@ def _uses(
             stage = f", stage {stage_of[k]}" if k in stage_of else ""
             full_path = f"layer {k}{'.' + path if path else ''}"
             use = _Use(k, f"{full_path} ({type(module).__name__}{stage})")
-            for name in declaration.stash:
-                stashes.setdefault(full_name(module, name), []).append(use)
-            for name in declaration.pop:
-                pops.setdefault(full_name(module, name), []).append(use)
+            for uses, names in ((stashes, declaration.stash), (pops, declaration.pop)):
+                for name in names:
+                    uses.setdefault(full_name(module, name), []).append(use)
     return stashes, pops
 
 

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile, Place
-from lightning_gpipe.core.planner import (
-    Memory,
-    NoPlan,
-    PlannedSettings,
-    Prediction,
-    plan_for,
-    sizes_of,
-)
+from lightning_gpipe.core.planner import NoPlan, Prediction, plan_for
+from lightning_gpipe.core.planner.predicted_stage import Memory
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.stage_cost import sizes_of
 from lightning_gpipe.core.schedules import FILL_DRAIN, KINDS, Action, Kind, ScheduleKind
 
 GIB = 2**30

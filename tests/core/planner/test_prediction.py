@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_gpipe.core.balance import CarriedValue, LayerProfile, LinearCost, ModelProfile, Place
-from lightning_gpipe.core.planner import PlannedSettings, Prediction, sizes_of
-from lightning_gpipe.core.planner.stage_cost import costs_of
+from lightning_gpipe.core.planner import Prediction
+from lightning_gpipe.core.planner.settings import PlannedSettings
+from lightning_gpipe.core.planner.stage_cost import costs_of, sizes_of
 from lightning_gpipe.core.schedules import KINDS, Action, Kind, Schedule, ScheduleKind, looped
 from tests.support.live_activations import peak_live
 

@@ -14,19 +14,16 @@ from typing import Any
 
 from lightning_gpipe.core.balance import (
     LayerCosts,
-    ModelProfile,
     Place,
-    StageCosts,
     memory_costs,
     solve_on,
-    stage_costs,
     sums_of,
     time_costs,
 )
 from lightning_gpipe.core.layout import Around, check_enough_layers
 from lightning_gpipe.core.pipeline.choose.measuring import LayerMeasurement
 from lightning_gpipe.core.pipeline.piped_module import PipedModule
-from lightning_gpipe.core.schedules import ActivationCheckpointing, count_recomputed
+from lightning_gpipe.core.schedules import count_recomputed
 
 # Numbers of units, the names of where stages begin, or what to go by.
 Balance = Sequence[int] | Sequence[str] | str
@@ -81,8 +78,7 @@ def balances_for(
             )
         check_enough_layers(len(piped.frontend.units), devices, piped.name)
         if balance not in places:
-            outside = devices - 1 if around == "last" else 0
-            places[balance] = _places(balance, measuring, outside)
+            places[balance] = _places(balance, measuring, -1 if around == "last" else 0)
         costs = _unit_costs(balance, measuring, k)
         sizes.append(solve_on(costs, places[balance]))
         if balance != "time":  # pipelines of a model run one after another, but are there at once
@@ -116,21 +112,6 @@ def _places(criterion: str, measuring: LayerMeasurement, outside: int) -> list[P
     busy = held if criterion == "memory" else 0.0
     places[outside] = replace(places[outside], busy=busy, taken=held)
     return places
-
-
-def measured_costs(
-    profiles: Sequence[ModelProfile],
-    balances: Sequence[Sequence[int]],
-    mode: ActivationCheckpointing,
-    around: Around,
-) -> list[StageCosts]:
-    """Return what a mini-batch costs each stage, if its units were measured, else nothing."""
-    costs = []
-    for profile, balance in zip(profiles, balances, strict=False):
-        recomputed = count_recomputed(mode, profile.chunks)
-        outside = len(balance) - 1 if around == "last" else 0
-        costs += stage_costs(profile, balance, recomputed, outside)
-    return costs
 
 
 def _in_units(piped: PipedModule, balance: Any) -> Sequence[int]:

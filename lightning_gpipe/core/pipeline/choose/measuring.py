@@ -104,10 +104,9 @@ class LayerMeasurement:
 
     def measure(self, device: torch.device, chunks: int | None = None) -> list[ModelProfile]:
         """Measure all modules on a device, or count their operations."""
-        entries = self._entries
         device = META if self.counts else device
         profiles = []
-        for piped, entry in zip(self.modules, entries, strict=True):
+        for piped, entry in zip(self.modules, self._entries, strict=True):
             beside = [other.module for other in self.modules if other is not piped]
             subject = subject_of(piped, entry, chunks or self.chunks, self.microbatching, beside)
             with intra_op_threads(torch.get_num_threads() // len(self.devices)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count, takewhile
 from math import inf
 from typing import Any, Literal
 
@@ -97,9 +98,9 @@ def _with_plan(
         )
     by_time = balances[0] == "time"
     balance = None if by_time else balances_for(measuring, balances, around)[0]
-    places = list(map(_place, measuring.devices))
+    places = [Place(memory=_USABLE * memory_of(device)) for device in measuring.devices]
     n = len(balance or places)
-    plan = _plan(measuring, places, requested, n, stages=n, balance=balance, around=around)
+    plan = plan_measured(measuring, places, requested, n, n, balance, around)
     settings, sizes = plan.settings, plan.prediction.rows
     measuring.done = [replace(plan.prediction.profile, rows=max(sizes), chunks=len(sizes))]
     return Resolved(
@@ -157,12 +158,8 @@ def plan(
         TypeError, ValueError: If the model cannot be cut, or an argument is wrong.
         NoPlan: If nothing fits; says what is missing where, and what would fit.
     """
-    requested = Requested(
-        AUTO if chunks is None else chunks,
-        AUTO if activation_checkpointing is None else activation_checkpointing,
-        schedule,
-        AUTO if split_backward is None else split_backward,
-    )
+    settings: list[Any] = [chunks, activation_checkpointing, schedule, split_backward]
+    requested = Requested(*(AUTO if value is None else value for value in settings))
     requested.check()
     check_around(around)
     places = [Place()] * devices if isinstance(devices, int) else list(devices)
@@ -180,24 +177,30 @@ def plan(
     )
     if balance is not None:
         balance = measuring.modules[0].frontend.in_units(balance)
-    return _plan(measuring, places, requested, n, stages=stages, balance=balance, around=around)
+    return plan_measured(measuring, places, requested, n, stages, balance, around)
 
 
-def _plan(
+def plan_measured(
     measuring: LayerMeasurement,
     places: Sequence[Place],
     requested: Requested,
     n: int,
-    *,
     stages: int | None,
     balance: Sequence[int] | None,
     around: Around,
+    per_second: float | None = None,
 ) -> Plan:
-    """Measure the layers, for up to ``n`` stages, and plan what is not requested."""
+    """Measure the layers, for up to ``n`` stages, and plan what is not requested.
+
+    Operations that are counted become seconds by the number ``per_second``.
+    """
     chunks, mode, schedule, split = requested
     m = None if chunks == AUTO else chunks
+    profiles = _profiles(measuring, m, n)
+    if per_second is not None:
+        profiles = [profile.in_seconds(per_second) for profile in profiles]
     return plan_for(
-        profiles_of(measuring, m, n),
+        profiles,
         places,
         most=measuring.most(_MOST * n),
         stages=stages,
@@ -210,22 +213,21 @@ def _plan(
     )
 
 
-def profiles_of(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
+def _profiles(measuring: LayerMeasurement, chunks: int | None, stages: int) -> list[ModelProfile]:
     """Measure the layers with micro-batches of as many sizes as a plan needs.
 
     The number of micro-batches is ``chunks`` or, if that is planned, depends on that of ``stages``.
     """
     if chunks is not None:
         return [measuring.at(chunks)]
-    profiles = [measuring.at(1)]
-    m = 4  # each measures half of its rows, too
-    while m <= measuring.most(_MOST * stages) and not measuring.counts:
-        profiles.append(measuring.at(m))
-        m *= 4
-    return profiles
+    most = 1 if measuring.counts else measuring.most(_MOST * stages)
+    # Each measures half of its rows, too.
+    numbers = takewhile(most.__ge__, (4**k for k in count()))
+    return list(map(measuring.at, numbers))
 
 
-def _place(device: torch.device) -> Place:
+def memory_of(device: torch.device) -> float:
+    """Return the bytes of a GPU; a CPU shares its memory with everything else on the host."""
     if device.type != "cuda":
-        return Place(memory=inf)
-    return Place(memory=_USABLE * torch.cuda.get_device_properties(device).total_memory)
+        return inf
+    return float(torch.cuda.get_device_properties(device).total_memory)

@@ -48,7 +48,8 @@ def entries_of(modules: Sequence[PipedModule], call: Callable[[], Any]) -> list[
     entries: dict[PipedModule, Entry] = {}
 
     def record(piped: PipedModule, program: Program, values: Sequence[Any], **_: Any) -> list[Any]:
-        entries.setdefault(piped, Entry(layers[piped], program, change_tensors(values, _detached)))
+        own = change_tensors(values, lambda x: x.detach().requires_grad_(x.requires_grad))
+        entries.setdefault(piped, Entry(layers[piped], program, own))
         if len(entries) == len(modules):
             raise _AllReached
         return _outputs(program, values)
@@ -131,10 +132,6 @@ def _unit_partitions(piped: PipedModule) -> list[Partition]:
             "list, or balance='parameters', may keep together what cannot be apart.",
         )
         raise
-
-
-def _detached(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().requires_grad_(x.requires_grad)
 
 
 def _outputs(program: Program, values: Sequence[Any]) -> list[Any]:
