@@ -25,15 +25,12 @@ class Example(L.LightningModule):
     """A LightningModule that is trained on made-up batches, with ``loss(*batch)`` as its loss."""
 
     loss: Callable[..., Tensor]
+    data: Callable[[], Sequence[Tensor]]  # the tensors of two batches
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Any:
         loss = self.loss(*batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
-
-    def data(self) -> Sequence[Tensor]:
-        """The tensors of two batches."""
-        raise NotImplementedError
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(*self.data()), batch_size=ROWS)
