@@ -65,7 +65,7 @@ def objection(
     numbers = [x for _, x in leaves_in(arguments) if type(x) is int]
     if rows in numbers and any(x.size(0) == rows for x in results):
         return f"has the number of rows, {rows}, for a number"
-    return ""
+    return "computes across the rows of the mini-batch" if trial.mixes else ""
 
 
 def needs_value(func: Callable[..., Any], line: str) -> NotRecordable:

@@ -28,6 +28,8 @@ from lightning_gpipe.core.layout import is_user_object
 
 Check = Callable[[Knowledge, Trial], None]
 
+_KINDS = 10_000  # of calls, of which something is known
+
 
 class Learner:
     """Learns how the calls of one forward are cut.
@@ -72,6 +74,8 @@ class Learner:
             knowledge.readings = {**before, **knowledge.readings}
             if check is not None:
                 check(knowledge, trial)
+            if len(self._knowledge) >= _KINDS:
+                self._knowledge.clear()
             self._knowledge[key] = knowledge
             readings, _ = self._readings(arguments, knowledge)
         if knowledge.filled_objects and self._grad:
@@ -237,12 +241,17 @@ def _named(call: RecordedCall, paths: Collection[Path]) -> str:
 
 def kind_of_call(call: RecordedCall, arguments: Arguments) -> Hashable:
     """Equal for calls that return the same structure, and cut their arguments in the same way."""
-    return call.kind, arguments.structure, tuple([_kind_of(leaf) for _, leaf in arguments.leaves])
+    leaves = [_kind_of(leaf) for _, leaf in arguments.leaves]
+    if not call.modules:  # an operator, to which dims and indices make a difference
+        leaves += [str(leaf) for _, leaf in arguments.leaves if type(leaf) in (int, slice)]
+    return call.kind, arguments.structure, tuple(leaves)
 
 
 def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
-        return Tensor, leaf.leaf.dtype, leaf.leaf.dims
+        x = leaf.leaf
+        moved = (x.dim, x.inner, x.reading == WHOLE)
+        return (Tensor, x.dtype, x.dims, moved) if any(moved) else (Tensor, x.dtype, x.dims)
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dtype, leaf.dim()
     if isinstance(leaf, bool | str | None | torch.dtype | torch.device):

@@ -10,12 +10,15 @@ can tell which is meant, and the user must.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, count
+from dataclasses import replace
+from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.data import tree_flatten
+from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
     WithoutEffects,
     deep_copy,
@@ -33,13 +36,20 @@ from lightning_gpipe.core.frontends.module_list.tape.calls import (
     Knowledge,
     RecordedCall,
     Result,
+    TensorLeaf,
     equal,
+    same,
     with_returned_arguments,
 )
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.layout import is_user_object
 
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
+
+# The rows on which an operator is tried, to see whether others beside them make a difference. None
+# of them is in all pairs, and none of these is in the order of all.
+_PROBED = 3
+_PROBES = (0, 1, 2), (1, 0), (2, 1), (0, 2)
 
 Readings = Mapping[Path, Reading]
 
@@ -54,6 +64,8 @@ class Trial(NamedTuple):
     result: Any
     filled_objects: frozenset[Path]
     edited_tensors: frozenset[Path]  # from outside
+    draws: bool  # random numbers
+    mixes: bool = False  # its rows, though it is an operator
 
 
 class Rehearsal:
@@ -97,9 +109,29 @@ class Rehearsal:
                 if self._needs_other(readings, path):
                     readings = self._flipped(readings, [path])
                     trial = self._run(readings)
-        result = Result.of(trial.result, self._few)
+        leaf = next((x.leaf for x in self._leaves.values() if isinstance(x, Placeholder)), None)
+        result = Result.of(
+            trial.result, self._few, *(() if leaf is None else (leaf.dim, leaf.inner))
+        )
+        if not (self._few is None or self._call.modules or trial.draws):
+            leaves = self._located(readings, result)
+            result = replace(result, leaves=leaves or result.leaves)
+            trial = trial._replace(mixes=leaves is None)
         learned_readings = {path: readings[path] for path in unknown}
         return Knowledge(result, learned_readings, trial.filled_objects), trial
+
+    def _located(self, readings: Readings, result: Result) -> tuple[Any, ...] | None:
+        """Return the leaves of an operator's result with the dims of their rows.
+
+        Return None if it computes across rows, so that other rows beside them change its result.
+        """
+        try:
+            trials = [self._run(readings, _PROBED, probe) for probe in _PROBES]
+        except Exception:
+            return None
+        columns = zip(*(tree_flatten(trial.result).leaves for trial in trials), strict=True)
+        leaves = tuple(map(_leaf_with_rows, result.leaves, columns))
+        return None if None in leaves else leaves
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -149,19 +181,30 @@ class Rehearsal:
         except Exception:
             return None
 
-    def _run(self, readings: Readings, few: int | None = None) -> Trial:
-        """Run the call on a few rows of everything; on another number of them than usual."""
+    def _run(
+        self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
+    ) -> Trial:
+        """Run the call on a few rows of everything; on another number of them than usual.
+
+        With ``probe``, on those of these rows, after all were made different from one another.
+        """
         few = few or self._few
         device = self._call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
+        def some(x: Tensor, rows: int, reading: Reading | None, *cut: Any) -> Tensor:
+            x = few_of(x, reading, rows, few, *cut)
+            if probe is not None and few is not None and reading:
+                x = few_of(_with_different_rows(x), reading, few, probe, *cut)
+            return x.to(device, copy=True)
+
         def copy_of(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
                 rows = self._few or self._rows
-                sample = self._samples[leaf.number]
-                return few_of(sample, leaf.leaf.reading or WHOLE, rows, few).to(device, copy=True)
+                cut = leaf.leaf.reading, leaf.leaf.dim, leaf.leaf.inner
+                return some(self._samples[leaf.number], rows, *cut)
             if isinstance(leaf, Tensor):
-                copy = few_of(leaf, readings[path], self._rows, few).to(device, copy=True)
+                copy = some(leaf, self._rows, readings[path])
             elif is_user_object(leaf):
                 copy = deep_copy(leaf)
             else:
@@ -171,13 +214,15 @@ class Rehearsal:
 
         objects = [path for path, _ in self._arguments.objects]
         with WithoutEffects(self._call.modules, device):
+            state = RandomState.capture([device])
             leaves = self._arguments.leaves
             args, kwargs = self._arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
             result = self._call.run(*args, **kwargs)
+            draws = bool(state.differences())
             changes = {path for path, (x, before) in copies.items() if fingerprint(x) != before}
             result = with_returned_arguments(result, [(path, copies[path][0]) for path in objects])
         filled_objects = frozenset(changes & set(objects))
-        return Trial(result, filled_objects, frozenset(changes - filled_objects))
+        return Trial(result, filled_objects, frozenset(changes - filled_objects), draws)
 
     def _failure(self, error: Exception, readings: Readings) -> Exception:
         """The error to raise for a call's error: the same with a note, or one about its rows."""
@@ -217,6 +262,28 @@ class Rehearsal:
     def _shapes_of(self, paths: Iterable[Path]) -> str:
         shapes = [(self._call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
         return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
+
+
+def _with_different_rows(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
+    return tensor + (noise / 4).to(tensor)
+
+
+def _leaf_with_rows(leaf: Any, values: Sequence[Any]) -> TensorLeaf | None:
+    """Return a leaf with the dim of its rows, given its values for all rows of each probe."""
+    full, *others = values
+    if not isinstance(leaf, TensorLeaf) or all(same(full, x, close=True) for x in others):
+        return replace(leaf, reading=WHOLE) if isinstance(leaf, TensorLeaf) else leaf
+    for dim, inner in product(range(full.dim()), (False, True)):
+        entries, left = divmod(full.size(dim), _PROBED)
+        if not left and all(
+            same(few_of(full, entries, _PROBED, probe, dim, inner), x, close=True)
+            for probe, x in zip(_PROBES[1:], others, strict=True)
+        ):
+            return replace(leaf, reading=entries, dim=dim, inner=inner)
+    return None
 
 
 def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import WithoutEffects, deep_copy
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
-    WHOLE,
     Path,
     Reading,
     leaves_in,
@@ -32,15 +31,32 @@ def only_here(stage: int, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tensor:
-    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None."""
+def few_of(
+    tensor: Tensor,
+    reading: Reading | None,
+    rows: int,
+    few: int | Sequence[int] | None,
+    dim: int = 0,
+    inner: bool = False,
+) -> Tensor:
+    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None.
+
+    Args:
+        tensor: The tensor.
+        reading: How it is cut.
+        rows: The number of its rows.
+        few: The number of rows to return, or their indices.
+        dim: The dim of the rows.
+        inner: Whether each entry of a row follows that of the row before.
+    """
     tensor = tensor.detach()
-    if reading == WHOLE or few is None:
+    if not reading or few is None:
         return tensor
     # The last ones: a block may take the first entries of a table, and must not get the same ones
     # of a table that is cut.
-    chosen = [(k - few) % rows for k in range(few)]
-    return tensor.unflatten(0, (rows, reading))[chosen].flatten(0, 1)
+    chosen = [(k - few) % rows for k in range(few)] if isinstance(few, int) else few
+    cut = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
+    return cut.index_select(dim + inner, torch.tensor(chosen).to(cut.device)).flatten(dim, dim + 1)
 
 
 class Samples:
@@ -87,7 +103,7 @@ class Samples:
             return self._inputs[number][0].shape
         entry = self.tape.calls.get(number)
         if entry is None:  # made of an input
-            return self._scaled(self[number].shape, 1)
+            return self._scaled(self[number].shape)
         knowledge, step = entry.knowledge, self.tape.steps[entry.number]
         leaves = leaves_in((step.args, dict(step.kwargs)))
         key = tuple(
@@ -101,7 +117,9 @@ class Samples:
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
             knowledge.shapes[key] = [
-                self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
+                (self._scaled(x.shape, leaf.dim) if leaf.reading else x.shape)
+                if isinstance(leaf, TensorLeaf)
+                else None
                 for x, leaf in pairs
             ]
         shape = knowledge.shapes[key][entry.numbers.index(number)]
@@ -153,7 +171,6 @@ class Samples:
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
         return id(self.tape.calls[number].knowledge), shapes
 
-    def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
-        if not reading or self.few is None:
-            return shape
-        return torch.Size([reading * self.rows, *shape[1:]])
+    def _scaled(self, shape: torch.Size, dim: int = 0) -> torch.Size:
+        few = self.few or self.rows
+        return torch.Size([*shape[:dim], shape[dim] // few * self.rows, *shape[dim + 1 :]])
