@@ -118,7 +118,7 @@ class TracedForward(Frontend):
             graph = self._trace(kind)
             program = lower(graph, self._stage_modules)
             assumed, shared = (
-                AssumedAttributes(self._module, graph.whole),
+                AssumedAttributes(self._module, graph.whole, graph.reads),
                 self._stage_modules.own.shared,
             )
             self._programs.add(kind, program, assumed, shared)

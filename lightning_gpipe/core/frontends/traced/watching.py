@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.autograd import Function
 from torch.fx.proxy import Proxy, TraceError
 from torch.overrides import TorchFunctionMode
@@ -26,6 +26,9 @@ from lightning_gpipe.core.faithful import Journal, Manager, RandomState
 from lightning_gpipe.core.frontends.lines import is_users
 
 _DEVICES = ("cpu", "cuda")
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})
+
+Reads = dict[tuple[Any, str], Any]  # the attributes of modules and tensors, by name
 
 
 class Modes(NamedTuple):
@@ -153,6 +156,23 @@ def watch(tracer: fx.Tracer) -> Iterator[None]:
     recorder = _FunctionRecorder(tracer)
     with _same_randomness(), recorder, _any_arguments(tracer), _functions_whole(tracer):
         yield
+
+
+@contextmanager
+def attribute_reads(reads: Reads) -> Iterator[None]:
+    """Add the constants that the user's code reads of modules, in a ``with`` block."""
+
+    def read(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if type(value) in _CONSTANTS and is_users(sys._getframe(1).f_code.co_filename):
+            reads[module, name] = value
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign]  # for now
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 def _any_arguments(tracer: fx.Tracer) -> Manager:
