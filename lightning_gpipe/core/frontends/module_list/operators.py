@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
-from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, TensorLeaf
 
 _NEEDS_VALUE = "needs a value"
@@ -48,23 +47,12 @@ def returning(func: Callable[..., Any]) -> Callable[..., Any]:
     return _set_item if getattr(func, "__name__", "") == "__setitem__" else func
 
 
-def objection(
-    knowledge: Knowledge, trial: Trial, arguments: Any, rows: int, few: int | None
-) -> str:
-    """Return why an operator cannot run in micro-batches; empty if it can.
-
-    It was tried on ``few`` of the ``rows`` of the mini-batch; on all if that is None.
-    """
+def objection(knowledge: Knowledge, trial: Trial) -> str:
+    """Return why an operator cannot run in micro-batches; empty if it can."""
     if not all(isinstance(leaf, TensorLeaf) for leaf in knowledge.result.leaves):
         return _NEEDS_VALUE
     if trial.edited_tensors:
         return EDITS_OUTSIDE
-    if few is None:
-        return ""
-    results = [x for _, x in leaves_in(trial.result) if isinstance(x, Tensor) and x.dim()]
-    numbers = [x for _, x in leaves_in(arguments) if type(x) is int]
-    if rows in numbers and any(x.size(0) == rows for x in results):
-        return f"has the number of rows, {rows}, for a number"
     return "computes across the rows of the mini-batch" if trial.mixes else ""
 
 

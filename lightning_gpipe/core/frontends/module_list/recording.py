@@ -156,8 +156,7 @@ class LoopRecording:
             raise operators.refused(func, line, operators.EDITS_OUTSIDE)
 
         def check(knowledge: Knowledge, trial: Trial) -> None:
-            few = self.samples.few
-            if why := operators.objection(knowledge, trial, (args, kwargs), self.rows, few):
+            if why := operators.objection(knowledge, trial):
                 raise operators.refused(func, line, why)
 
         call = RecordedCall(operators.returning(func), (func, line), name, line, stage, device)

@@ -82,7 +82,7 @@ class Tracer(fx.Tracer):
 
     def record(self) -> fx.Graph:
         """Return the graph, whose output is a list of the values that the forward returns."""
-        with watch(self), attribute_reads(self.attributes):
+        with watch(self, self._module), attribute_reads(self.attributes):
             self._function_modes = function_modes()
             return self.trace(self._module)
 

@@ -6,10 +6,12 @@ and ``watching``.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from tests.support.traced import tracing as tracing  # a fixture
 from tests.support.traced_models import Modes
 
 WIDTH = 4
+GENERATOR, COUNTER = random.Random(1), itertools.count(1)
 
 
 def rows(count: int = 7) -> Tensor:
@@ -72,6 +75,22 @@ def draws(model: Model, x: Tensor) -> Tensor:
 
 def draws_in_python(model: Model, x: Tensor) -> Tensor:
     return x * random.random()
+
+
+def draws_in_numpy(model: Model, x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+def draws_from_its_own(model: Model, x: Tensor) -> Tensor:
+    return x * float(model.seen[0].random())
+
+
+def draws_from_a_global(model: Model, x: Tensor) -> Tensor:
+    return x * GENERATOR.random()
+
+
+def takes_the_next(model: Model, x: Tensor) -> Tensor:
+    return x * next(COUNTER)
 
 
 def item(model: Model, x: Tensor) -> Tensor:
@@ -219,6 +238,9 @@ REFUSED = {
     remembers: "it changes Model.seen",
     draws: "draws random numbers",
     draws_in_python: "draws random numbers",
+    draws_in_numpy: "draws random numbers",
+    draws_from_a_global: "draws random numbers",
+    takes_the_next: "draws random numbers or counts",
     item: "needs a number",
     asks_for_the_class: "asks for the class of a value",
     length: "length of a value",
@@ -254,6 +276,9 @@ REFUSED = {
 }
 
 
+NO_LINE = (counts, remembers, draws_in_python, draws_in_numpy, draws_from_a_global, takes_the_next)
+
+
 @pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
 def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     model = Model(between)
@@ -263,11 +288,21 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=REFUSED[between]) as raised:
         TracedForward(model, "").partitions([1, 1])
 
-    if between not in (counts, remembers, draws_in_python):
+    if between not in NO_LINE:
         assert "test_refusals.py:" in str(raised.value)
     assert {name: value for name, value in vars(model).items() if name != "_modules"} == before
     assert (model.steps, model.seen) == (0, [])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generator_of_a_model(tracing: Tracing) -> None:
+    """The number that it drew in the trace was in all later steps."""
+    model = Model(draws_from_its_own)
+    model.seen = [np.random.default_rng(0)]
+
+    with pytest.raises(TypeError, match="draws random numbers"):
+        TracedForward(model, "")
+    assert model.seen[0].random() == np.random.default_rng(0).random()
 
 
 class Doubles(nn.Module):
