@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -141,12 +142,12 @@ class Learner:
         self._check_objects(
             call, [(path, x) for path, x in arguments.leaves if not is_user_object(x)]
         )
-        if not any(True for _, value in arguments.objects for _ in tensors_within(value)):
+        if not any(x.dim() for _, value in arguments.objects for x in tensors_within(value)):
             return
         if not self._grad:
             self._samples.take_all()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in arguments.leaves):
-            whole = dict.fromkeys(self._readings(arguments, None)[0], WHOLE)
+            whole = dict.fromkeys(chain(*self._readings(arguments, None)), WHOLE)
             knowledge, _ = self._rehearse(call, arguments, None, whole, [])
             if knowledge.filled_objects:
                 self._caches.without(call, arguments.tree, knowledge.filled_objects)
@@ -195,7 +196,7 @@ class CacheRule:
         def emptied(path: Path, leaf: Any) -> Any:
             if path not in paths:
                 return leaf
-            if any(True for _ in tensors_within(leaf)):
+            if any(x.dim() for x in tensors_within(leaf)):  # others count
                 raise RuntimeError(
                     f"an object that blocks fill must be empty if gradients are recorded: got "
                     f"{call.titles([path])} of {call}, a {type(leaf).__name__} that holds tensors. "
