@@ -176,7 +176,7 @@ def attribute_reads(reads: Reads) -> Iterator[None]:
             reads[module, name] = value
         return value
 
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]  # for now
+    nn.Module.__getattribute__ = read  # type: ignore[assignment, method-assign]  # for now
     try:
         yield
     finally:
@@ -252,6 +252,6 @@ def _generators(modules: Sequence[nn.Module]) -> Iterator[ForeignGenerator | tor
     values = {id(x): x for space in spaces for value in list(space.values()) for x in within(value)}
     for x in values.values():
         if isinstance(x, count):  # which cannot be set back
-            yield ForeignGenerator("itertools.count", partial(repr, x), str)
+            yield ForeignGenerator("itertools.count", partial(repr, x), lambda _: None)
         elif is_generator(x):
             yield ForeignGenerator.of(x)

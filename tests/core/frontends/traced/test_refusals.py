@@ -192,6 +192,27 @@ def variance_after_moves(model: Model, x: Tensor) -> Tensor:
     return x / x.unsqueeze(1).transpose(0, 1).permute(1, 0, 2).var((0, 1))
 
 
+def sums_by_ones(model: Model, x: Tensor) -> Tensor:
+    return x + torch.ones(1, x.size(0), dtype=x.dtype) @ x
+
+
+def sums_by_new_ones(model: Model, x: Tensor) -> Tensor:
+    return x + x.new_ones((1, x.size(0))) @ x
+
+
+def pools(model: Model, x: Tensor) -> Tensor:
+    return x + F.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()
+
+
+def multiplies_batches(model: Model, x: Tensor) -> Tensor:
+    y = x.unsqueeze(0)
+    return x + torch.bmm(y.transpose(1, 2), y)[0].sum(1)
+
+
+def strides(model: Model, x: Tensor) -> Tensor:
+    return x + x.as_strided((x.size(0), WIDTH), (0, 1))
+
+
 def joins_rows(model: Model, x: Tensor) -> Tensor:
     return torch.cat([x, x])
 
@@ -263,6 +284,11 @@ REFUSED = {
     similarities: "multiplies rows with rows",
     similarities_by_einsum: "multiplies rows with rows",
     similarities_by_linear: "multiplies rows with rows",
+    sums_by_ones: "multiplies rows with rows",
+    sums_by_new_ones: "multiplies rows with rows",
+    pools: "computes avg_pool1d of rows that are not in dim 0",
+    multiplies_batches: "multiplies rows with rows",
+    strides: "computes as_strided over all rows",
     variance_after_moves: "computes var along dim 0",
     joins_rows: "computes cat along dim 0",
     splits_rows: "computes chunk along dim 0",
@@ -365,6 +391,44 @@ def test_rows_that_are_taken_by_number(tracing: Tracing, between: Callable[..., 
         tracing(model, 2)(rows())
 
 
+def distances(model: Model, x: Tensor) -> Tensor:
+    return x * torch.cdist(x, x).sum(1, keepdim=True)
+
+
+def sums_by_a_row(model: Model, x: Tensor) -> Tensor:
+    return x + model.scale.view(1, 1).expand(1, x.size(0)) @ x
+
+
+def lower_triangle(model: Model, x: Tensor) -> Tensor:
+    return x.tril()
+
+
+def outer_product(model: Model, x: Tensor) -> Tensor:
+    return x * torch.outer(x[:, 0], x[:, 1]).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [distances, sums_by_a_row, lower_triangle, outer_product],
+    ids=lambda each: each.__name__,
+)
+def test_matrix_of_all_rows(tracing: Tracing, between: Callable[..., Any]) -> None:
+    """Each micro-batch had a matrix of its own rows: another result, without a word."""
+    with pytest.raises(TypeError, match=r"test_refusals.py:\d+ computes with the matrix of all"):
+        tracing(Model(between), 2)(rows())
+
+
+def matrices_of_rows(model: Model, x: Tensor) -> Tensor:
+    y = x.unsqueeze(2)
+    y = (
+        torch.cdist(y, y).tril()
+        + x.new_ones(x.size(0), 1, 1)
+        + torch.cdist(x, x.new_ones(2, WIDTH)).sum(1)[:, None, None]
+    )
+    z = torch.bmm(x.expand(2, -1, WIDTH), x.new_ones(2, WIDTH, WIDTH)).sum(0)
+    return x + y.sum(2) + F.avg_pool1d(x[:, None], 3, 1, 1)[:, 0] + z
+
+
 def within_rows(model: Model, x: Tensor) -> Tensor:
     y = torch.stack([x, x.flip(1)]).unbind(0)[1].unsqueeze(1).transpose(1, 2).softmax(-1)
     z = x.view(x.size(0), 2, -1).permute(1, 0, 2)
@@ -373,8 +437,9 @@ def within_rows(model: Model, x: Tensor) -> Tensor:
     return y + torch.where(x > 0, x, -x).sum(1, keepdim=True) + x.roll(1, 1) + model.pair(x)[0]
 
 
-def test_computations_within_rows(tracing: Tracing) -> None:
-    plain = Model(within_rows)
+@pytest.mark.parametrize("between", [within_rows, matrices_of_rows])
+def test_computations_within_rows(tracing: Tracing, between: Callable[..., Any]) -> None:
+    plain = Model(between)
     plain.pair = Pair(several=True)
 
     assert_same_run(tracing(plain, 2), plain, rows())
