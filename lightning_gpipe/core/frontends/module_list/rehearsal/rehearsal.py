@@ -33,6 +33,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     first_reading,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Cut,
     Knowledge,
     RecordedCall,
     Result,
@@ -109,10 +110,9 @@ class Rehearsal:
                 if self._needs_other(readings, path):
                     readings = self._flipped(readings, [path])
                     trial = self._run(readings)
-        leaf = next((x.leaf for x in self._leaves.values() if isinstance(x, Placeholder)), None)
-        result = Result.of(
-            trial.result, self._few, *(() if leaf is None else (leaf.dim, leaf.inner))
-        )
+        cuts = (x.leaf.cut for x in self._leaves.values() if isinstance(x, Placeholder))
+        _, dim, inner = next(cuts, (None, 0, False))
+        result = Result.of(trial.result, self._few, dim, inner)
         if not (self._few is None or self._call.modules or trial.draws):
             leaves = self._located(readings, result)
             result = replace(result, leaves=leaves or result.leaves)
@@ -192,19 +192,17 @@ class Rehearsal:
         device = self._call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
-        def some(x: Tensor, rows: int, reading: Reading | None, *cut: Any) -> Tensor:
-            x = few_of(x, reading, rows, few, *cut)
-            if probe is not None and few is not None and reading:
-                x = few_of(_with_different_rows(x), reading, few, probe, *cut)
+        def some(x: Tensor, cut: Cut, rows: int) -> Tensor:
+            x = few_of(x, cut, rows, few)
+            if probe is not None and few is not None and cut[0]:
+                x = few_of(_with_different_rows(x), cut, few, probe)
             return x.to(device, copy=True)
 
         def copy_of(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                rows = self._few or self._rows
-                cut = leaf.leaf.reading, leaf.leaf.dim, leaf.leaf.inner
-                return some(self._samples[leaf.number], rows, *cut)
+                return some(self._samples[leaf.number], leaf.leaf.cut, self._few or self._rows)
             if isinstance(leaf, Tensor):
-                copy = some(leaf, self._rows, readings[path])
+                copy = some(leaf, (readings[path], 0, False), self._rows)
             elif is_user_object(leaf):
                 copy = deep_copy(leaf)
             else:
@@ -277,12 +275,12 @@ def _leaf_with_rows(leaf: Any, values: Sequence[Any]) -> TensorLeaf | None:
     if not isinstance(leaf, TensorLeaf) or all(same(full, x, close=True) for x in others):
         return replace(leaf, reading=WHOLE) if isinstance(leaf, TensorLeaf) else leaf
     for dim, inner in product(range(full.dim()), (False, True)):
-        entries, left = divmod(full.size(dim), _PROBED)
-        if not left and all(
-            same(few_of(full, entries, _PROBED, probe, dim, inner), x, close=True)
+        cut = full.size(dim) // _PROBED, dim, inner
+        if full.size(dim) % _PROBED == 0 and all(
+            same(few_of(full, cut, _PROBED, probe), x, close=True)
             for probe, x in zip(_PROBES[1:], others, strict=True)
         ):
-            return replace(leaf, reading=entries, dim=dim, inner=inner)
+            return TensorLeaf(leaf.dtype, leaf.dims, *cut)
     return None
 
 

@@ -15,7 +15,7 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     leaves_in,
     map_leaves,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import Cut, RecordedCall, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Step, Value
@@ -31,32 +31,24 @@ def only_here(stage: int, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def few_of(
-    tensor: Tensor,
-    reading: Reading | None,
-    rows: int,
-    few: int | Sequence[int] | None,
-    dim: int = 0,
-    inner: bool = False,
-) -> Tensor:
+def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None) -> Tensor:
     """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None.
 
     Args:
         tensor: The tensor.
-        reading: How it is cut.
+        cut: How it is cut: see :attr:`TensorLeaf.cut`.
         rows: The number of its rows.
         few: The number of rows to return, or their indices.
-        dim: The dim of the rows.
-        inner: Whether each entry of a row follows that of the row before.
     """
-    tensor = tensor.detach()
+    tensor, (reading, dim, inner) = tensor.detach(), cut
     if not reading or few is None:
         return tensor
     # The last ones: a block may take the first entries of a table, and must not get the same ones
     # of a table that is cut.
     chosen = [(k - few) % rows for k in range(few)] if isinstance(few, int) else few
-    cut = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
-    return cut.index_select(dim + inner, torch.tensor(chosen).to(cut.device)).flatten(dim, dim + 1)
+    by_rows = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
+    index = torch.tensor(chosen, device=tensor.device)
+    return by_rows.index_select(dim + inner, index).flatten(dim, dim + 1)
 
 
 class Samples:
@@ -103,7 +95,7 @@ class Samples:
             return self._inputs[number][0].shape
         entry = self.tape.calls.get(number)
         if entry is None:  # made of an input
-            return self._scaled(self[number].shape)
+            return self._scaled(self[number].shape, (1, 0, False))
         knowledge, step = entry.knowledge, self.tape.steps[entry.number]
         leaves = leaves_in((step.args, dict(step.kwargs)))
         key = tuple(
@@ -117,9 +109,7 @@ class Samples:
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
             knowledge.shapes[key] = [
-                (self._scaled(x.shape, leaf.dim) if leaf.reading else x.shape)
-                if isinstance(leaf, TensorLeaf)
-                else None
+                self._scaled(x.shape, leaf.cut) if isinstance(leaf, TensorLeaf) else None
                 for x, leaf in pairs
             ]
         shape = knowledge.shapes[key][entry.numbers.index(number)]
@@ -139,7 +129,7 @@ class Samples:
         if number in self._inputs:
             tensor, reading = self._inputs[number]
             # An input with several entries per row is stored by rows: see OutsideTensors.
-            return few_of(tensor, min(reading, 1), self.rows, self.few)
+            return few_of(tensor, (min(reading, 1), 0, False), self.rows, self.few)
         step = self.tape.steps[number]
         entry = self.tape.calls.get(number)
         if entry is None or number != entry.number:
@@ -171,6 +161,8 @@ class Samples:
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
         return id(self.tape.calls[number].knowledge), shapes
 
-    def _scaled(self, shape: torch.Size, dim: int = 0) -> torch.Size:
-        few = self.few or self.rows
-        return torch.Size([*shape[:dim], shape[dim] // few * self.rows, *shape[dim + 1 :]])
+    def _scaled(self, shape: torch.Size, cut: Cut) -> torch.Size:
+        reading, dim, _ = cut
+        if not reading or self.few is None:
+            return shape
+        return torch.Size([*shape[:dim], shape[dim] // self.few * self.rows, *shape[dim + 1 :]])

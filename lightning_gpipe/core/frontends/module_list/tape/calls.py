@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
 from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE, Path, Reading, title
 
+Cut = tuple[Reading | None, int, bool]
+
 
 @dataclass(frozen=True)
 class ReturnedArgument:
@@ -34,6 +36,11 @@ class TensorLeaf:
     reading: Reading | None  # None if it is not known whether it has rows
     dim: int = 0  # of the rows
     inner: bool = False  # whether each entry of a row follows that of the row before
+
+    @property
+    def cut(self) -> Cut:
+        """Its reading, the dim of its rows, and whether they are the inner part of that."""
+        return self.reading, self.dim, self.inner
 
 
 @dataclass(frozen=True)
