@@ -17,7 +17,11 @@ from lightning_gpipe.core.faithful.notes import add_note, modules_raising
 from lightning_gpipe.core.faithful.random.generators import Randomness, SharedGenerators
 from lightning_gpipe.core.faithful.random.library_watch import LibraryDraws, LibraryWatch
 from lightning_gpipe.core.faithful.random.private_generators import default_generator
-from lightning_gpipe.core.faithful.random.random_state import LIBRARIES, RandomState
+from lightning_gpipe.core.faithful.random.random_state import (
+    LIBRARIES,
+    ForeignGenerator,
+    RandomState,
+)
 from lightning_gpipe.core.faithful.random.reproducible import RandomDraws
 from lightning_gpipe.core.faithful.shadow import Shadows, has_hooks
 from lightning_gpipe.core.faithful.state.behavior import Behavior
@@ -50,6 +54,7 @@ __all__ = [
     "Contents",
     "Context",
     "DeferredStatistics",
+    "ForeignGenerator",
     "Journal",
     "LazyManagers",
     "LibraryDraws",

@@ -96,6 +96,8 @@ def _same(old: Any, new: Any) -> bool:
     """Compare two states of a default generator."""
     if isinstance(old, Tensor):
         return torch.equal(old, new)
+    if isinstance(old, dict | str):
+        return repr(old) == repr(new)
     if isinstance(old[1], tuple):
         return bool(old == new)
     return bool(old[2:] == new[2:] and (old[1] == new[1]).all())

@@ -116,6 +116,8 @@ class BlockCalls:
             session.next = k + 1
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
+                for called, settings, line in recording.blocks:
+                    called.check_settings(settings, line)
                 run_recorded(recording, self._run, self._stages)
                 self._ran = True
             return result
@@ -135,6 +137,7 @@ class BlockCalls:
     ) -> Any:
         """Return what the call of a block will return; record it if it is not on the tape."""
         recording.state.check(recording.device, line)
+        recording.blocks.append((block, block.settings, line))
         collector = Collector.active()
         if collector is None:
             entry = recording.follow(block.run, (block.kind, None), line, arguments)

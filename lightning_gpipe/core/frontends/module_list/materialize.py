@@ -69,11 +69,16 @@ def _merging(leaf: TensorLeaf) -> tuple[Any, ...] | None:
 
     A value with several entries per row gets one entry per row; one without rows is marked.
     """
-    if leaf.reading in (None, 1):
+    if leaf.reading is None or (leaf.reading == 1 and leaf.dim == 0):
         return None
     if leaf.dims == 0:
         return torch.unsqueeze, 0
-    return (whole,) if leaf.reading == WHOLE else (torch.unflatten, 0, (-1, leaf.reading))
+    return (whole,) if leaf.reading == WHOLE else (_with_rows_first, leaf)
+
+
+def _with_rows_first(value: Tensor, leaf: TensorLeaf) -> Tensor:
+    sizes = (leaf.reading, -1) if leaf.inner else (-1, leaf.reading)
+    return value.unflatten(leaf.dim, sizes).movedim(leaf.dim + leaf.inner, 0)
 
 
 def _restore(value: Tensor, leaf: TensorLeaf, rows: int, name: str) -> Tensor:
@@ -94,4 +99,6 @@ def _restore(value: Tensor, leaf: TensorLeaf, rows: int, name: str) -> Tensor:
             "what a block returns must have the rows of its input in dim 0, if it is used after "
             f"the last block: got {value.size(0)} rows of {name} for {rows}."
         )
-    return value if leaf.reading == 1 else value.flatten(0, 1)
+    if leaf.reading == 1 and leaf.dim == 0:
+        return value
+    return value.movedim(0, leaf.dim + leaf.inner).flatten(leaf.dim, leaf.dim + 1)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.rehearsal import Trial
-from lightning_gpipe.core.frontends.module_list.tape.arguments import leaves_in
 from lightning_gpipe.core.frontends.module_list.tape.calls import Knowledge, TensorLeaf
 from lightning_gpipe.core.frontends.traced.symbolic import IN_PLACE, set_item
 
@@ -48,24 +47,13 @@ def returning(func: Callable[..., Any]) -> Callable[..., Any]:
     return set_item if getattr(func, "__name__", "") == "__setitem__" else func
 
 
-def objection(
-    knowledge: Knowledge, trial: Trial, arguments: Any, rows: int, few: int | None
-) -> str:
-    """Return why an operator cannot run in micro-batches; empty if it can.
-
-    It was tried on ``few`` of the ``rows`` of the mini-batch; on all if that is None.
-    """
+def objection(knowledge: Knowledge, trial: Trial) -> str:
+    """Return why an operator cannot run in micro-batches; empty if it can."""
     if not all(isinstance(leaf, TensorLeaf) for leaf in knowledge.result.leaves):
         return _NEEDS_VALUE
     if trial.edited_tensors:
         return EDITS_OUTSIDE
-    if few is None:
-        return ""
-    results = [x for _, x in leaves_in(trial.result) if isinstance(x, Tensor) and x.dim()]
-    numbers = [x for _, x in leaves_in(arguments) if type(x) is int]
-    if rows in numbers and any(x.size(0) == rows for x in results):
-        return f"has the number of rows, {rows}, for a number"
-    return ""
+    return "computes across the rows of the mini-batch" if trial.mixes else ""
 
 
 def needs_value(func: Callable[..., Any], line: str) -> NotRecordable:

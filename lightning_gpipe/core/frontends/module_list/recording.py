@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.lines import current_line
 from lightning_gpipe.core.frontends.module_list import operators
+from lightning_gpipe.core.frontends.module_list.blocks import Block
 from lightning_gpipe.core.frontends.module_list.forward_state import ForwardState
 from lightning_gpipe.core.frontends.module_list.rehearsal.learning import (
     CacheRule,
@@ -54,6 +55,7 @@ class LoopRecording:
         tape: The calls so far.
         inputs: The tensors from outside by number, and how they are cut.
         samples: The values for a few rows.
+        blocks: The blocks that were called, each with its settings then, and the line.
         end_reason: Why nothing can be recorded any more; empty before that.
     """
 
@@ -70,6 +72,7 @@ class LoopRecording:
         self.rows = first.size(0)
         self.device = device
         self.end_reason = ""
+        self.blocks: list[tuple[Block, dict[str, Any], str]] = []
         self.state = state
         self._history = history
         self.inputs: dict[int, tuple[Tensor, Reading]] = {}
@@ -155,8 +158,7 @@ class LoopRecording:
             raise operators.refused(func, line, operators.EDITS_OUTSIDE)
 
         def check(knowledge: Knowledge, trial: Trial) -> None:
-            few = self.samples.few
-            if why := operators.objection(knowledge, trial, (args, kwargs), self.rows, few):
+            if why := operators.objection(knowledge, trial):
                 raise operators.refused(func, line, why)
 
         call = RecordedCall(operators.returning(func), (func, line), name, line, stage, device)

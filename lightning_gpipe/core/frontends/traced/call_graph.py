@@ -17,7 +17,7 @@ from lightning_gpipe.core.frontends.lines import line_of
 from lightning_gpipe.core.frontends.traced.call_kinds import CallKind
 from lightning_gpipe.core.frontends.traced.traced_attributes import ModuleSnapshot
 from lightning_gpipe.core.frontends.traced.tracer import Tracer
-from lightning_gpipe.core.frontends.traced.watching import Modes
+from lightning_gpipe.core.frontends.traced.watching import Modes, Reads
 
 _READS = frozenset({getattr, operator.getitem})  # without effect
 
@@ -37,6 +37,7 @@ class CallGraph:
         returned: The forward's result, with these nodes in it.
         modes: The modes in which it was traced.
         whole: For each module that could not be traced through, the reason.
+        reads: The constants that the forward read of modules and parameters.
     """
 
     root: nn.Module
@@ -46,6 +47,7 @@ class CallGraph:
     returned: Any
     modes: Modes
     whole: dict[nn.Module, str]
+    reads: Reads
 
     @property
     def calls(self) -> list[fx.Node]:
@@ -76,7 +78,7 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
         finally:
             changed = before.restore()
         if graph is not None and not changed:
-            return _graph(root, graph, tracer.returned, whole)
+            return _graph(root, graph, tracer, whole)
         if error is not None:
             line = line_of(error)
             why = f"{error} ({type(error).__name__}){f', at {line}' if line else ''}"
@@ -98,7 +100,7 @@ def trace(root: nn.Module, forward: Callable[..., Any], kind: CallKind) -> CallG
 
 
 def _graph(
-    root: nn.Module, graph: fx.Graph, returned: Any, whole: dict[nn.Module, str]
+    root: nn.Module, graph: fx.Graph, tracer: Tracer, whole: dict[nn.Module, str]
 ) -> CallGraph:
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type, unused-ignore]  # of Tracer.record
@@ -109,4 +111,5 @@ def _graph(
             graph.erase_node(node)
     nodes = [node for node in graph.nodes if node.op != "placeholder"]
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    return CallGraph(root, nodes, inputs, outputs, returned, Modes.now(), whole)
+    modes, reads = Modes.now(), tracer.attributes
+    return CallGraph(root, nodes, inputs, outputs, tracer.returned, modes, whole, reads)

@@ -20,6 +20,12 @@ from lightning_gpipe.core.frontends.traced.symbolic import first_input, function
 from lightning_gpipe.core.frontends.traced.watching import run_under
 from lightning_gpipe.core.programs import Method, Program, Step, Value
 
+# Functions of matrices, or of batches of them; and those of which the first argument tells.
+_OF_ONE = "tril triu pinverse linalg_pinv linalg_svd linalg_qr inverse"
+_OF_TWO = "matmul mm addmm cdist outer ger kron tensordot"
+_ALONE = frozenset(_OF_ONE.split())
+_OF_MATRICES = frozenset([*_ALONE, *_OF_TWO.split()])
+
 
 @dataclass(frozen=True)
 class Output:
@@ -79,11 +85,19 @@ class _Lowering:
         value = partial(self._value, j=j)
         args, kwargs = _plain(fx.node.map_arg((node.args, node.kwargs), value))
         run = self._run(node)
+        if function_name(node) in _OF_MATRICES:
+            others = 0 if function_name(node) in _ALONE else 1
+            rows = [k for k, x in enumerate(node.args) if k >= others and self._is_cut(x)]
+            run = partial(run_on_batches, run, rows, node.meta["line"])
         if node.meta["modes"] != self._graph.modes:
             run = partial(run_under, node.meta["modes"], self._graph.modes, run)
         number = next(self._numbers)
         self._values[node] = Value(number)
         self.steps.append(Step(run, args, number, j, kwargs, _name(node), node.meta["line"]))
+
+    def _is_cut(self, argument: Any) -> bool:
+        """Return whether the rows of an argument are in its dim 0."""
+        return isinstance(argument, fx.Node) and self._dims.get(argument) == 0
 
     def output(self, node: fx.Node) -> Value:
         """Return a value that the forward returns."""
@@ -119,7 +133,7 @@ class _Lowering:
         if node.op == "call_function":
             assert callable(node.target)
             base = first_input(node) if node.target is operator.getitem else None
-            if base is not None and self._dims.get(base) == 0 and _needs_look(node):
+            if self._is_cut(base) and _needs_look(node):
                 return partial(get_rows, line=node.meta["line"])
             return node.target
         layer = self._graph.layer(node)
@@ -144,6 +158,15 @@ def _needs_look(node: fx.Node) -> bool:
         return base is not None and base.op == "call_module"
     first = _first(index)
     return isinstance(first, fx.Node) and function_name(first) != "arange"
+
+
+def run_on_batches(
+    run: Callable[..., Any], rows: Sequence[int], line: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a function of matrices, which these arguments with rows must not be themselves."""
+    if any(isinstance(args[k], Tensor) and args[k].dim() <= 2 for k in rows):
+        raise across_rows(line, "computes with the matrix of all rows")
+    return run(*args, **kwargs)
 
 
 def get_rows(value: Any, index: Any, *, line: str) -> Any:

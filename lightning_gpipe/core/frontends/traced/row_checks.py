@@ -12,6 +12,7 @@ model, a loss, it is merged with those of the other micro-batches.
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -34,15 +35,23 @@ _COMPUTE = frozenset(
 _ROW_NUMBERS = frozenset({torch.arange, torch.linspace})  # as an index: one entry per row
 _REDUCTIONS = frozenset(
     {"mean", "sum", "prod", "std", "var", "norm", "max", "min", "amax", "amin", "median"}
-    | {"nanmean", "nansum", "any", "all"}
+    | {"nanmean", "nansum", "any", "all", "dist", "linalg_norm"}
 )
 _CHECKS = frozenset({hold.__name__, "_assert"})
+_KEEP_DIMS = (  # functions that are not elementwise, but keep rows apart, whatever their dim is
+    "to float double half bfloat16 type type_as contiguous detach cpu cuda size dim numel hold "
+    "dropout layer_norm rms_norm embedding zeros_like ones_like rand_like randn_like expand_as "
+    "view_as unflatten multi_head_attention_forward"
+)
+_APART = frozenset(_KEEP_DIMS.split())
+_FILLED = frozenset({"zeros", "ones", "full", "empty"})
 
 
 def rows_in(graph: CallGraph) -> tuple[set[fx.Node], set[fx.Node]]:
     """Find the values that depend on the rows of the micro-batch, and the numbers of rows.
 
-    The latter include what is computed from them.
+    The latter include what is computed from them. Raise UnsupportedForward if these numbers, or a
+    reduction over all rows, are used where they would be those of a micro-batch.
     """
     rows = {node for node in graph.inputs if not node.meta["whole"]}
     counts: set[fx.Node] = set()
@@ -51,10 +60,12 @@ def rows_in(graph: CallGraph) -> tuple[set[fx.Node], set[fx.Node]]:
             counts.add(node)
         elif not _is_property(node) and set(node.all_input_nodes) & (rows | counts):
             rows.add(node)
+    _check_numbers(graph, counts)
+    _check_reductions(graph, rows)
     return rows, counts
 
 
-def check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
+def _check_numbers(graph: CallGraph, counts: set[fx.Node]) -> None:
     """Raise UnsupportedForward if a number of rows is used as a value."""
     for node in counts:
         if node in graph.outputs:
@@ -108,7 +119,7 @@ def _message(node: fx.Node, what: str) -> str:
     )
 
 
-def check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
+def _check_reductions(graph: CallGraph, rows: set[fx.Node]) -> None:
     """Raise UnsupportedForward if a reduction over all rows is used beside values with ``rows``."""
     reduced: dict[fx.Node, fx.Node] = {}  # values computed from reductions alone, and of which
     for node in graph.nodes:
@@ -133,3 +144,24 @@ def _reduces_all(node: fx.Node, rows: set[fx.Node]) -> bool:
     value = first_input(node)
     reduces = function_name(node) in _REDUCTIONS and value in rows and not has_dim
     return reduces and kind_of(value) is ValueKind.TENSOR
+
+
+def is_elementwise(name: str) -> bool:
+    """Return whether a function computes each element, or what has the same index, for itself."""
+    overloads = getattr(torch.ops.aten, name, None)
+    kinds = () if overloads is None else overloads.overloads()
+    pointwise = any(torch.Tag.pointwise in getattr(overloads, kind).tags for kind in kinds)
+    return pointwise or hasattr(operator, name) or name in _APART
+
+
+def is_filled(node: fx.Node) -> bool:
+    """Return whether a step makes a tensor of sizes."""
+    return function_name(node).removeprefix("new_") in _FILLED
+
+
+def dim_of_size(node: fx.Node, counts: Container[Any]) -> int | None:
+    """Return the dim of the rows in a tensor that is made of sizes."""
+    sizes: Any = node.args[function_name(node).startswith("new_") :]
+    if sizes and isinstance(sizes[0], list | tuple):
+        sizes = sizes[0]
+    return next((k for k, size in enumerate(sizes) if size in counts), None)

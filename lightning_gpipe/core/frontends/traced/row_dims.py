@@ -17,8 +17,9 @@ from torch import fx
 
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward
 from lightning_gpipe.core.frontends.traced.row_checks import (
-    check_numbers,
-    check_reductions,
+    dim_of_size,
+    is_elementwise,
+    is_filled,
     rows_in,
 )
 from lightning_gpipe.core.frontends.traced.symbolic import (
@@ -42,12 +43,11 @@ def across_rows(line: str, what: str) -> UnsupportedForward:
 def row_dims(graph: CallGraph) -> dict[fx.Node, int | None]:
     """Return the dim of the rows in each value that has rows; None where it cannot be told."""
     rows, counts = rows_in(graph)
-    check_numbers(graph, counts)
-    check_reductions(graph, rows)
     dims: dict[fx.Node, int | None] = {node: 0 for node in graph.inputs if node in rows}
     for node in graph.nodes:
         if node in rows:
-            dims[node] = _dim_after(TracedCall(node, dims))
+            filled = is_filled(node)
+            dims[node] = dim_of_size(node, counts) if filled else _dim_after(TracedCall(node, dims))
     return dims
 
 
@@ -92,6 +92,8 @@ def _dim_after(call: TracedCall) -> int | None:
     rule = _RULES.get(call.name)
     if rule is not None:
         return None if call.dim is None else rule(call, call.dim)
+    if call.name and call.rows - {0} and not is_elementwise(call.name.rstrip("_")):
+        raise across_rows(call.line, f"computes {call.name} of rows that are not in dim 0")
     # A layer, or an elementwise function: rows stay in their dim.
     return next(iter(call.rows)) if len(call.rows) == 1 else None
 
@@ -127,10 +129,6 @@ def _along(position: int, *, removes: bool = False, default: Any = None) -> Rule
 
 def _everything(call: TracedCall, _: int) -> NoReturn:
     raise across_rows(call.line, f"computes {call.name} over all rows")
-
-
-def _unknown(_: TracedCall, __: int) -> int | None:
-    return None
 
 
 def _roll(call: TracedCall, dim: int) -> int | None:
@@ -190,7 +188,8 @@ def _stack(call: TracedCall, dim: int) -> int | None:
 
 def _matmul(call: TracedCall, dim: int) -> int | None:
     other = call.of(call.at(1, "other", "mat2", "weight"))
-    if other is not None and (call.name == "linear" or other != dim):
+    crosswise = call.name == "linear" or (call.name == "bmm" and dim != 0)
+    if other is not None and (crosswise or other != dim):
         raise across_rows(call.line, "multiplies rows with rows")
     return dim
 
@@ -270,7 +269,7 @@ _TABLE: list[tuple[str, Rule]] = [
     ("cat concat concatenate", _along(1, default=0)),
     ("split chunk tensor_split", _along(2, default=0)),
     ("unbind select kthvalue", _along(1, removes=True, default=0)),
-    ("matmul mm linear", _matmul),
+    ("matmul mm bmm linear", _matmul),
     ("batch_norm", _batch_norm),
     (
         "mean sum prod std var amax amin max min any all median nanmean nansum nanmedian argmax "
@@ -284,13 +283,16 @@ _TABLE: list[tuple[str, Rule]] = [
     (
         "softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin flip sort argsort "
         "gather scatter scatter_ scatter_add scatter_add_ index_select index_add index_add_ "
-        "index_copy index_fill narrow",
+        "index_copy index_fill narrow glu",
         _along(1),
     ),
-    ("topk take_along_dim diff normalize renorm", _along(2)),
+    (
+        "topk take_along_dim diff normalize renorm cosine_similarity",
+        _along(2),
+    ),
     ("roll", _roll),
-    ("unique nonzero histc bincount cov corrcoef trace pdist msort flipud", _everything),
-    ("movedim moveaxis diagonal unfold rot90 kron outer ger cdist tensordot", _unknown),
+    ("unique nonzero histc bincount cov corrcoef trace pdist msort flipud as_strided", _everything),
+    ("movedim moveaxis diagonal unfold rot90", lambda *_: None),
     ("getattr", _attribute),
     (operator.getitem.__name__, _item),
     (set_item.__name__, _set_item),

@@ -154,7 +154,9 @@ class Symbolic(Proxy):
     def __getattr__(self, name: str) -> Any:
         tensor = self.tracer.tensor_of(self.node) if name in _OF_PARAMETERS else None
         if tensor is not None:
-            return getattr(tensor, name)
+            value = getattr(tensor, name)
+            self.tracer.attributes[tensor, name] = value
+            return value
         certain = kind_of(self.node) is ValueKind.TENSOR and self.node.meta.get("certain", True)
         if certain and not hasattr(Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")

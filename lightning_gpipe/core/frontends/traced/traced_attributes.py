@@ -5,8 +5,9 @@ the items that it appends are not those of a real run. They are undone; and sinc
 not do it again, the forward of that module cannot be traced.
 
 Numbers, flags and tensors in attributes of the modules that were traced through are constants of
-the graph, and so are their children and the hooks that they do not have. A change of one needs a
-new graph, as the plain module would compute something else from then on.
+the graph, and so are their children, the hooks that they do not have, and what the forward reads of
+other modules, such as ``self.dropout.p``. A change of one needs a new graph, as the plain module
+would compute something else from then on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_gpipe.core.faithful import SavedContainer, set_elements
 from lightning_gpipe.core.frontends.traced.tracer import is_layer
+from lightning_gpipe.core.frontends.traced.watching import Reads
 from lightning_gpipe.core.layout import CONTAINERS, contents, holders, hooks_of
 
 
@@ -61,7 +63,7 @@ class AssumedAttributes:
         modules: The modules that were traced through, or hold such modules.
     """
 
-    def __init__(self, root: nn.Module, whole: Collection[nn.Module]) -> None:
+    def __init__(self, root: nn.Module, whole: Collection[nn.Module], reads: Reads) -> None:
         self.modules = list(dict.fromkeys(_traced_through(root, whole)))
         inner = self.modules[1:]
         attributes = [(holder.slots, holder.held) for holder in holders(self.modules)]
@@ -73,6 +75,7 @@ class AssumedAttributes:
         views = map(contents, containers)
         self._contents = [(view, tuple(view)) for view in views]
         tensors = [value for _, _, value in self._slots if isinstance(value, Tensor)]
+        self._reads = reads
         self._versions = [(x, x._version) for x in tensors if not x.is_inference()]
 
     def holds(self) -> bool:
@@ -83,6 +86,8 @@ class AssumedAttributes:
         for view, before in self._contents:
             if len(view) != len(before) or not all(map(is_, view, before)):
                 return False
+        if any(getattr(of, name, of) != value for (of, name), value in self._reads.items()):
+            return False
         return all(tensor._version == version for tensor, version in self._versions)
 
 

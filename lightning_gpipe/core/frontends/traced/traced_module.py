@@ -117,7 +117,7 @@ class TracedForward(Frontend):
             check_constants(args, kwargs, tensors)
             graph = self._trace(kind)
             program = lower(graph, self._stage_modules)
-            assumed = AssumedAttributes(self._module, graph.whole)
+            assumed = AssumedAttributes(self._module, graph.whole, graph.reads)
             self._programs.add(kind, program, assumed, self._stage_modules.own.shared)
         return program(run, tensors)
 

@@ -19,6 +19,8 @@ from lightning_gpipe.core.frontends.traced.symbolic import Symbolic, infer_kind
 from lightning_gpipe.core.frontends.traced.watching import (
     AUTOWRAPPED,
     Modes,
+    Reads,
+    attribute_reads,
     check_settings,
     function_modes,
     settings,
@@ -54,6 +56,7 @@ class Tracer(fx.Tracer):
     Attributes:
         returned: The forward's result, with a node for each value.
         failed: The innermost module whose forward raised while it was traced through.
+        attributes: The constants that the user's code read of modules, and of parameters.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Tracer(fx.Tracer):
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._reads: dict[str, Proxy] = {}
+        self.attributes: Reads = {}
         self._within: tuple[tuple[int, str], ...] = ()
         self._entries = count()
         self._settings = settings()
@@ -78,7 +82,7 @@ class Tracer(fx.Tracer):
 
     def record(self) -> fx.Graph:
         """Return the graph, whose output is a list of the values that the forward returns."""
-        with watch(self):
+        with watch(self, self._module), attribute_reads(self.attributes):
             self._function_modes = function_modes()
             return self.trace(self._module)
 

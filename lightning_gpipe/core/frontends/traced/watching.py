@@ -9,13 +9,14 @@ the whole process, such as ``sdpa_kernel``, would act on all stages at once, and
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.autograd import Function
 from torch.fx.proxy import Proxy, TraceError
 from torch.overrides import TorchFunctionMode
@@ -23,8 +24,19 @@ from torch.utils._device import DeviceContext
 from torch.utils.checkpoint import CheckpointFunction
 from typing_extensions import override
 
-from lightning_gpipe.core.faithful import Autocast, Journal, Manager, RandomState
+from lightning_gpipe.core.faithful import (
+    Autocast,
+    ForeignGenerator,
+    Journal,
+    Manager,
+    RandomState,
+)
 from lightning_gpipe.core.frontends.lines import is_users
+from lightning_gpipe.core.layout import holders, is_generator, within
+
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})
+
+Reads = dict[tuple[Any, str], Any]  # the attributes of modules and tensors, by name
 
 
 class Modes(NamedTuple):
@@ -99,8 +111,8 @@ def _stack() -> list[Any]:
 
 
 _DRAWN = (
-    "it draws random numbers, which would be the same in every step: draw them in a module of "
-    "their own"
+    "it draws random numbers or counts, and these numbers would be the same in every step: draw "
+    "them in a module of their own"
 )
 
 
@@ -143,11 +155,33 @@ class _FunctionRecorder(TorchFunctionMode):
 
 
 @contextmanager
-def watch(tracer: fx.Tracer) -> Iterator[None]:
+def watch(tracer: fx.Tracer, root: nn.Module) -> Iterator[None]:
     """Record what the tracer does not see itself, in a ``with`` block; refuse random numbers."""
     recorder = _FunctionRecorder(tracer)
-    with _same_randomness(), recorder, _any_arguments(tracer), _functions_whole(tracer):
+    with (
+        _same_randomness(root),
+        recorder,
+        _any_arguments(tracer),
+        _functions_whole(tracer),
+    ):
         yield
+
+
+@contextmanager
+def attribute_reads(reads: Reads) -> Iterator[None]:
+    """Add the constants that the user's code reads of modules, in a ``with`` block."""
+
+    def read(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if type(value) in _CONSTANTS and is_users(sys._getframe(1).f_code.co_filename):
+            reads[module, name] = value
+        return value
+
+    nn.Module.__getattribute__ = read  # type: ignore[assignment, method-assign]  # for now
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 def _any_arguments(tracer: fx.Tracer) -> Manager:
@@ -198,12 +232,24 @@ def _has_values(tree: Any) -> bool:
 
 
 @contextmanager
-def _same_randomness() -> Iterator[None]:
+def _same_randomness(root: nn.Module) -> Iterator[None]:
     """Raise if random numbers are drawn, and undo that."""
-    state = RandomState.capture()
+    state = RandomState.of([*RandomState.capture().generators, *_generators([*root.modules()])])
     try:
         yield
-        if {"cpu", "random"} & set(state.differences()):
+        if state.differences():
             raise TraceError(_DRAWN)
     finally:
         state.restore()
+
+
+def _generators(modules: Sequence[nn.Module]) -> Iterator[ForeignGenerator | torch.Generator]:
+    """Yield the generators and counters that modules, or the files of their classes, have."""
+    files = {type(module).__module__ for module in modules} & sys.modules.keys()
+    spaces = [holder.held for holder in holders(modules)] + [vars(sys.modules[x]) for x in files]
+    values = {id(x): x for space in spaces for value in list(space.values()) for x in within(value)}
+    for x in values.values():
+        if isinstance(x, count):  # which cannot be set back
+            yield ForeignGenerator("itertools.count", partial(repr, x), lambda _: None)
+        elif is_generator(x):
+            yield ForeignGenerator.of(x)

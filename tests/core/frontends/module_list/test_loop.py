@@ -417,3 +417,47 @@ def test_compiled_model_runs_as_a_pipeline():
         found = torch.compile(model, backend="eager")(states())
     torch.testing.assert_close(found, expected)
     assert len(run.programs) == 1
+
+
+class Scaled(nn.Linear):
+    """A block with a factor in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Setting(nn.Module):
+    """Sets the factor of each block for its call, and maybe resets it."""
+
+    def __init__(self, reset: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4)).double()
+        self.reset = reset
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks: list[Any] = list(self.blocks)
+        for k, block in enumerate(blocks):
+            block.factor = k + 2.0
+            x = block(x)
+            if self.reset:
+                block.factor = 1.0
+        return x
+
+
+def test_attribute_of_a_block_that_is_set_before_its_call():
+    plain = Setting(reset=False)
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states())
+
+
+def test_attribute_of_a_block_that_is_reset_after_its_call():
+    """The blocks ran at the last call, with the attributes of then."""
+    model = Setting(reset=True)
+    expected = r"blocks.0 must have .* factor changed after its call at .*test_loop.py:\d+"
+    with looped(model), pytest.raises(RuntimeError, match=expected):
+        model(states())

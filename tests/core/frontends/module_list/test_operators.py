@@ -108,14 +108,14 @@ def test_states_kept_for_later_are_added_to_those_of_later_stages():
 @pytest.mark.parametrize(
     "function, name",
     [
-        (lambda x: x * x.mean().item(), "item"),
-        (lambda x: x if x.sum() > 0 else -x, "__bool__"),
-        (lambda x: x * float(x.mean()), "__float__"),
+        (lambda x: x * x.item(), "item"),
+        (lambda x: x if x else -x, "__bool__"),
+        (lambda x: x * float(x), "__float__"),
         (lambda x: x * x.tolist()[0][0][0], "tolist"),
         (lambda x: torch.as_tensor(x.detach().numpy()), "numpy"),
         (lambda x: x.register_hook(print) or x, "register_hook"),
-        (lambda x: print(f"{x.mean():.2f}"), "__format__"),
-        (lambda x: x.sum().backward(), "backward"),
+        (lambda x: print(f"{x:.2f}"), "__format__"),
+        (lambda x: x.backward(), "backward"),
     ],
 )
 def test_values_that_are_not_known_yet(function: Callable[[Tensor], Any], name: str):
@@ -212,3 +212,80 @@ def test_autograd_function_between_blocks_is_refused_if_there_are_gradients():
     model = Around(at(2, Doubled.apply))
     with looped(model), pytest.raises(RuntimeError, match="grad mode from True to False"):
         model(states())
+
+
+ACROSS_ROWS: dict[str, Callable[[Tensor], Any]] = {
+    "mean": lambda x: x - x.mean(0),
+    "norm": lambda x: x / x.norm(dim=0, keepdim=True),
+    "softmax": lambda x: x.softmax(0),
+    "roll": lambda x: x + x.roll(1, 0),
+    "flip": lambda x: x + x.flip(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "first": lambda x: x + x[0],
+    "last": lambda x: x + x[-1],
+    "slice": lambda x: x + x[1:].sum(),
+    "similarities": lambda x: torch.einsum("abc,dbc->ad", x, x).sum(1)[:, None, None] * x,
+    "batch_norm": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
+    "max": lambda x: x - x[:, :1, :1].max(),
+    "cdist": lambda x: torch.cdist(x[:, 0], x[:, 0]).sum(1)[:, None, None] * x,
+    "transposed": lambda x: x.transpose(0, 1).sort(1).values.transpose(0, 1),
+    "ones": lambda x: x + torch.ones(2, x.flatten(1).size(0)) @ x.flatten(1),
+}
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_operator_across_rows_is_refused(name: str, alike: bool):
+    """It ran on the rows of each micro-batch: another result, without a word."""
+    model = Around(at(2, ACROSS_ROWS[name]))
+    x = states(ROWS)[:1].expand(ROWS, -1, -1) * 0 if alike else states(ROWS)
+    with looped(model), pytest.raises(RuntimeError, match=r"test_operators.py:\d+"):
+        model(x)
+
+
+def test_operator_along_a_dim_that_changes():
+    dims = {1: -1, 2: 0}
+    model = Around(lambda k, x: x.softmax(dims.get(k, 1)))
+    with looped(model), pytest.raises(RuntimeError, match="computes across the rows"):
+        model(states(ROWS).detach())
+
+
+def back_and_forth(x: Tensor) -> Tensor:
+    y = x.transpose(0, 1)
+    assert tuple(y.shape) == (LENGTH, ROWS, WIDTH)
+    return (y.softmax(0) + y.flatten(0, 1).unflatten(0, (LENGTH, -1))).transpose(0, 1)
+
+
+def windows(x: Tensor) -> Tensor:
+    pieces = x.flatten(1).unflatten(1, (2, -1)).flatten(0, 1).softmax(-1)
+    return pieces.unflatten(0, (-1, 2)).flatten(1).unflatten(1, (LENGTH, -1)) * x.detach()[:, :1]
+
+
+@pytest.mark.parametrize("function", [back_and_forth, windows])
+def test_operators_on_rows_that_are_moved(function: Callable[[Tensor], Any]):
+    plain = Around(at(2, function))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(ROWS))
+
+
+@pytest.mark.parametrize("rows", [4, ROWS])
+def test_rows_that_follow_others_in_a_block(rows: int):
+    """Two halves in dim 0 came back in the order of the micro-batches."""
+    plain = Around(at(2, lambda x: torch.cat([x, x.cos()])))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(rows))
+
+
+def test_rows_in_another_dim_are_merged_there():
+    plain = Around(at(2, lambda x: x.transpose(0, 1).contiguous()))
+    model = copy.deepcopy(plain)
+    with looped(model):
+        assert_same_step(model, plain, states(4))
+
+
+def test_values_drawn_between_blocks():
+    model = Around(at(2, lambda x: F.dropout(x, 0.5)))
+    with looped(model):
+        assert model(states(ROWS)).shape == (ROWS, LENGTH, WIDTH)

@@ -271,6 +271,36 @@ def test_attribute_that_changes_between_calls(tracing: Tracing) -> None:
     torch.testing.assert_close(piped(rows()), plain(rows()))
 
 
+def set_rate(model: Any) -> None:
+    model.c.rate = 0.5
+
+
+@pytest.mark.parametrize(
+    "reads, change",
+    [
+        (lambda m, x: x * m.c.rate, set_rate),
+        (lambda m, x: x * 2 if m.c.training else x, lambda m: m.c.eval()),
+        (
+            lambda m, x: x * 2 if m.c.weight.requires_grad else x,
+            lambda m: m.c.requires_grad_(False),
+        ),
+    ],
+)
+def test_attribute_of_a_layer_that_changes_between_calls(
+    tracing: Tracing, reads: Callable[..., Tensor], change: Callable[[Any], None]
+) -> None:
+    """What a forward read of a layer kept whole stayed what it was in the first call."""
+    plain: Any = Model(lambda m, x: m.d(m.c(reads(m, m.b(m.a(x))))))
+    plain.c.rate = 1.0
+    piped: Any = tracing(plain, 4)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+
+    for model in (plain, piped):
+        change(model)
+    torch.testing.assert_close(piped(rows()), plain(rows()))
+    assert "__getattribute__" not in vars(nn.Module)
+
+
 def test_layer_that_was_replaced(tracing: Tracing) -> None:
     piped = tracing(Model(sizes_as_sizes), 4)
     piped(rows())

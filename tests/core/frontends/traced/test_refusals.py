@@ -6,10 +6,12 @@ and ``watching``.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from tests.support.traced import tracing as tracing  # a fixture
 from tests.support.traced_models import Modes
 
 WIDTH = 4
+GENERATOR, COUNTER = random.Random(1), itertools.count(1)
 
 
 def rows(count: int = 7) -> Tensor:
@@ -72,6 +75,22 @@ def draws(model: Model, x: Tensor) -> Tensor:
 
 def draws_in_python(model: Model, x: Tensor) -> Tensor:
     return x * random.random()
+
+
+def draws_in_numpy(model: Model, x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+def draws_from_its_own(model: Model, x: Tensor) -> Tensor:
+    return x * float(model.seen[0].random())
+
+
+def draws_from_a_global(model: Model, x: Tensor) -> Tensor:
+    return x * GENERATOR.random()
+
+
+def takes_the_next(model: Model, x: Tensor) -> Tensor:
+    return x * next(COUNTER)
 
 
 def item(model: Model, x: Tensor) -> Tensor:
@@ -173,6 +192,27 @@ def variance_after_moves(model: Model, x: Tensor) -> Tensor:
     return x / x.unsqueeze(1).transpose(0, 1).permute(1, 0, 2).var((0, 1))
 
 
+def sums_by_ones(model: Model, x: Tensor) -> Tensor:
+    return x + torch.ones(1, x.size(0), dtype=x.dtype) @ x
+
+
+def sums_by_new_ones(model: Model, x: Tensor) -> Tensor:
+    return x + x.new_ones((1, x.size(0))) @ x
+
+
+def pools(model: Model, x: Tensor) -> Tensor:
+    return x + F.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()
+
+
+def multiplies_batches(model: Model, x: Tensor) -> Tensor:
+    y = x.unsqueeze(0)
+    return x + torch.bmm(y.transpose(1, 2), y)[0].sum(1)
+
+
+def strides(model: Model, x: Tensor) -> Tensor:
+    return x + x.as_strided((x.size(0), WIDTH), (0, 1))
+
+
 def joins_rows(model: Model, x: Tensor) -> Tensor:
     return torch.cat([x, x])
 
@@ -219,6 +259,9 @@ REFUSED = {
     remembers: "it changes Model.seen",
     draws: "draws random numbers",
     draws_in_python: "draws random numbers",
+    draws_in_numpy: "draws random numbers",
+    draws_from_a_global: "draws random numbers",
+    takes_the_next: "draws random numbers or counts",
     item: "needs a number",
     asks_for_the_class: "asks for the class of a value",
     length: "length of a value",
@@ -241,6 +284,11 @@ REFUSED = {
     similarities: "multiplies rows with rows",
     similarities_by_einsum: "multiplies rows with rows",
     similarities_by_linear: "multiplies rows with rows",
+    sums_by_ones: "multiplies rows with rows",
+    sums_by_new_ones: "multiplies rows with rows",
+    pools: "computes avg_pool1d of rows that are not in dim 0",
+    multiplies_batches: "multiplies rows with rows",
+    strides: "computes as_strided over all rows",
     variance_after_moves: "computes var along dim 0",
     joins_rows: "computes cat along dim 0",
     splits_rows: "computes chunk along dim 0",
@@ -254,6 +302,9 @@ REFUSED = {
 }
 
 
+NO_LINE = (counts, remembers, draws_in_python, draws_in_numpy, draws_from_a_global, takes_the_next)
+
+
 @pytest.mark.parametrize("between", REFUSED, ids=lambda between: between.__name__)
 def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     model = Model(between)
@@ -263,11 +314,21 @@ def test_forward_that_cannot_be_traced(between: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=REFUSED[between]) as raised:
         TracedForward(model, "").partitions([1, 1])
 
-    if between not in (counts, remembers, draws_in_python):
+    if between not in NO_LINE:
         assert "test_refusals.py:" in str(raised.value)
     assert {name: value for name, value in vars(model).items() if name != "_modules"} == before
     assert (model.steps, model.seen) == (0, [])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generator_of_a_model(tracing: Tracing) -> None:
+    """The number that it drew in the trace was in all later steps."""
+    model = Model(draws_from_its_own)
+    model.seen = [np.random.default_rng(0)]
+
+    with pytest.raises(TypeError, match="draws random numbers"):
+        TracedForward(model, "")
+    assert model.seen[0].random() == np.random.default_rng(0).random()
 
 
 class Doubles(nn.Module):
@@ -330,6 +391,44 @@ def test_rows_that_are_taken_by_number(tracing: Tracing, between: Callable[..., 
         tracing(model, 2)(rows())
 
 
+def distances(model: Model, x: Tensor) -> Tensor:
+    return x * torch.cdist(x, x).sum(1, keepdim=True)
+
+
+def sums_by_a_row(model: Model, x: Tensor) -> Tensor:
+    return x + model.scale.view(1, 1).expand(1, x.size(0)) @ x
+
+
+def lower_triangle(model: Model, x: Tensor) -> Tensor:
+    return x.tril()
+
+
+def outer_product(model: Model, x: Tensor) -> Tensor:
+    return x * torch.outer(x[:, 0], x[:, 1]).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [distances, sums_by_a_row, lower_triangle, outer_product],
+    ids=lambda each: each.__name__,
+)
+def test_matrix_of_all_rows(tracing: Tracing, between: Callable[..., Any]) -> None:
+    """Each micro-batch had a matrix of its own rows: another result, without a word."""
+    with pytest.raises(TypeError, match=r"test_refusals.py:\d+ computes with the matrix of all"):
+        tracing(Model(between), 2)(rows())
+
+
+def matrices_of_rows(model: Model, x: Tensor) -> Tensor:
+    y = x.unsqueeze(2)
+    y = (
+        torch.cdist(y, y).tril()
+        + x.new_ones(x.size(0), 1, 1)
+        + torch.cdist(x, x.new_ones(2, WIDTH)).sum(1)[:, None, None]
+    )
+    z = torch.bmm(x.expand(2, -1, WIDTH), x.new_ones(2, WIDTH, WIDTH)).sum(0)
+    return x + y.sum(2) + F.avg_pool1d(x[:, None], 3, 1, 1)[:, 0] + z
+
+
 def within_rows(model: Model, x: Tensor) -> Tensor:
     y = torch.stack([x, x.flip(1)]).unbind(0)[1].unsqueeze(1).transpose(1, 2).softmax(-1)
     z = x.view(x.size(0), 2, -1).permute(1, 0, 2)
@@ -338,8 +437,9 @@ def within_rows(model: Model, x: Tensor) -> Tensor:
     return y + torch.where(x > 0, x, -x).sum(1, keepdim=True) + x.roll(1, 1) + model.pair(x)[0]
 
 
-def test_computations_within_rows(tracing: Tracing) -> None:
-    plain = Model(within_rows)
+@pytest.mark.parametrize("between", [within_rows, matrices_of_rows])
+def test_computations_within_rows(tracing: Tracing, between: Callable[..., Any]) -> None:
+    plain = Model(between)
     plain.pair = Pair(several=True)
 
     assert_same_run(tracing(plain, 2), plain, rows())

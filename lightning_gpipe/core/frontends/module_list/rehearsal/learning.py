@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placehol
 from lightning_gpipe.core.layout import is_user_object, tensors_within
 
 Check = Callable[[Knowledge, Trial], None]
+
+_KINDS = 10_000  # of calls, of which something is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,8 @@ class Learner:
             knowledge.readings = {**before, **knowledge.readings}
             if check is not None:
                 check(knowledge, trial)
+            if len(self.knowledge) >= _KINDS:
+                self.knowledge.clear()
             self.knowledge[key] = knowledge
             readings, _ = self._readings(arguments, knowledge)
         if knowledge.filled_objects and self.grad:
@@ -136,12 +141,12 @@ class Learner:
         self._check_objects(
             call, [(path, x) for path, x in arguments.leaves if not is_user_object(x)]
         )
-        if not any(True for _, value in arguments.objects for _ in tensors_within(value)):
+        if not any(x.dim() for _, value in arguments.objects for x in tensors_within(value)):
             return
         if not self.grad:
             self.samples.take_all()
         elif not any(isinstance(leaf, Placeholder) for _, leaf in arguments.leaves):
-            whole = dict.fromkeys(self._readings(arguments, None)[0], WHOLE)
+            whole = dict.fromkeys(chain(*self._readings(arguments, None)), WHOLE)
             knowledge, _ = self._rehearse(call, arguments, None, whole, [])
             if knowledge.filled_objects:
                 self.caches.without(call, arguments.tree, knowledge.filled_objects)
@@ -190,7 +195,7 @@ class CacheRule:
         def emptied(path: Path, leaf: Any) -> Any:
             if path not in paths:
                 return leaf
-            if any(True for _ in tensors_within(leaf)):
+            if any(x.dim() for x in tensors_within(leaf)):  # others count
                 raise RuntimeError(
                     f"an object that blocks fill must be empty if gradients are recorded: got "
                     f"{call.titles([path])} of {call}, a {type(leaf).__name__} that holds tensors. "
@@ -236,12 +241,17 @@ def _named(call: RecordedCall, paths: Collection[Path]) -> str:
 
 def kind_of_call(call: RecordedCall, arguments: Arguments) -> Hashable:
     """Equal for calls that return the same structure, and cut their arguments in the same way."""
-    return call.kind, arguments.structure, tuple([_kind_of(leaf) for _, leaf in arguments.leaves])
+    leaves = [_kind_of(leaf) for _, leaf in arguments.leaves]
+    if not call.modules:  # an operator, to which dims and indices make a difference
+        leaves += [str(leaf) for _, leaf in arguments.leaves if type(leaf) in (int, slice)]
+    return call.kind, arguments.structure, tuple(leaves)
 
 
 def _kind_of(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
-        return Tensor, leaf.leaf.dtype, leaf.leaf.dims
+        x = leaf.leaf
+        moved = (x.dim, x.inner, x.reading == WHOLE)
+        return (Tensor, x.dtype, x.dims, moved) if any(moved) else (Tensor, x.dtype, x.dims)
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dtype, leaf.dim()
     if isinstance(leaf, bool | str | None | torch.dtype | torch.device):

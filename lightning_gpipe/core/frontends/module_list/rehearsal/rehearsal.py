@@ -10,14 +10,16 @@ can tell which is meant, and the user must.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, count
+from itertools import combinations, count, product
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lightning_gpipe.core.faithful import add_note
+from lightning_gpipe.core.data import tree_flatten
+from lightning_gpipe.core.faithful import RandomState, add_note
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import (
     WithoutEffects,
     deep_copy,
@@ -32,16 +34,24 @@ from lightning_gpipe.core.frontends.module_list.tape.arguments import (
     first_reading,
 )
 from lightning_gpipe.core.frontends.module_list.tape.calls import (
+    Cut,
     Knowledge,
     RecordedCall,
     Result,
+    TensorLeaf,
     equal,
+    same,
     with_returned_arguments,
 )
 from lightning_gpipe.core.frontends.module_list.tape.placeholder import Placeholder
 from lightning_gpipe.core.layout import is_user_object
 
 _MOST_FLIPPED = 2  # arguments that get their other reading at a time, before all of them do
+
+# The rows on which an operator is tried, to see whether others beside them make a difference. None
+# of them is in all pairs, and none of these is in the order of all.
+_PROBED = 3
+_PROBES = (0, 1, 2), (1, 0), (2, 1), (0, 2)
 
 Readings = Mapping[Path, Reading]
 
@@ -56,6 +66,8 @@ class Trial(NamedTuple):
     result: Any
     filled_objects: frozenset[Path]
     edited_tensors: frozenset[Path]  # from outside
+    draws: bool  # random numbers
+    mixes: bool = False  # its rows, though it is an operator
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +111,28 @@ class Rehearsal:
                 if self._needs_other(readings, path):
                     readings = self._flipped(readings, [path])
                     trial = self._run(readings)
-        result = Result.of(trial.result, self.few)
+        cuts = (x.leaf.cut for x in self._leaves.values() if isinstance(x, Placeholder))
+        _, dim, inner = next(cuts, (None, 0, False))
+        result = Result.of(trial.result, self.few, dim, inner)
+        if not (self.few is None or self.call.modules or trial.draws):
+            leaves = self._located(readings, result)
+            result = replace(result, leaves=leaves or result.leaves)
+            trial = trial._replace(mixes=leaves is None)
         learned_readings = {path: readings[path] for path in unknown}
         return Knowledge(result, learned_readings, trial.filled_objects), trial
+
+    def _located(self, readings: Readings, result: Result) -> tuple[Any, ...] | None:
+        """Return the leaves of an operator's result with the dims of their rows.
+
+        Return None if it computes across rows, so that other rows beside them change its result.
+        """
+        try:
+            trials = [self._run(readings, _PROBED, probe) for probe in _PROBES]
+        except Exception:
+            return None
+        columns = zip(*(tree_flatten(trial.result).leaves for trial in trials), strict=True)
+        leaves = tuple(map(_leaf_with_rows, result.leaves, columns))
+        return None if None in leaves else leaves
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -151,19 +182,28 @@ class Rehearsal:
         except Exception:
             return None
 
-    def _run(self, readings: Readings, few: int | None = None) -> Trial:
-        """Run the call on a few rows of everything; on another number of them than usual."""
+    def _run(
+        self, readings: Readings, few: int | None = None, probe: Sequence[int] | None = None
+    ) -> Trial:
+        """Run the call on a few rows of everything; on another number of them than usual.
+
+        With ``probe``, on those of these rows, after all were made different from one another.
+        """
         few = few or self.few
         device = self.call.device
         copies: dict[Path, tuple[Any, Any]] = {}
 
+        def some(x: Tensor, cut: Cut, rows: int) -> Tensor:
+            x = few_of(x, cut, rows, few)
+            if probe is not None and few is not None and cut[0]:
+                x = few_of(_with_different_rows(x), cut, few, probe)
+            return x.to(device, copy=True)
+
         def copy_of(path: Path, leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
-                rows = self.few or self.samples.rows
-                sample = self.samples[leaf.number]
-                return few_of(sample, leaf.leaf.reading or WHOLE, rows, few).to(device, copy=True)
+                return some(self.samples[leaf.number], leaf.leaf.cut, self.few or self.samples.rows)
             if isinstance(leaf, Tensor):
-                copy = few_of(leaf, readings[path], self.samples.rows, few).to(device, copy=True)
+                copy = some(leaf, (readings[path], 0, False), self.samples.rows)
             elif is_user_object(leaf):
                 copy = deep_copy(leaf)
             else:
@@ -173,13 +213,15 @@ class Rehearsal:
 
         objects = [path for path, _ in self.arguments.objects]
         with WithoutEffects(self.call.modules, device):
+            state = RandomState.capture([device])
             leaves = self.arguments.leaves
             args, kwargs = self.arguments.with_leaves(copy_of(path, leaf) for path, leaf in leaves)
             result = self.call.run(*args, **kwargs)
+            draws = bool(state.differences())
             changes = {path for path, (x, before) in copies.items() if fingerprint(x) != before}
             result = with_returned_arguments(result, [(path, copies[path][0]) for path in objects])
         filled_objects = frozenset(changes & set(objects))
-        return Trial(result, filled_objects, frozenset(changes - filled_objects))
+        return Trial(result, filled_objects, frozenset(changes - filled_objects), draws)
 
     def _failure(self, error: Exception, readings: Readings) -> Exception:
         """The error to raise for a call's error: the same with a note, or one about its rows."""
@@ -219,6 +261,28 @@ class Rehearsal:
     def _shapes_of(self, paths: Iterable[Path]) -> str:
         shapes = [(self.call.titles([path]), tuple(self._leaves[path].shape)) for path in paths]
         return ", ".join(f"{name} {shape}" for name, shape in shapes if shape)
+
+
+def _with_different_rows(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    noise = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(0))
+    return tensor + (noise / 4).to(tensor)
+
+
+def _leaf_with_rows(leaf: Any, values: Sequence[Any]) -> TensorLeaf | None:
+    """Return a leaf with the dim of its rows, given its values for all rows of each probe."""
+    full, *others = values
+    if not isinstance(leaf, TensorLeaf) or all(same(full, x, close=True) for x in others):
+        return replace(leaf, reading=WHOLE) if isinstance(leaf, TensorLeaf) else leaf
+    for dim, inner in product(range(full.dim()), (False, True)):
+        cut = full.size(dim) // _PROBED, dim, inner
+        if full.size(dim) % _PROBED == 0 and all(
+            same(few_of(full, cut, _PROBED, probe), x, close=True)
+            for probe, x in zip(_PROBES[1:], others, strict=True)
+        ):
+            return TensorLeaf(leaf.dtype, leaf.dims, *cut)
+    return None
 
 
 def _flips(paths: Sequence[Path]) -> Iterator[list[tuple[Path, ...]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,12 @@ from torch import Tensor
 
 from lightning_gpipe.core.frontends.module_list.rehearsal.effects import WithoutEffects, deep_copy
 from lightning_gpipe.core.frontends.module_list.tape.arguments import (
-    WHOLE,
     Path,
     Reading,
     leaves_in,
     map_leaves,
 )
-from lightning_gpipe.core.frontends.module_list.tape.calls import RecordedCall, TensorLeaf
+from lightning_gpipe.core.frontends.module_list.tape.calls import Cut, RecordedCall, TensorLeaf
 from lightning_gpipe.core.frontends.module_list.tape.tape import Tape, is_plain
 from lightning_gpipe.core.layout import is_user_object
 from lightning_gpipe.core.programs import Step, Value
@@ -33,15 +32,24 @@ def only_here(stage: int, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def few_of(tensor: Tensor, reading: Reading, rows: int, few: int | None) -> Tensor:
-    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None."""
-    tensor = tensor.detach()
-    if reading == WHOLE or few is None:
+def few_of(tensor: Tensor, cut: Cut, rows: int, few: int | Sequence[int] | None) -> Tensor:
+    """Return a few rows of a tensor; all of one that is not cut, or if ``few`` is None.
+
+    Args:
+        tensor: The tensor.
+        cut: How it is cut: see :attr:`TensorLeaf.cut`.
+        rows: The number of its rows.
+        few: The number of rows to return, or their indices.
+    """
+    tensor, (reading, dim, inner) = tensor.detach(), cut
+    if not reading or few is None:
         return tensor
     # The last ones: a block may take the first entries of a table, and must not get the same ones
     # of a table that is cut.
-    chosen = [(k - few) % rows for k in range(few)]
-    return tensor.unflatten(0, (rows, reading))[chosen].flatten(0, 1)
+    chosen = [(k - few) % rows for k in range(few)] if isinstance(few, int) else few
+    by_rows = tensor.unflatten(dim, (-1, rows) if inner else (rows, -1))
+    index = torch.tensor(chosen, device=tensor.device)
+    return by_rows.index_select(dim + inner, index).flatten(dim, dim + 1)
 
 
 @dataclass(eq=False)
@@ -86,7 +94,7 @@ class Samples:
             return self.inputs[number][0].shape
         entry = self.tape.calls.get(number)
         if entry is None:  # made of an input
-            return self._scaled(self[number].shape, 1)
+            return self._scaled(self[number].shape, (1, 0, False))
         knowledge, step = entry.knowledge, self.tape.steps[entry.number]
         leaves = leaves_in((step.args, dict(step.kwargs)))
         key = tuple(
@@ -100,7 +108,7 @@ class Samples:
             values = [sample] if knowledge.result.single else sample
             pairs = zip(values, knowledge.result.leaves, strict=True)
             knowledge.shapes[key] = [
-                self._scaled(x.shape, leaf.reading) if isinstance(leaf, TensorLeaf) else None
+                self._scaled(x.shape, leaf.cut) if isinstance(leaf, TensorLeaf) else None
                 for x, leaf in pairs
             ]
         shape = knowledge.shapes[key][entry.numbers.index(number)]
@@ -120,7 +128,7 @@ class Samples:
         if number in self.inputs:
             tensor, reading = self.inputs[number]
             # An input with several entries per row is stored by rows: see OutsideTensors.
-            return few_of(tensor, min(reading, 1), self.rows, self.few)
+            return few_of(tensor, (min(reading, 1), 0, False), self.rows, self.few)
         step = self.tape.steps[number]
         entry = self.tape.calls.get(number)
         if entry is None or number != entry.number:
@@ -152,7 +160,8 @@ class Samples:
         shapes = tuple(self[leaf.number].shape for leaf in leaves if isinstance(leaf, Value))
         return id(self.tape.calls[number].knowledge), shapes
 
-    def _scaled(self, shape: torch.Size, reading: Reading | None) -> torch.Size:
+    def _scaled(self, shape: torch.Size, cut: Cut) -> torch.Size:
+        reading, dim, _ = cut
         if not reading or self.few is None:
             return shape
-        return torch.Size([reading * self.rows, *shape[1:]])
+        return torch.Size([*shape[:dim], shape[dim] // self.few * self.rows, *shape[dim + 1 :]])

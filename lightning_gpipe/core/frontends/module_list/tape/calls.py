@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from lightning_gpipe.core.data import FlatTree, tree_flatten, tree_unflatten
 from lightning_gpipe.core.frontends.module_list.tape.arguments import WHOLE, Path, Reading, title
 
+Cut = tuple[Reading | None, int, bool]
+
 
 @dataclass(frozen=True)
 class ReturnedArgument:
@@ -32,6 +34,13 @@ class TensorLeaf:
     dtype: torch.dtype
     dims: int
     reading: Reading | None  # None if it is not known whether it has rows
+    dim: int = 0  # of the rows
+    inner: bool = False  # whether each entry of a row follows that of the row before
+
+    @property
+    def cut(self) -> Cut:
+        """Its reading, the dim of its rows, and whether they are the inner part of that."""
+        return self.reading, self.dim, self.inner
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,10 @@ class Result:
     single: bool  # one tensor, not in a tuple
 
     @classmethod
-    def of(cls, result: Any, rows: int | None) -> Result:
+    def of(cls, result: Any, rows: int | None, dim: int = 0, inner: bool = False) -> Result:
         """Return the structure of a result; ``rows`` is None if it need not be cut."""
         flat = tree_flatten(result)
-        leaves = tuple(_leaf(x, rows) for x in flat.leaves)
+        leaves = tuple(_leaf(x, rows, dim, inner) for x in flat.leaves)
         return cls(flat.spec, leaves, isinstance(result, Tensor))
 
     @cached_property
@@ -158,27 +167,31 @@ def with_returned_arguments(result: Any, objects: Sequence[tuple[Path, Any]]) ->
 def equal(one: Any, other: Any) -> bool:
     """Return whether two results are the same, in every value."""
     (leaves, spec), (others, spec_of_other) = tree_flatten(one), tree_flatten(other)
-    return spec == spec_of_other and all(map(_same, leaves, others))
+    return spec == spec_of_other and all(map(same, leaves, others))
 
 
-def _leaf(leaf: Any, rows: int | None) -> Any:
+def _leaf(leaf: Any, rows: int | None, dim: int, inner: bool) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    reading = None
-    if rows is not None:
-        cut = leaf.dim() > 0 and leaf.size(0) % rows == 0
-        reading = leaf.size(0) // rows if cut else WHOLE
-    return TensorLeaf(leaf.dtype, leaf.dim(), reading)
+    if rows is None:
+        return TensorLeaf(leaf.dtype, leaf.dim(), None)
+    cut = leaf.dim() > dim and leaf.size(dim) % rows == 0
+    if not cut:
+        return TensorLeaf(leaf.dtype, leaf.dim(), WHOLE)
+    return TensorLeaf(leaf.dtype, leaf.dim(), leaf.size(dim) // rows, dim, inner)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any, *, close: bool = False) -> bool:
+    """Return whether two leaves are the same; tensors up to the order of sums if ``close``."""
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return _same_constant(one, other)
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not (one.dtype.is_floating_point or one.dtype.is_complex):
         return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    tolerance = torch.finfo(one.dtype).eps ** 0.5 if close else 0.0
+    largest = float(other.detach().abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+    return torch.allclose(one, other, tolerance, tolerance * largest, equal_nan=True)
 
 
 def _same_constant(one: Any, other: Any) -> bool:

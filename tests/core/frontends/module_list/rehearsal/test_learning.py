@@ -133,3 +133,55 @@ def test_cache_that_blocks_return():
     torch.testing.assert_close(found, wanted)
     assert cache is caches[0]
     torch.testing.assert_close(*[cache.seen for cache in caches])
+
+
+class Counting(Cache):
+    """Counts in a tensor, as the caches of transformers with a sliding window do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.tensor(0)
+
+
+@pytest.mark.parametrize("shape", [(7, 5, WIDTH), (14, 1)])
+def test_cache_that_counts_in_a_tensor(shape: tuple[int, ...]):
+    """Its counter was taken for contents; and a mask of doubtful rows was not given beside it."""
+
+    class Masked(Remembering):
+        def forward(
+            self, x: Tensor, cache: Cache | None = None, mask: Tensor | None = None
+        ) -> Tensor:
+            assert mask is not None
+            return super().forward(x, cache) * mask.unflatten(0, (len(x), -1)).mean()
+
+    class Passing(Around):
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            mask = torch.ones(shape, dtype=x.dtype)
+            for block in self.blocks:
+                x = block(x, Counting(), mask)
+            return x
+
+    plain = Passing(block=Masked)
+    model = copy.deepcopy(plain)
+    with looped(model), pytest.warns(UserWarning, match="is None while gradients are recorded"):
+        found = model(states())
+    torch.testing.assert_close(found, plain(states()))
+
+
+def test_sliding_window_with_its_cache():
+    transformers = pytest.importorskip("transformers", reason="needs pip install transformers")
+    config = transformers.MistralConfig(
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=3,
+    )
+    plain = transformers.MistralForCausalLM(config).double()
+    model = copy.deepcopy(plain)
+    ids = torch.arange(35).reshape(7, 5) % 11
+    with looped(model, "model.layers"), pytest.warns(UserWarning, match="past_key_values.*is None"):
+        found = model(input_ids=ids).logits
+    torch.testing.assert_close(found, plain(input_ids=ids).logits)
