@@ -100,14 +100,8 @@ def _check_complete(missing: Collection[str], values: Collection[str]) -> None:
 
 
 def _gather(part: dict[Any, Any], group: Group) -> dict[Any, Any]:
-    """Return the parts of the other processes, in the first one."""
-    if group.rank:
-        group.send(part, 0)
-        return {}
-    values: dict[Any, Any] = {}
-    for rank in range(1, group.size):
-        values |= group.receive(rank)
-    return values
+    """Return the parts of all processes, in the first one."""
+    return {key: value for each in group.gather(part) for key, value in each.items()}
 
 
 def _order(key: Any) -> tuple[bool, Any]:

@@ -121,13 +121,18 @@ class Group:
                 with torch.no_grad():
                     tensor.copy_(host)
 
-    def send(self, value: Any, to: int) -> None:
-        """Send a value to process ``to``, which calls :meth:`receive`."""
-        with self.waiting_for("the receiver of a part of a checkpoint"):
-            send_value(value, partial(dist.send, group_dst=to, group=self.process_group))
+    def gather(self, own: Any) -> list[Any]:
+        """Return the values of all processes in the first one, and nothing in the others.
 
-    def receive(self, source: int) -> Any:
-        """Return the value that process ``source`` sends, with its tensors on the CPU."""
+        The first gets them one after another, with their tensors on the CPU.
+        """
+        if self.rank == 0:
+            return [own, *map(self._receive, range(1, self.size))]
+        with self.waiting_for("the receiver of a part of a checkpoint"):
+            send_value(own, partial(dist.send, group_dst=0, group=self.process_group))
+        return []
+
+    def _receive(self, source: int) -> Any:
         with self.waiting_for("a part of a checkpoint"):
             return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
 

@@ -18,11 +18,12 @@ from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import rich
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import ParallelStrategy
@@ -44,7 +45,9 @@ from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
-from lightning_gpipe.strategy.adapters.trainer import AdaptedTrainer
+from lightning_gpipe.strategy.adapters.averages import Averages
+from lightning_gpipe.strategy.adapters.methods import ReplacedMethods, adapt_callbacks, guard_logs
+from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
 from lightning_gpipe.strategy.compilation import Compilation
 from lightning_gpipe.strategy.options import (
@@ -68,9 +71,6 @@ from lightning_gpipe.strategy.refusals import (
 from lightning_gpipe.strategy.replicas import Replicas
 from lightning_gpipe.strategy.resuming import RandomStates
 from lightning_gpipe.strategy.user_steps import UserSteps
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 
 class GPipeStrategy(ParallelStrategy):
@@ -199,7 +199,9 @@ class GPipeStrategy(ParallelStrategy):
         self.num_nodes = 1  # a Trainer sets it
         accept(GPipeStrategy)
         self._compilation = Compilation(compile)
-        self._adapted = AdaptedTrainer()
+        self._averages = Averages()
+        self._profiling = Profiling()
+        self._replaced = ReplacedMethods()
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
@@ -255,7 +257,7 @@ class GPipeStrategy(ParallelStrategy):
             )
         with state_follows(self.optimizers):
             self._piped.pipeline.rebalance(balance)
-        self._adapted.rebalance(self._root)
+        self._averages.follow(self._root)
         self._measured_balances.replace(self._piped.modules, self._piped.pipeline.balances)
 
     # The Trainer and its environment.
@@ -347,7 +349,8 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        self._adapted.connect(model)
+        if model._trainer is not None:
+            self._profiling.record_threads(profiler_of(model))
 
     @override
     def setup_environment(self) -> None:
@@ -355,7 +358,8 @@ class GPipeStrategy(ParallelStrategy):
         self._processes.connect(self.root_device)
         self._root._device_mesh = self.device_mesh
         super().setup_environment()
-        self._adapted.setup_environment(self._root)
+        self._profiling.record_threads(profiler_of(self._root))
+        self._averages.hold_back(self._root)
 
     # Setup.
 
@@ -406,7 +410,11 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        self._adapted.setup(module, callbacks, piped.pipeline, self.options.replicas)
+        guard_logs(module, self._replaced)
+        layout = piped.pipeline.layout
+        adapt_callbacks(callbacks, self._replaced, layout, self.options.replicas)
+        self._profiling.follow(profiler_of(module), piped.pipeline)
+        self._averages.follow(module)
 
     @override
     def model_to_device(self) -> None:
@@ -458,7 +466,7 @@ class GPipeStrategy(ParallelStrategy):
         if self.is_distributed and self._replicas.outdated(module):
             self.model = module  # the old wrapper goes first
             self.model = self._replicas.wrapped(module)
-        self._adapted.on_train_batch_start(module)
+        self._averages.follow_in_epoch(module)
 
     @override
     def on_train_end(self) -> None:
@@ -566,7 +574,7 @@ class GPipeStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if self._piped is not None:
             self._piped.pipeline.tell(exception)  # others would wait for this process
-        self._adapted.on_exception()
+        self._profiling.abort()
         self._processes.tell(exception)
         self._train_alone()  # what was adapted refers to the process groups
         self._processes.leave()
@@ -577,7 +585,9 @@ class GPipeStrategy(ParallelStrategy):
             self._piped.remove()
         self._compilation.release()
         self._train_alone()
-        self._adapted.teardown()
+        self._replaced.restore()
+        self._averages.release()
+        self._profiling.release()
         self._checkpoints.release()
         self._random_states.release()
         self._piped = self._steps = None

@@ -6,8 +6,8 @@ The modules are piped within the whole LightningModule, whose forward and steps 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
@@ -34,9 +34,6 @@ from lightning_gpipe.strategy.refusals import (
     warn_of_one_device,
 )
 from lightning_gpipe.strategy.sample import entries_in, optimizers_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 _STARVED = (
     "By the schedule threads could take {:.1f} ms: where operators are small, they wait for one "

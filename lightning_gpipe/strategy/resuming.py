@@ -89,12 +89,9 @@ class RandomStates:
         own = states_of(self._processes.own_devices, map(original_loader, loaders))
         if self._processes.groups is None:
             return [[own]]
-        everyone = self._processes.groups.everyone
-        if everyone.rank:
-            everyone.send(own, 0)
-            return []
-        states = [own, *(everyone.receive(rank) for rank in range(1, everyone.size))]
-        return [[states[rank] for rank in ranks] for ranks in self._processes.arrangement.ranks]
+        states = self._processes.groups.everyone.gather(own)
+        rows = self._processes.arrangement.ranks if states else []
+        return [[states[rank] for rank in row] for row in rows]
 
 
 def _in_an_epoch(trainer: Trainer) -> bool:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader
 from lightning_gpipe.checkpoints import generators_of
 from lightning_gpipe.core.faithful import RandomState, add_note, preserved
 from lightning_gpipe.core.pipeline import Entry, PipedModule, calling, entries_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 def entries_in(

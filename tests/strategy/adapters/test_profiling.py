@@ -1,6 +1,6 @@
 """Profilers of Lightning and PyTorch show what the stages do, each action by its name.
 
-Here are also the tests of ``adapters/trainer``.
+Here are also the tests of the strategy with callbacks that monitor.
 """
 
 from __future__ import annotations
