@@ -19,11 +19,10 @@ from lightning_gpipe.core.transport.process_group.wire.link import (
     PendingSend,
 )
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
-from lightning_gpipe.core.transport.threads import WorkerThread
+from lightning_gpipe.core.transport.threads import JOIN, WorkerThread
 
 _POLL = 0.2  # seconds
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
-_JOIN = 5.0  # seconds
 
 
 class Links:
@@ -137,7 +136,7 @@ class Links:
     def end(self) -> None:
         """End the thread that waits for sends."""
         if self._waiter is not None:
-            self._waiter.end(_JOIN)
+            self._waiter.end(JOIN)
             self._waiter = None
 
     def _add(self, sends: Sequence[PendingSend]) -> None:
