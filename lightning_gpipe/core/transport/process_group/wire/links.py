@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -69,12 +70,7 @@ class Links:
 
     def post(self, rank: int, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to another process, see :meth:`Link.post`."""
-        try:
-            sends = self._by_rank[rank].post(header, mail, hold=hold)
-        except ConnectionBroken as error:  # before the thread that receives has noticed
-            self._on_lost(rank, error)
-        else:
-            self._add(sends)
+        self._send(rank, partial(self._by_rank[rank].post, header, mail, hold=hold))
 
     def broadcast(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to all other processes, see :meth:`Link.post`."""
@@ -84,10 +80,7 @@ class Links:
     def flush(self) -> None:
         """Send all values that were held back."""
         for link in self:
-            try:
-                self._add(link.flush())
-            except ConnectionBroken as error:
-                self._on_lost(link.rank, error)
+            self._send(link.rank, link.flush)
 
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
@@ -139,7 +132,12 @@ class Links:
             self._waiter.end(JOIN)
             self._waiter = None
 
-    def _add(self, sends: Sequence[PendingSend]) -> None:
+    def _send(self, rank: int, send: Callable[[], Sequence[PendingSend]]) -> None:
+        try:
+            sends = send()
+        except ConnectionBroken as error:  # before the thread that receives has noticed
+            self._on_lost(rank, error)
+            return
         with self._lock:
             self._sends += (send for send in sends if not send.copied)
             self._copies += (send for send in sends if send.copied)
