@@ -28,17 +28,9 @@ class Job(Task):
     """A task that calls a function, whatever its row; for transports that run whole rows."""
 
     def __init__(self, function: Callable[[], object]) -> None:
+        self.row = []
+        self.variables = contextvars.copy_context()
         self._function = function
-
-    @property
-    @override
-    def row(self) -> Sequence[Action]:
-        return []
-
-    @property
-    @override
-    def variables(self) -> contextvars.Context:
-        return contextvars.copy_context()
 
     @override
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:

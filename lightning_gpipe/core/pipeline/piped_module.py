@@ -55,10 +55,10 @@ class PipedModule:
 
     def __init__(self, root: nn.Module, path: str, module: nn.Module) -> None:
         check_whole([(path, module)])
-        check_initialised(module, f"{type(root).__name__}.{path}" if path else "module")
         self.root = root
         self.path = path
         self.module = module
+        check_initialised(module, self.name)
         self.runs = 0
         self.check: Check | None = None
         self._substitute: RunProgram | None = None

@@ -35,26 +35,24 @@ class Caller:
 
     def __init__(self, program: Program, *, terms: bool = False) -> None:
         self._n = n = program.n
-        # Programs whose inputs are not what the first stage takes, or outputs not what the last
-        # one gives.
-        direct = program.first == program.inputs and not program.given
-        self._spread = None if direct else program
-        self._gathered = None if program.outputs == program.parts[-1].gives else program
-        self._returned = program.returned
+        self._program = program
+        # Whether the first stage takes the inputs as they are, and the last one gives the outputs.
+        self._direct = program.first == program.inputs and not program.given
+        self._gathers = program.outputs != program.parts[-1].gives
         self._terms = terms
         of_terms = [term_route(j, n) for j in range(n)] if terms else []
-        self._routes = (*self._returned, *of_terms)  # by which outputs come back
+        self._routes = (*program.returned, *of_terms)  # by which outputs come back
         self._structures: dict[int, Any] = {}  # of what came back for micro-batch i, if joined
 
     def input(self, i: int, x: FlatTree) -> Iterator[Sent]:
         """Yield the messages of the forward of micro-batch ``i``."""
         to = Action(Kind.FORWARD, i, 0)
-        if self._spread is None:
+        if self._direct:
             yield to, x.aliased(), None
             return
-        value_of = self._by_input(self._spread, x)
-        routes = self._spread.given
-        ways = [self._spread.first, *[route.numbers for route in routes]]
+        value_of = self._by_input(x)
+        routes = self._program.given
+        ways = [self._program.first, *[route.numbers for route in routes]]
         trees = [join([value_of[number] for number in numbers]) for numbers in ways]
         main, *others = handed(trees, [0, *[route.target for route in routes]])
         yield to, main, None
@@ -86,15 +84,15 @@ class Caller:
         """Receive the gradients of the leaves of micro-batch ``i``; ``x`` has their devices."""
         end = Action(Kind.BACKWARD, i, CALLER)
         main = exchange.receive(end)
-        if self._spread is None:
+        if self._direct:
             pairs = zip(main.leaves, x.leaves, strict=False)  # none, or one for each leaf
             return [None if leaf is None else leaf.to(device) for leaf, device in pairs]
-        devices_of = self._by_input(self._spread, x)
+        devices_of = self._by_input(x)
         gradients_of: dict[int, Gradients] = {
             number: [None] * len(tree.leaves) for number, tree in devices_of.items()
         }
-        ways = [(self._spread.first, main)]
-        ways += [(route.numbers, exchange.receive(end, route)) for route in self._spread.given]
+        ways = [(self._program.first, main)]
+        ways += [(route.numbers, exchange.receive(end, route)) for route in self._program.given]
         for numbers, gradients in ways:
             leaves = iter(gradients.leaves)
             for number in numbers if gradients.leaves else ():
@@ -114,25 +112,25 @@ class Caller:
             return [self._output(each, ()) for each in outputs], []
         mains, handed_out = [], []
         for output in outputs:
-            end = len(self._returned)
+            end = len(self._program.returned)
             main, *others = parted(output, 1 + len(self._routes))
             mains.append(self._output(main, others[:end]))
             handed_out.append([term for tree in others[end:] for term in tree_unflatten(tree)])
         return mains, handed_out if self._terms else []
 
-    @staticmethod
-    def _by_input(program: Program, x: FlatTree) -> dict[int, FlatTree]:
+    def _by_input(self, x: FlatTree) -> dict[int, FlatTree]:
         """The trees of a micro-batch, by the numbers of the program's inputs."""
-        return dict(zip(program.inputs, parted(x, len(program.inputs)), strict=True))
+        numbers = self._program.inputs
+        return dict(zip(numbers, parted(x, len(numbers)), strict=True))
 
     def _output(self, main: FlatTree, returned: Sequence[FlatTree]) -> FlatTree:
-        if self._gathered is None:
+        if not self._gathers:
             return main
-        gives = self._gathered.parts[-1].gives
+        gives = self._program.parts[-1].gives
         value_of = dict(zip(gives, parted(main, len(gives)), strict=True))
-        for route, tree in zip(self._returned, returned, strict=True):
+        for route, tree in zip(self._program.returned, returned, strict=True):
             value_of |= zip(route.numbers, parted(tree, len(route.numbers)), strict=True)
-        return join([value_of[number] for number in self._gathered.outputs])
+        return join([value_of[number] for number in self._program.outputs])
 
 
 def devices_of(x: FlatTree) -> FlatTree:

@@ -219,10 +219,7 @@ class MiniBatch(MiniBatchRun):
             exchange.receive(end)
             input_gradients = [[] for _ in devices]
         by_stage = self.take_gradients()
-        if self._ties:
-            gradients = self._ties.gradients(exchange, end, by_stage)
-        else:
-            gradients = [pair for _, pairs in by_stage for pair in pairs]
+        gradients = self._ties.gradients(exchange, end, by_stage)
         self._end(exchange)
         return input_gradients, gradients
 

@@ -32,9 +32,6 @@ class Ties:
         self._ties = ties_of(layout)
         self._here = layout.stages_here
 
-    def __bool__(self) -> bool:
-        return bool(self._ties)
-
     @property
     def everywhere(self) -> list[nn.Parameter]:
         """The parameters that every process has."""
@@ -63,6 +60,8 @@ class Ties:
         Returns:
             The gradients of leaves that are here, in the order of the stages.
         """
+        if not self._ties:
+            return [pair for _, pairs in by_stage for pair in pairs]
         away = {id(t.parameter) for t in self._ties if t.home == CALLER or t.home not in self._here}
         here = [(j, pair) for j, pairs in by_stage for pair in pairs if id(pair[0]) not in away]
         gradient_of = {(j, id(leaf)): gradient for j, pairs in by_stage for leaf, gradient in pairs}

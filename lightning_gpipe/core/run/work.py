@@ -39,7 +39,6 @@ class Work:
         self._again = part.runs > 0  # so that a generated function pays
         part.runs += 1
         self._skips = stage.skips
-        self._arriving_skips, self._leaving_skips = stage.arriving, stage.leaving
         self._stage = stage
 
     def run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:
@@ -57,11 +56,11 @@ class Work:
             if table := in_flight():
                 leaving_tensors(table, ())
             return outputs
-        k = 1 + len(self._arriving_skips)
-        table = table_of(self._arriving_skips, arrived[1:k])
+        k = 1 + len(self._stage.arriving)
+        table = table_of(self._stage.arriving, arrived[1:k])
         with using_table(table):
             main, *values = self._run([arrived[0], *arrived[k:]], guard)
-        skips = leaving_tensors(table, self._leaving_skips)
+        skips = leaving_tensors(table, self._stage.leaving)
         return [main, *map(tree_flatten, skips), *values]
 
     def _run(self, arrived: Sequence[Any], guard: MutationGuard) -> list[FlatTree]:

@@ -7,7 +7,6 @@ and sends to the next; backward mirrors it.
 
 from __future__ import annotations
 
-import contextvars
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,19 +33,10 @@ class RowTask(Task):
     _verbs: ClassVar[Mapping[Kind, Callable[[Any, Action], None]]]
 
     def __init__(self, row: Sequence[Action], exchange: Exchange, context: Context) -> None:
-        self._row = row
+        self.row = row
+        self.variables = context.variables
         self._exchange = exchange
         self._context = context
-
-    @property
-    @override
-    def row(self) -> Sequence[Action]:
-        return self._row
-
-    @property
-    @override
-    def variables(self) -> contextvars.Context:
-        return self._context.variables
 
     @override
     def perform(self, actions: Sequence[Action]) -> None:

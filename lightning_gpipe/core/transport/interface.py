@@ -104,17 +104,15 @@ class Exchange(ABC):
 
 
 class Task(ABC):
-    """The row of one worker in a phase, and the context that it needs."""
+    """The row of one worker in a phase, and the context that it needs.
 
-    @property
-    @abstractmethod
-    def row(self) -> Sequence[Action]:
-        """The actions, in order."""
+    Attributes:
+        row: The actions, in order.
+        variables: Python's context variables; another thread performs the task in a copy of them.
+    """
 
-    @property
-    @abstractmethod
-    def variables(self) -> contextvars.Context:
-        """Python's context variables; another thread performs the task in a copy of them."""
+    row: Sequence[Action]
+    variables: contextvars.Context
 
     @abstractmethod
     def session(self, *, joined: bool = False) -> AbstractContextManager[Any]:

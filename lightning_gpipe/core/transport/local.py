@@ -81,8 +81,7 @@ class LocalExchange(Exchange):
 
     def _fetch(self, inbox: int, at: Action) -> None:
         """Take the next parcel from an inbox; return without one if none comes for a while."""
-        if self.cancelled:
-            raise RunCancelled
+        self.check()
         more = inbox != self._caller or self._expects()
         if not self._take(inbox) and not more:
             raise RuntimeError(f"a run must send what {at} needs: it ended without doing so.")

@@ -140,7 +140,8 @@ class _Search:
         leaves = [k for k in sorted(self._leaves) if k in self._inner or early >> k & 1]
         parts = tuple(self._parts(late))
         again = {each.node for part in parts for each in part.operators}
-        freed = tuple(self._freed(again))
+        inner = ((k, saved_by(self._nodes[k])) for k in self._to_inputs if k not in again)
+        freed = tuple((k, names) for k, names in inner if names)
         return Split(tuple(start), tuple((k, 0) for k in leaves), parts, freed)
 
     def _find_behind(self) -> list[int]:
@@ -201,12 +202,6 @@ class _Search:
     def _operator(self, node: int, members: Sequence[int]) -> Operator:
         edges = enumerate(self._edges[node])
         return Operator(node, tuple((p, e) for p, e in edges if e is not None and e[0] in members))
-
-    def _freed(self, again: set[int]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The nodes whose saved tensors W does not need, with the names of these."""
-        for k in self._to_inputs:
-            if k not in again and (names := saved_by(self._nodes[k])):
-                yield k, names
 
 
 def saved_tensors(node: Any, name: str) -> Sequence[Any]:

@@ -71,14 +71,13 @@ def check_unchanged(
             "write the next batch after backward, or write activation_checkpointing='never'."
         )
     if shadows.edited:
-        change = "parameters must not be edited", "an edit, such as an optimizer step"
+        rule, cause = "parameters must not be edited", "an edit, such as an optimizer step"
     elif any(each.saved is not None and each.saved.buffers.lost for each in dropped):
-        change = "buffers must not be edited", "an edit"
+        rule, cause = "buffers must not be edited", "an edit"
     elif modules_in(stage.partition) != modules:
-        change = "modules must not be added, removed or replaced", "other modules"
+        rule, cause = "modules must not be added, removed or replaced", "other modules"
     else:
         return
-    rule, cause = change
     raise RuntimeError(
         f"{rule} between a forward and its backward: got {cause} in {stage}, and its forward is "
         "yet to be recomputed. Change the model after backward."

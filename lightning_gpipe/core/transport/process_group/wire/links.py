@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
@@ -19,11 +20,10 @@ from lightning_gpipe.core.transport.process_group.wire.link import (
     PendingSend,
 )
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail
-from lightning_gpipe.core.transport.threads import WorkerThread
+from lightning_gpipe.core.transport.threads import JOIN, WorkerThread
 
 _POLL = 0.2  # seconds
 _MOST_COPIES = 256  # pending sends of copies, until the thread waits for them
-_JOIN = 5.0  # seconds
 
 
 class Links:
@@ -70,12 +70,7 @@ class Links:
 
     def post(self, rank: int, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to another process, see :meth:`Link.post`."""
-        try:
-            sends = self._by_rank[rank].post(header, mail, hold=hold)
-        except ConnectionBroken as error:  # before the thread that receives has noticed
-            self._on_lost(rank, error)
-        else:
-            self._add(sends)
+        self._send(rank, partial(self._by_rank[rank].post, header, mail, hold=hold))
 
     def broadcast(self, header: Header, mail: Mail, *, hold: bool = False) -> None:
         """Send a value to all other processes, see :meth:`Link.post`."""
@@ -85,10 +80,7 @@ class Links:
     def flush(self) -> None:
         """Send all values that were held back."""
         for link in self:
-            try:
-                self._add(link.flush())
-            except ConnectionBroken as error:
-                self._on_lost(link.rank, error)
+            self._send(link.rank, link.flush)
 
     def tell(
         self, header: Header, text: str = "", *, but: Collection[int] = ()
@@ -137,10 +129,15 @@ class Links:
     def end(self) -> None:
         """End the thread that waits for sends."""
         if self._waiter is not None:
-            self._waiter.end(_JOIN)
+            self._waiter.end(JOIN)
             self._waiter = None
 
-    def _add(self, sends: Sequence[PendingSend]) -> None:
+    def _send(self, rank: int, send: Callable[[], Sequence[PendingSend]]) -> None:
+        try:
+            sends = send()
+        except ConnectionBroken as error:  # before the thread that receives has noticed
+            self._on_lost(rank, error)
+            return
         with self._lock:
             self._sends += (send for send in sends if not send.copied)
             self._copies += (send for send in sends if send.copied)
