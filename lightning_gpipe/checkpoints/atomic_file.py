@@ -55,7 +55,7 @@ class AtomicFiles(TorchCheckpointIO):
         """
         place = None if storage_options is not None else on_this_machine(path)
         if place is None:  # as a plain Trainer, which has an error for storage options
-            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
+            TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
