@@ -55,19 +55,13 @@ def default_modules(
 
 
 def _networks(root: nn.Module) -> dict[str, nn.Module]:
-    """The children with parameters, by name; those that are trained, if any is."""
-    children = {
+    """The children with parameters, by name; frozen ones too, which may be most of the work."""
+    return {
         name: child
         for name, child in root.named_children()
         if not isinstance(child, Metric | MetricCollection)
         and any(True for _ in child.parameters())
     }
-    trained = {
-        name: child
-        for name, child in children.items()
-        if any(parameter.requires_grad for parameter in child.parameters())
-    }
-    return trained or children
 
 
 def _pipes_of(

@@ -126,9 +126,10 @@ def test_small_network_with_convolutions_may_have_most_of_the_work() -> None:
     assert paths(Model(one=layers(30, 64), two=convolutions)) == ["one", "two"]
 
 
-def test_frozen_network_is_left_aside() -> None:
-    assert paths(Model(one=frozen(layers(9)), two=layers(3))) == ["two"]
-    assert paths(Model(one=frozen(layers(9)), two=frozen(layers(3)))) == ["one", "two"]
+def test_frozen_network_is_work_too() -> None:
+    """Once a frozen backbone was left aside, and its head refused for lack of layers."""
+    assert paths(Model(backbone=frozen(layers(9)), head=nn.Linear(8, 2))) == ["backbone"]
+    assert paths(Model(one=frozen(layers(9)), two=layers(3))) == ["one", "two"]
 
 
 @pytest.mark.parametrize(
