@@ -18,21 +18,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gpipe.core.transport import (
+    OBSERVED,
+    OWN,
+    SAME_CODE,
+    OutOfStep,
     RankFailed,
     abort_group,
     bytes_in,
     receive_value,
     send_value,
+    users_line,
 )
 
 _FAILURE_TIMEOUT = 5.0  # seconds from an error of the network until a failure is known
 _POLL = 0.1  # seconds
+_TEXT = 200  # bytes
 
 
 class Watcher(Protocol):
     """Knows which process has failed: a pipeline, or a lifeline."""
 
-    def failure(self, within: float) -> RankFailed | None:
+    def failure(self, within: float) -> RankFailed | OutOfStep | None:
         """Return how another process has failed, or None after ``within`` seconds."""
         ...
 
@@ -65,6 +71,8 @@ class Group:
         self.rank = dist.get_rank(self.process_group)
         self.ranks: list[int] = dist.get_process_group_ranks(self.process_group)
         self.size = len(self.ranks)
+        self._operations = 0  # so far
+        self._name = f"processes {self.ranks}"
 
     def abort(self) -> None:
         """End all waits in the group with errors; it is of no use any more."""
@@ -73,22 +81,64 @@ class Group:
 
     @contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Replace an error of the network in a ``with`` block by the failure of a process.
+        """A ``with`` block that is one operation of all processes, which compare what it is for.
 
         Raises:
-            RankFailed: Names that process, and ``what`` was awaited.
+            RankFailed: If one has failed; names it, and what was awaited.
+            OutOfStep: If some are in another operation; names it.
+            RuntimeError: If some do not come in time; names them, and where they are.
         """
+        self._operations += 1
         began = time.monotonic()
         try:
-            yield
+            with OWN.within(self._name, self._operations, self.ranks, what):
+                self._compare(what)
+                yield
         except RuntimeError as error:
-            timed_out = time.monotonic() - began >= self._timeout.total_seconds()
-            failure = None if timed_out else self._failure()
+            if isinstance(error, RankFailed | OutOfStep):
+                raise
+            if time.monotonic() - began >= self._timeout.total_seconds():
+                raise RuntimeError(self._late(what)) from error
+            failure = self._failure()
             if failure is not None:
-                raise RankFailed(f"{failure}, while {what} was awaited") from error
+                raise type(failure)(f"{failure}, while {what} was awaited") from error
             raise
 
-    def _failure(self) -> RankFailed | None:
+    def _compare(self, what: str) -> None:
+        purposes = self._texts(what)
+        if len(set(purposes)) > 1:
+            lines = self._texts(users_line())
+            described = (
+                f"rank {rank} waits for {purpose} (at {line})"
+                for rank, purpose, line in zip(self.ranks, purposes, lines, strict=True)
+            )
+            raise OutOfStep(
+                "all processes must do the same in the same order: "
+                f"{', '.join(described)}. {SAME_CODE}"
+            )
+
+    def _texts(self, own: str) -> list[str]:
+        """Return the texts of all processes, shortened."""
+        content = own.encode()[:_TEXT].ljust(_TEXT)
+        sent = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        everyone = [torch.empty_like(sent) for _ in self.ranks]
+        dist.all_gather(everyone, sent, group=self.process_group)
+        return [bytes(each.tolist()).decode(errors="ignore").rstrip() for each in everyone]
+
+    def _late(self, what: str) -> str:
+        """Return the error message for processes that have not come in time."""
+        late = [
+            f"rank {k} {where}"
+            for k, where in OBSERVED.items()
+            if k in self.ranks and where.begun.get(self._name, 0) < self._operations
+        ]
+        return (
+            f"all processes must come to {what} within {self._timeout.total_seconds():g} s, the "
+            f"timeout: {'; '.join(late) or 'some'} did not. If it is only slow, set a longer "
+            "GPipeStrategy(timeout=...)."
+        )
+
+    def _failure(self) -> RankFailed | OutOfStep | None:
         """Return how another process has failed, as soon as it is known."""
         deadline = time.monotonic() + _FAILURE_TIMEOUT
         while self.watchers and time.monotonic() < deadline:
@@ -126,15 +176,14 @@ class Group:
 
         The first gets them one after another, with their tensors on the CPU.
         """
-        if self.rank == 0:
-            return [own, *map(self._receive, range(1, self.size))]
-        with self.waiting_for("the receiver of a part of a checkpoint"):
+        with self.waiting_for("the parts of a checkpoint"):
+            if self.rank == 0:
+                return [own, *map(self._receive, range(1, self.size))]
             send_value(own, partial(dist.send, group_dst=0, group=self.process_group))
-        return []
+            return []
 
     def _receive(self, source: int) -> Any:
-        with self.waiting_for("a part of a checkpoint"):
-            return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
+        return receive_value(partial(dist.recv, group_src=source, group=self.process_group))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over all processes of a tensor on the CPU, which is changed."""
@@ -153,16 +202,8 @@ class Group:
         Raises:
             RuntimeError: Names those that do not come, and the purpose.
         """
-        began = time.monotonic()
         with self.waiting_for(f"the last process to {purpose}"):
-            try:
-                dist.monitored_barrier(self.process_group, self._timeout, wait_all_ranks=True)
-            except RuntimeError as error:
-                waited = min(time.monotonic() - began, self._timeout.total_seconds())
-                raise RuntimeError(
-                    f"all processes must {purpose} together: rank {self.rank} of {self.size} "
-                    f"waited for {waited:.3g} s. {error}"
-                ) from error
+            pass  # they compare it, for which all must be here
 
     def leave(self) -> None:
         """Close the connections; a process that waits for this one gets an error."""

@@ -9,6 +9,7 @@ generators that loading has changed, and in a prediction the indices of the rows
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count as count_up
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -37,6 +38,7 @@ class SharedLoader:
             self.state_dict = loader.state_dict
             self.load_state_dict = loader.load_state_dict
         self._group = group
+        self._iterations = 0  # over the batches, so far
         # The first one's length for all: a shorter loop would take another broadcast for a batch.
         self._length: int | None = group.broadcast(sized_len(loader))
 
@@ -46,13 +48,14 @@ class SharedLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        self._iterations += 1
         if self._group.rank:
-            return self._receive()
-        loading = self._load()
+            return self._receive(self._iterations)
+        loading = self._load(self._iterations)
         next(loading)
         return loading
 
-    def _load(self) -> Iterator[Any]:
+    def _load(self, iteration: int) -> Iterator[Any]:
         """Yield None once there is an iterator, which may draw random numbers; then the batches."""
         before, failure, count = RandomState.capture(), None, 0
         batches: Iterator[Any] = iter(())
@@ -61,7 +64,7 @@ class SharedLoader:
         except BaseException as error:
             failure = error
         yield None
-        while True:
+        for number in count_up():
             try:
                 if failure is not None:
                     raise failure
@@ -69,23 +72,24 @@ class SharedLoader:
             except StopIteration:
                 batch = []
             except BaseException as error:
-                self._share((f"{type(error).__name__}: {error}", None, [], []))
+                failed = f"{type(error).__name__}: {error}"
+                self._share((failed, None, [], []), number, iteration)
                 raise
             states = RandomState.capture().states if before.differences() else None
             indices = getattr(self.batch_sampler, _INDICES, [])
-            self._share((None, states, batch, indices[count:]))
+            self._share((None, states, batch, indices[count:]), number, iteration)
             count = len(indices)
             if not batch:
                 return
             yield batch[0]
             before = RandomState.capture()
 
-    def _receive(self) -> Iterator[Any]:
+    def _receive(self, iteration: int) -> Iterator[Any]:
         indices: list[list[int]] = []
         if isinstance(self.batch_sampler, _IndexBatchSamplerWrapper):
             setattr(self.batch_sampler, _INDICES, indices)
-        while True:
-            failure, states, batch, new_indices = self._share(None)
+        for number in count_up():
+            failure, states, batch, new_indices = self._share(None, number, iteration)
             if failure is not None:
                 first = f"rank {self._group.ranks[0]}, which loads the batches"
                 raise RuntimeError(f"{first}, failed: {failure}")
@@ -96,8 +100,9 @@ class SharedLoader:
                 return
             yield batch[0]
 
-    def _share(self, value: Any) -> Any:
-        return self._group.broadcast(value, what="the next batch")
+    def _share(self, value: Any, number: int, iteration: int) -> Any:
+        what = f"batch {number} in iteration {iteration} over a dataloader"
+        return self._group.broadcast(value, what=what)
 
 
 def original_loader(loader: Any) -> Any:

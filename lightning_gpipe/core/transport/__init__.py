@@ -30,6 +30,7 @@ from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
 )
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.transport import ProcessGroupTransport
+from lightning_gpipe.core.transport.process_group.whereabouts import OBSERVED, OWN, SAME_CODE, users_line
 from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
     bytes_in,
     receive_value,
@@ -39,6 +40,8 @@ from lightning_gpipe.core.transport.process_group.wire.tensor_bytes import (
 __all__ = [
     "BETWEEN",
     "NO_RUN",
+    "OBSERVED",
+    "OWN",
     "Connection",
     "Exchange",
     "InlineTransport",
@@ -48,6 +51,7 @@ __all__ = [
     "OutOfStep",
     "ProcessGroupTransport",
     "RankFailed",
+    "SAME_CODE",
     "RunCancelled",
     "Task",
     "Transport",
@@ -61,4 +65,5 @@ __all__ = [
     "send_value",
     "start_timeout",
     "store_barrier",
+    "users_line",
 ]

@@ -39,7 +39,8 @@ class RankFailed(RuntimeError):
 class OutOfStep(RuntimeError):
     """Raised when the processes of a pipeline do not do the same.
 
-    The message says what each of two processes did, such as a training step and an evaluation.
+    The message says what each did, such as a training step and an evaluation, or what each waits
+    for, when none of them will come.
     """
 
 
@@ -171,7 +172,7 @@ class Transport(ABC):
     def tell(self, error: BaseException) -> None:  # noqa: B027 - most have nobody to tell
         """Tell other processes of a failure: their phase fails too, or the next that they begin."""
 
-    def failure(self, within: float) -> RankFailed | None:
+    def failure(self, within: float) -> RankFailed | OutOfStep | None:
         """Wait some seconds for a failure of another process since the last phase."""
         return None
 

@@ -35,6 +35,7 @@ class Heartbeat:
         lost_after: How long a process may be silent.
         start: How many times as long it may be before it is heard for the first time.
         on_silent: Called with the ranks of those that are lost, once for each.
+        tell: Returns what this process does, which goes with each beat.
         on_beat: Called after each beat.
 
     Attributes:
@@ -47,6 +48,7 @@ class Heartbeat:
         lost_after: timedelta,
         start: int,
         on_silent: Callable[[list[int]], None],
+        tell: Callable[[], str],
         on_beat: Callable[[], None],
     ) -> None:
         self._links = links
@@ -57,6 +59,7 @@ class Heartbeat:
         self._allowed: dict[int, int | None] = {link.rank: first_limit for link in links}
         self._missed = dict.fromkeys(self._allowed, 0)
         self._on_silent = on_silent
+        self._tell = tell
         self._on_beat = on_beat
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -102,8 +105,9 @@ class Heartbeat:
             self._on_beat()
 
     def _beat(self) -> None:
+        text = self._tell()
         for link in self._links:
-            link.beat()
+            link.beat(text)
 
     def _over(self, spare: int) -> list[int]:
         """Return the ranks that have missed as many beats as they may, or ``spare`` less."""

@@ -18,20 +18,22 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from lightning_gpipe.core.layout import Layout
-from lightning_gpipe.core.transport.interface import RankFailed
+from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
 
 _SENT = "_lightning_gpipe_told"  # in an error: for each ledger, the number of the next exchange
 _BITS = 32  # of the number of an exchange, for those begun since the last failure
 
 
 class Failure(NamedTuple):
-    """Other processes that have failed, closed or been lost."""
+    """Other processes that have failed, closed or been lost; none if all wait for one another."""
 
     ranks: tuple[int, ...]
     how: str  # the rest of a sentence about them
 
-    def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed:
+    def error(self, numbers: Sequence[int], layout: Layout | None = None) -> RankFailed | OutOfStep:
         """Return an error that names the processes, see :func:`names_of`."""
+        if not self.ranks:
+            return OutOfStep(self.how)
         return RankFailed(f"{names_of(self.ranks, numbers, layout)} {self.how}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_gpipe.core.transport.interface import BETWEEN, NO_RUN, Label
 
-_PHASES = {  # of a mini-batch, and exchanges outside of one
+PHASES = {  # of a mini-batch, and exchanges outside of one
     0: "a forward",
     1: "a backward",
     BETWEEN: "a rehearsal of blocks",
@@ -30,7 +30,7 @@ def difference(theirs: Label, ours: Label, them: str, us: str, pipelines: Sequen
 
 def _described(label: Label, other: Label, pipelines: Sequence[str]) -> str:
     """Describe a process by the fields in which the other one differs."""
-    words = [_PHASES[label.phase]]
+    words = [PHASES[label.phase]]
     if label.pipeline != other.pipeline:
         named = pipelines[label.pipeline : label.pipeline + 1] or ["one that is not here"]
         words.append(f"of pipeline {label.pipeline} ({named[0]})")

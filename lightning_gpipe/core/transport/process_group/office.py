@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from lightning_gpipe.core.transport.process_group.abort import UserCollectives
 from lightning_gpipe.core.transport.process_group.heartbeat import Heartbeat
 from lightning_gpipe.core.transport.process_group.ledger import Failure, Ledger
+from lightning_gpipe.core.transport.process_group.whereabouts import OWN, Waits
 from lightning_gpipe.core.transport.process_group.wire.link import PendingSend
 from lightning_gpipe.core.transport.process_group.wire.links import Links
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
@@ -30,7 +31,13 @@ START = 10  # times as long until the first heartbeat: a process may still load 
 
 
 class Recipient(Protocol):
-    """An exchange, which takes values from processes, and ends when one has failed."""
+    """An exchange, which takes values from processes, and ends when one has failed.
+
+    Attributes:
+        purpose: What a process in it waits for.
+    """
+
+    purpose: str
 
     def arrive(self, rank: int, header: Header, mail: Mail) -> None: ...
 
@@ -63,7 +70,11 @@ class Office:
         self._recipient: Recipient | None = None  # the exchange that runs
         self._early: dict[int, list[tuple[int, Header, Mail]]] = {}  # for later exchanges
         self.links = Links(group, self._deliver, self._on_message, self._disconnect)
-        self._heartbeat = Heartbeat(self.links, lost_after, START, self._miss, self._beat)
+        self._heartbeat = Heartbeat(
+            self.links, lost_after, START, self._miss, self._whereabouts, self._beat
+        )
+        self._waits = Waits(ranks)
+        self._runs = f"runs of {ranks}"  # a group of operations, see Whereabouts
         self._user_collectives = UserCollectives()
         self._changed = threading.Condition(self._lock)  # in the ledger, by another process
         self._open = False  # for exchanges
@@ -88,6 +99,7 @@ class Office:
             self.ledger.begun += 1
             serial = self.ledger.serial
             self._recipient = recipient
+            OWN.begin(self._runs, serial, self.ranks, recipient.purpose)
             arrivals = self._early.pop(serial, [])
             failure = self.ledger.failure
         if failure is None:
@@ -98,7 +110,7 @@ class Office:
     def end(self) -> Failure | None:
         """End an exchange; return how another process has failed in it, or None."""
         with self._lock:
-            self._recipient = None
+            self._leave_exchange()
             return self.ledger.failure_at_end
 
     def tell(self, error: BaseException) -> None:
@@ -112,13 +124,17 @@ class Office:
             failing, known = self.ledger.fail(running=self._recipient is not None)
             self.ledger.mark_sent(error)
             serial = self.ledger.serial
-            self._recipient = None
+            self._leave_exchange()
             self._early = {k: arrivals for k, arrivals in self._early.items() if k > serial}
         if not known and self._listens:
             notes = [f"({note})" for note in getattr(error, "__notes__", [])]
             text = " ".join([f"failed: {type(error).__name__}: {error}", *notes])
             sends = self._tell_all(Header(MessageCode.FAILURE, failing), text)
             self.links.completed(sends).wait(TELL_TIMEOUT)
+
+    def _leave_exchange(self) -> None:
+        self._recipient = None
+        OWN.end(self._runs)
 
     def failure(self, within: float) -> Failure | None:
         """Wait some seconds for a failure of another process since the last exchange."""
@@ -195,6 +211,8 @@ class Office:
         """Deliver a message; return False if the process sends no more."""
         if isinstance(content, Mail):
             self._deliver_mail(rank, header, content)
+        elif header.code == MessageCode.BEAT:
+            self._waits.hear(self.ranks[rank], content)
         elif header.code == MessageCode.LOST:
             ranks, how = json.loads(content)
             self._lose([], Failure(tuple(ranks), how))
@@ -266,12 +284,23 @@ class Office:
             return
         if ranks:  # before anything else: the others see next that this process ends
             how = f"{failure.how}, as rank {self.ranks[self._rank]} noticed"
-            self._tell_all(Header(MessageCode.LOST, 0), json.dumps([failure.ranks, how]))
+            self._tell_loss(Failure(failure.ranks, how))
         if recipient is not None:
             recipient.fail(failure)
         self._user_collectives.abort()
 
+    def _tell_loss(self, failure: Failure) -> None:
+        self._tell_all(Header(MessageCode.LOST, 0), json.dumps(failure))
+
+    def _whereabouts(self) -> str:
+        own = OWN.encode()
+        self._waits.hear(self.ranks[self._rank], own)
+        return own
+
     def _beat(self) -> None:
+        if text := self._waits.in_vain():
+            self._tell_loss(Failure((), text))
+            self._lose([], Failure((), text))
         with self._lock:
             unnoticed = self._recipient is None and self.ledger.failure_next is not None
         self._user_collectives.beat(self._heartbeat.limit, unnoticed=unnoticed)

@@ -24,7 +24,7 @@ from lightning_gpipe.core.transport.interface import (
 from lightning_gpipe.core.transport.local import LocalExchange, LocalTransport
 from lightning_gpipe.core.transport.process_group.connecting.shared_connections import Connection
 from lightning_gpipe.core.transport.process_group.ledger import Failure, names_of
-from lightning_gpipe.core.transport.process_group.mismatch import difference
+from lightning_gpipe.core.transport.process_group.mismatch import PHASES, difference
 from lightning_gpipe.core.transport.process_group.wire.message import Header, Mail, MessageCode
 
 
@@ -55,6 +55,7 @@ class ProcessGroupExchange(LocalExchange):
         self._holds = False
         self._label = label
         self._numbers = {route: number for number, route in enumerate(layout.routes)}
+        self.purpose = f"{PHASES[label.phase]} of a mini-batch"
         serial, failure = self._office.begin(self)
         if failure is not None:
             raise self._error_of(failure)
@@ -90,8 +91,9 @@ class ProcessGroupExchange(LocalExchange):
     def _fetch(self, inbox: int, at: Action) -> None:
         try:
             self.check()
-        except RankFailed as error:
-            raise RankFailed(f"{error}, while {self._value_for(at)} was awaited") from None
+        except (RankFailed, OutOfStep) as error:
+            what = f"{error}, while {self._value_for(at)} was awaited"
+            raise type(error)(what) from None
         self._take(inbox)
 
     def _value_for(self, at: Action) -> str:
@@ -130,7 +132,7 @@ class ProcessGroupExchange(LocalExchange):
     def fail(self, failure: Failure) -> None:
         self._end_with(self._error_of(failure))
 
-    def _error_of(self, failure: Failure) -> RankFailed:
+    def _error_of(self, failure: Failure) -> RankFailed | OutOfStep:
         return failure.error(self._office.ranks, self._layout)
 
     def _end_with(self, error: RankFailed | OutOfStep) -> None:
@@ -221,7 +223,7 @@ class ProcessGroupTransport(Transport):
         self._office.tell(error)
 
     @override
-    def failure(self, within: float) -> RankFailed | None:
+    def failure(self, within: float) -> RankFailed | OutOfStep | None:
         failure = self._office.failure(within)
         return None if failure is None else failure.error(self._office.ranks, self._layout)
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from lightning_gpipe.core.transport.interface import RankFailed
+from lightning_gpipe.core.transport.interface import OutOfStep, RankFailed
 from lightning_gpipe.core.transport.process_group.connecting.address import device_for
 from lightning_gpipe.core.transport.process_group.connecting.rendezvous import (
     call_with_timeout,
@@ -122,7 +122,7 @@ class Lifeline:
         """Tell all others that this process has failed."""
         self._office.tell(error)
 
-    def failure(self, within: float) -> RankFailed | None:
+    def failure(self, within: float) -> RankFailed | OutOfStep | None:
         """Return an error that names a process that has failed or ended, or None after a time."""
         failure = self._office.failure(within) or self._office.absence()
         return None if failure is None else failure.error(self._office.ranks)

@@ -127,10 +127,10 @@ class Link:
         with self._lock:
             return self.flush() + self._send_message(*seal(header, text.encode()))
 
-    def beat(self) -> None:
-        """Send a heartbeat."""
+    def beat(self, text: str) -> None:
+        """Send a heartbeat, and what this process does."""
         with suppress(RuntimeError):  # the receiving thread notices the loss too
-            self._beats += self._send_message(*seal(Header(MessageCode.BEAT, 0)))
+            self._beats += self._send_message(*seal(Header(MessageCode.BEAT, 0), text.encode()))
             while len(self._beats) > _BEATS:  # the first was sent long ago
                 self._beats.popleft().wait()
 
@@ -180,8 +180,6 @@ class Link:
         try:
             while True:
                 header, content = open_message(self._next_frame(), self._receive_after)
-                if header.code == MessageCode.BEAT:
-                    continue
                 if header.code == MessageCode.VALUES:
                     self._receive_values(header, content)
                 elif not self._deliver(self.rank, header, bytes(content).decode()):

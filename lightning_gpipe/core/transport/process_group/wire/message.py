@@ -37,8 +37,8 @@ class MessageCode(IntEnum):
     CLOSED = 3  # the sender begins no exchange until others have closed too
     END = 4  # the sender sends nothing more
     ANSWER = 5  # an end was heard, by a process that goes on
-    BEAT = 6  # a heartbeat
-    LOST = 7  # another process is lost, and how that was noticed
+    BEAT = 6  # a heartbeat, and what the sender does
+    LOST = 7  # nothing works any more: a process is lost, or some wait for one another
 
 
 class Header(NamedTuple):
