@@ -60,7 +60,8 @@ OTHERS = [
     (
         "You selected an invalid strategy name",
         'Write `strategy="gpipe"`, or an object: `strategy=GPipeStrategy(...)`, not the class. In '
-        "YAML, `strategy: lightning_gpipe.GPipeStrategy` is a name too.",
+        "YAML, `strategy: lightning_gpipe.GPipeStrategy` is a name too. Fabric takes no "
+        "GPipeStrategy, and neither do Trainers of `pytorch_lightning`.",
     ),
     (
         'Parser key "trainer.strategy": Expected a dot import path string: gpipe',

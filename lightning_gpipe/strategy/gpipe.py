@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import rich
 import torch
@@ -40,16 +40,17 @@ from typing_extensions import override
 
 from lightning_gpipe.checkpoints import MeasuredBalances, follow_parameters, state_follows, to_cpu
 from lightning_gpipe.core.data import MicroBatching
+from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
 from lightning_gpipe.core.run import explain_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.averages import Averages
-from lightning_gpipe.strategy.adapters.methods import ReplacedMethods, adapt_callbacks, guard_logs
+from lightning_gpipe.strategy.adapters.methods import adapt_callbacks, guard_logs
 from lightning_gpipe.strategy.adapters.profiling import Profiling, profiler_of
 from lightning_gpipe.strategy.checkpointing import Checkpoints, with_whole_files
-from lightning_gpipe.strategy.compilation import Compilation
+from lightning_gpipe.strategy.compilation import compile_layers
 from lightning_gpipe.strategy.options import (
     StartMethod,
     StrategyOptions,
@@ -58,12 +59,9 @@ from lightning_gpipe.strategy.options import (
 from lightning_gpipe.strategy.pipelined import PipelinedModule, must_stay, piped_modules_of
 from lightning_gpipe.strategy.processes import Processes
 from lightning_gpipe.strategy.refusals import (
-    accept,
     check_environment,
     check_fit,
     refuse_a_second_trainer,
-    refuse_a_twin,
-    refuse_fabric,
     refuse_in_parts,
     refuse_metrics_on_meta,
     refuse_recomputed_metrics,
@@ -197,11 +195,11 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas = Replicas(self._processes, ddp)
         super().__init__()
         self.num_nodes = 1  # a Trainer sets it
-        accept(GPipeStrategy)
-        self._compilation = Compilation(compile)
+        # Not in the attribute of the base class, where a second Trainer would report another error.
+        self._accelerator_of_trainer: Accelerator | None = None
         self._averages = Averages()
         self._profiling = Profiling()
-        self._replaced = ReplacedMethods()
+        self._changes = Journal()  # of the user's modules and callbacks, until teardown
         self._checkpoints = Checkpoints(self._processes, sharded=save_distributed_checkpoint)
         self._random_states = RandomStates(self._processes)
         self._measured_balances = MeasuredBalances()
@@ -263,19 +261,6 @@ class GPipeStrategy(ParallelStrategy):
     # The Trainer and its environment.
 
     @property
-    def _accelerator(self) -> Accelerator | None:  # a Trainer reads it to see if one was given
-        refuse_a_second_trainer(self._accelerator_of_trainer)
-        return None
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._accelerator_of_trainer = accelerator
-
-    @property
-    def _precision(self) -> NoReturn:  # only Fabric reads it
-        refuse_fabric()
-
-    @property
     @override
     def accelerator(self) -> Accelerator | None:
         return self._accelerator_of_trainer
@@ -283,7 +268,7 @@ class GPipeStrategy(ParallelStrategy):
     @accelerator.setter
     @override
     def accelerator(self, accelerator: Accelerator) -> None:
-        refuse_a_twin(accelerator)
+        refuse_a_second_trainer(self._accelerator_of_trainer)
         self._accelerator_of_trainer = accelerator
 
     @property
@@ -376,10 +361,12 @@ class GPipeStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        spread = remove_dispatch_hooks(module)
+        remove_dispatch_hooks(module)
         refuse_metrics_on_meta(module)
         processes.check_same(module, self.options.same_everywhere())
-        self._compilation.begin(partial(self.piped_modules, module))
+        self._changes = changes = Journal()
+        if self.options.compile is not False:
+            compile_layers(self.piped_modules(module), self.options.compile, changes)
         self._piped = piped = PipelinedModule(
             trainer,
             self.options,
@@ -396,8 +383,6 @@ class GPipeStrategy(ParallelStrategy):
         self._checkpoints.load_part(module)
         if self.is_distributed:
             self.model = self._replicas.wrapped(module)
-        if spread is not None:
-            rank_zero_info(str(spread))
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_recomputed_metrics(module, piped.pipeline)
             self.setup_optimizers(trainer)
@@ -410,9 +395,9 @@ class GPipeStrategy(ParallelStrategy):
         self._replicas.begin(module, self.precision_plugin, piped.around())
         for optimizer in self.optimizers:
             follow_parameters(optimizer)
-        guard_logs(module, self._replaced)
+        guard_logs(module, changes)
         layout = piped.pipeline.layout
-        adapt_callbacks(callbacks, self._replaced, layout, self.options.replicas)
+        adapt_callbacks(callbacks, changes, layout, self.options.replicas)
         self._profiling.follow(profiler_of(module), piped.pipeline)
         self._averages.follow(module)
 
@@ -461,16 +446,10 @@ class GPipeStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         module = self._root
-        self._random_states.warn_of_epochs_without_batches(module)
-        self._compilation.begin_batch()
         if self.is_distributed and self._replicas.outdated(module):
             self.model = module  # the old wrapper goes first
             self.model = self._replicas.wrapped(module)
         self._averages.follow_in_epoch(module)
-
-    @override
-    def on_train_end(self) -> None:
-        self._random_states.warn_of_epochs_without_batches(self._root)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -583,9 +562,8 @@ class GPipeStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._piped is not None:
             self._piped.remove()
-        self._compilation.release()
         self._train_alone()
-        self._replaced.restore()
+        self._changes.abandon()  # the user's own replacements stay
         self._averages.release()
         self._profiling.release()
         self._checkpoints.release()

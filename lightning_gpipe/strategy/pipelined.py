@@ -249,4 +249,4 @@ def report(verdict: Verdict) -> None:
     except RuntimeError as error:
         add_note(error, _UNVERIFIED)
         raise
-    (rank_zero_info if verdict.clean else rank_zero_warn)(str(verdict))
+    (rank_zero_info if verdict.difference is None else rank_zero_warn)(str(verdict))

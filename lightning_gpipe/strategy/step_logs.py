@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_gpipe.core.faithful import Journal, Manager
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import in_layers, loss_and_weight
 from lightning_gpipe.strategy.step_results import mean_of
@@ -42,18 +43,12 @@ class CollectedLogs:
         self._module = module
         self._current = current
         self._log: Callable[..., None] = module.log
-        self._own = module.__dict__.get("log")
         # By the name of the value: for its first call in a step, its second ..., by micro-batch.
         self._calls: dict[str, list[dict[int, Arguments]]] = {}
 
-    def __enter__(self) -> None:
-        self._module.__dict__["log"] = self
-
-    def __exit__(self, *error: object) -> None:
-        if self._own is None:
-            del self._module.__dict__["log"]
-        else:
-            self._module.__dict__["log"] = self._own
+    def collecting(self) -> Manager:
+        """Collect the calls in a ``with`` block."""
+        return Journal().changed([(vars(self._module), "log", self)])
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         if in_layers():

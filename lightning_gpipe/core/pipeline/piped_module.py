@@ -160,19 +160,6 @@ def _moved(value: Any, device: torch.device) -> Any:
     return change_tensors(value, lambda x: x.to(device))
 
 
-@contextmanager
-def checked(modules: Sequence[PipedModule], check: Check) -> Iterator[None]:
-    """Call ``check`` before each run of a pipeline, in a ``with`` block."""
-    before = [piped.check for piped in modules]
-    try:
-        for piped in modules:
-            piped.check = check
-        yield
-    finally:
-        for piped, previous in zip(modules, before, strict=True):
-            piped.check = previous
-
-
 def piped_module_at(
     root: nn.Module, path: str | PipedModule | None, balance: Any = None
 ) -> PipedModule:
