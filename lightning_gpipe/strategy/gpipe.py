@@ -141,8 +141,8 @@ class GPipeStrategy(ParallelStrategy):
             processes.
         process_group_backend: The backend of torch.distributed; None chooses by the devices.
         start_method: How processes are started unless torchrun or SLURM have started them:
-            ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` and
-            ``"forkserver"`` for scripts that must not be run again.
+            ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for
+            scripts that must not be run again.
         replicas: The number of pipelines that train together, each on its part of the batches, over
             equally many devices; DistributedDataParallel averages their gradients. With
             ``processes="single"`` each is a process.

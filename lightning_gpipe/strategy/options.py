@@ -27,7 +27,7 @@ from lightning_gpipe.core.schedules import (
 from lightning_gpipe.distributed import Mode
 from lightning_gpipe.strategy.compilation import check_compile
 
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["popen", "spawn", "fork"]
 
 P = ParamSpec("P")
 _SAME = "balance", "chunks", "module", "deferred_batch_norm", "around"
