@@ -8,8 +8,7 @@ or gathered is so over replicas, each process with those that have its place in 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities.distributed import (
@@ -25,7 +24,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_gpipe.core.faithful import Attributes, Journal
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from lightning_gpipe.distributed import (
     SameParameters,
     check_options,
@@ -89,14 +88,9 @@ class Replicas:
         """True if other parameters need gradients than when the module was wrapped."""
         return self._averaged != _trainable(module)
 
-    @contextmanager
-    def accumulating(self) -> Generator[None, None, None]:
+    def accumulating(self) -> Manager:
         """A ``with`` block whose backwards are not the last before the optimizer's step."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+        return Journal().changed([(Attributes(self), "_accumulates", True)])
 
     def after_backward(self) -> None:
         """Give the processes of a pipeline the same gradients of what each of them has."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_gpipe.core.faithful import Journal, Manager
+from lightning_gpipe.core.faithful import Journal, LazyManagers, Manager
 from lightning_gpipe.core.pipeline import Outcome
 from lightning_gpipe.core.run import in_layers, loss_and_weight
 from lightning_gpipe.strategy.step_results import mean_of
@@ -82,18 +81,16 @@ class BatchMetrics:
         self._copies: dict[int, tuple[Metric, Metric]] = {}  # by the id of the metric: it, its copy
         self._called: set[int] = set()
 
-    def watched(self, modules: Iterable[nn.Module]) -> ExitStack:
-        """Return a context manager that watches the calls of metrics."""
+    def watched(self, modules: Iterable[nn.Module]) -> Manager:
+        """Watch the calls of metrics in a ``with`` block."""
         self._called.clear()
-        stack = ExitStack()
-        for metric in modules:
-            if isinstance(metric, Metric):
-                # Not the method: a copy of the metric would copy what it is bound to.
-                hook = metric.register_forward_hook(
-                    lambda *call: self._update(*call), with_kwargs=True
-                )
-                stack.callback(hook.remove)
-        return stack
+        metrics = [module for module in modules if isinstance(module, Metric)]
+
+        def update(*call: Any) -> None:  # no method: a copy of a metric would copy what it is of
+            self._update(*call)
+
+        hooks = (metric.register_forward_hook(update, with_kwargs=True) for metric in metrics)
+        return LazyManagers(lambda: hooks)
 
     def finish(self, metric: Any) -> None:
         """Give a metric that was called the value of the batch, as of the latest call."""

@@ -81,22 +81,6 @@ def test_known_reason_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
     torch.testing.assert_close(weights(one), weights(other), rtol=0, atol=0)
 
 
-class KeepsTerm(nn.Linear):
-    """Keeps a loss term, which nobody uses."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.penalty = self.weight.square().sum()
-        return super().forward(x)
-
-
-def test_loss_term_in_an_attribute_is_a_warning_and_training_goes_on(tmp_path: Path) -> None:
-    def build() -> Classifier:
-        return classifier(KeepsTerm(WIDTH, WIDTH), nn.Tanh())
-
-    with pytest.warns(UserWarning, match="'penalty' of layer 1 .* has parameters behind it"):
-        fitted(tmp_path, strategy(), build=build, devices=2)
-
-
 def test_autocast_of_the_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def build() -> Classifier:
         return Classifier().float()
