@@ -119,7 +119,7 @@ def _messages(path: Path) -> Iterator[tuple[str, str]]:
 def _texts(node: ast.AST) -> Iterator[str]:
     """The texts that the code of a file may say, with "…" for values."""
     if isinstance(node, ast.JoinedStr):
-        yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+        yield "".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     else:

@@ -109,7 +109,7 @@ class Replicas:
             self._together = SameParameters(processes.pipeline_group, around, precision)
         if processes.groups is None:
             return
-        self._changes = Journal()  # that of a process which was forked takes no changes
+        self._changes = Journal()  # a new one: a fork abandons those that exist
         if not processes.replicated:  # what is logged is the same in all processes
             warnings.filterwarnings(
                 "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True"
