@@ -16,7 +16,7 @@ from lightning_gpipe.core.run.observe.threads_or_inline import (
     ThreadsOrInline,
     check_threads,
 )
-from lightning_gpipe.core.run.observe.timeline import Observation, Span, Timeline, typical
+from lightning_gpipe.core.run.observe.timeline import Observation, Timeline, typical
 from lightning_gpipe.core.run.stage import Stage
 from lightning_gpipe.core.run.stage_pass import StagePass, in_layers
 
@@ -26,7 +26,6 @@ __all__ = [
     "Losses",
     "Observation",
     "RunTimes",
-    "Span",
     "Stage",
     "StagePass",
     "Threads",

@@ -200,7 +200,7 @@ class Engine:
         # Equal for mini-batches whose sizes differ by a factor of four at most.
         kind = grad, schedule.m, size.bit_length() // 2, program.fingerprint
         work = rows * self._parameters / schedule.n
-        return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work, schedule.bubble)
+        return self.ways.next(kind, 1 + grad, schedule.m * schedule.n, work)
 
     def everywhere(self, j: int, compute: Callable[[], Any], *, phase: int = BETWEEN) -> Any:
         """Return what ``compute`` returns in the process of stage ``j``, in all processes.
