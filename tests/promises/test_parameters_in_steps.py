@@ -175,6 +175,23 @@ def test_gradient_within_what_is_around(pipe: Pipe) -> None:
     check(*pair(pipe), step)
 
 
+def test_gradient_penalty_without_the_pipeline(pipe: Pipe) -> None:
+    """The layers run one by one, with their own parameters, while stages run them with shadows."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        h = model.before(x)
+        for layer in model.layers.children() if isinstance(model.layers, nn.Sequential) else chain:
+            h = layer(h)
+        [gradient] = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        return model(x).square().mean() + gradient.square().sum(1).mean()
+
+    model, plain = pair(pipe)
+    assert isinstance(model.layers, GPipe)
+    chain = [model.layers[k] for k in range(len(model.layers))]
+    check(model, plain, step)
+
+
 # Values that the step keeps on layers.
 
 

@@ -235,6 +235,6 @@ def _refuse_gradient_through_pipeline(error: RuntimeError) -> None:
         raise RuntimeError(
             "torch.autograd.grad in training_step must not go through the pipeline, with a loss "
             "for each micro-batch: got a tensor that the differentiated one does not depend on, or "
-            "only through the pipeline. For a gradient penalty or a Jacobian, call the layers on "
-            "a copy of the input without the pipeline; else write schedule='fill_drain'."
+            "only through the pipeline. For a gradient penalty or a Jacobian, run the layers "
+            "one by one: for layer in self.layers: x = layer(x)."
         ) from error
