@@ -43,7 +43,7 @@ from lightning_gpipe.core.data import MicroBatching
 from lightning_gpipe.core.faithful import Journal
 from lightning_gpipe.core.frontends import remove_dispatch_hooks
 from lightning_gpipe.core.pipeline import GPipe, PipedModule
-from lightning_gpipe.core.run import explain_second_backward
+from lightning_gpipe.core.run import refuse_second_backward
 from lightning_gpipe.core.schedules import ScheduleName
 from lightning_gpipe.distributed import Group, Mode, SharedLoader
 from lightning_gpipe.strategy.adapters.averages import Averages
@@ -418,7 +418,7 @@ class GPipeStrategy(ParallelStrategy):
         try:
             return super().backward(*args, **kwargs)
         except RuntimeError as error:
-            explain_second_backward(error)
+            refuse_second_backward(error)
             raise
 
     @override

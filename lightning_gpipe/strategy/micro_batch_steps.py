@@ -88,7 +88,7 @@ class MicroBatchSteps:
         changes = _warning_of_changes(module, batch, pieces) if self._watching else nullcontext()
         metrics = self._metrics.watched(module.modules())
         with precision.train_step_context(), logs.collecting(), metrics, changes:
-            outcome = stepping.run(step, batch, around=module.modules(), scale=scale)
+            outcome = stepping.run(step, batch, modules=module.modules(), scale=scale)
         self._watching &= len(pieces) < 2
         logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])

@@ -4,8 +4,7 @@ The reference is the plain module in one ordinary graph: of the whole mini-batch
 mix its rows, else of one micro-batch after the other. Cases are drawn as in
 `test_drawn_models.py`; what comes before and after the pipeline is drawn with them.
 
-Here are also the tests of ``outside_parameters``, ``pipeline/micro_batch_steps``,
-``step_minibatch`` and ``user_step``.
+Here are also the tests of ``pipeline/micro_batch_steps``, ``step_minibatch`` and ``user_step``.
 """
 
 from collections.abc import Callable
@@ -319,22 +318,6 @@ def test_lists_that_cannot_be_cut(pipe: Pipe) -> None:
     batch = {"x": rows(4), "targets": [torch.tensor(k) for k in range(4)]}
     with pytest.raises(ValueError, match="a list with an entry per row must be cut"):
         pipeline.by_micro_batch(lambda b: pipeline(b["x"]).mean(), batch)
-
-
-def test_parameter_that_stages_share_in_a_penalty(pipe: Pipe) -> None:
-    """Once it counted for each stage that has it, because each has a shadow of it."""
-    first, last = nn.Linear(3, 3), nn.Linear(3, 3)
-    last.weight = first.weight
-    pipeline = pipe(
-        nn.Sequential(first, nn.Tanh(), last).double(), [1, 2], copy=False, mode="never"
-    )
-
-    def step(x: Tensor) -> Tensor:
-        y = pipeline(x)
-        return y.mean() + sum(p.square().sum() for p in pipeline.parameters())
-
-    with pytest.raises(RuntimeError, match="would count once for each"):
-        pipeline.by_micro_batch(step, rows(7))
 
 
 def test_zero_bubble(pipe: Pipe) -> None:

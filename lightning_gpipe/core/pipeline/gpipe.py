@@ -294,7 +294,7 @@ class GPipe(StandIn):
         stepping = MicroBatchStepping(self.only, schedule)
         models = [self._original] if around is None else [self._original, around]
         modules = (module for model in models for module in model.modules())
-        return stepping.run(step, batch, around=modules, scale=scale)
+        return stepping.run(step, batch, modules=modules, scale=scale)
 
     # Settings that may change between two mini-batches.
 

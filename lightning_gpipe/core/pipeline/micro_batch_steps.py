@@ -61,7 +61,7 @@ class MicroBatchStepping:
         step: Callable[[Any], Any],
         batch: Any,
         *,
-        around: Iterable[nn.Module] = (),
+        modules: Iterable[nn.Module] = (),
         scale: float | Tensor = 1.0,
     ) -> Outcome:
         """Run ``step`` on each micro-batch of ``batch``, see :meth:`GPipe.by_micro_batch`."""
@@ -78,7 +78,6 @@ class MicroBatchStepping:
         rows = None if division is None else division.sizes
         pieces = [map_tensors(_alias, piece) for piece in pieces]
         m = len(pieces)
-        inside = {module for stage in pipeline.stages for module in stage.modules}
         losses = Losses(m, rows, scale)
         loss, results = pipeline.engine.run_code(
             lambda i: step(pieces[i]),
@@ -90,7 +89,7 @@ class MicroBatchStepping:
                 split=pipeline.split_backward,
             ),
             losses,
-            list(dict.fromkeys(module for module in around if module not in inside)),
+            modules,
             partial(pipeline.microbatching.division, pieces),
         )
         return Outcome(loss, results, rows, losses.weights)

@@ -23,8 +23,9 @@ from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.autograd_node import attach
 from lightning_gpipe.core.run.guards.lost_gradients import UnfinishedMiniBatches
 from lightning_gpipe.core.run.guards.shared_objects import SideChannels
+from lightning_gpipe.core.run.guards.values_on_layers import ValuesOnLayers
 from lightning_gpipe.core.run.micro_batch_losses.losses import Losses
-from lightning_gpipe.core.run.micro_batch_losses.outside_parameters import OutsideParameters
+from lightning_gpipe.core.run.micro_batch_losses.outside_gradients import OutsideGradients
 from lightning_gpipe.core.run.micro_batch_losses.step_minibatch import StepMiniBatch
 from lightning_gpipe.core.run.micro_batch_losses.user_step import Function, UserStep
 from lightning_gpipe.core.run.minibatch import MiniBatch, SharedErrors
@@ -84,6 +85,7 @@ class Engine:
             partial(training_flags_of, modules),
         )
         self._side_channels = SideChannels(layout.partitions)
+        self._values_on_layers = ValuesOnLayers(self.stages)
         self._parameters = sum(
             parameter.numel()
             for partition in layout.partitions
@@ -141,13 +143,13 @@ class Engine:
         function: Function,
         schedule: Schedule,
         losses: Losses,
-        around: Iterable[nn.Module],
+        modules: Iterable[nn.Module],
         division: Callable[[], Division | None] = lambda: None,
     ) -> tuple[Tensor | None, list[Any]]:
         """Run the caller's code for each micro-batch, with forwards and backwards in one phase.
 
         ``function`` runs it for a micro-batch and calls :meth:`UserStep.call` of :attr:`code`; it
-        may use the parameters of the modules ``around`` the stages.
+        uses ``modules``, those of the stages among them, whose hooks see the sums of gradients.
 
         Returns:
             The loss, whose backward hands over the gradients, or None if the code skips the batch;
@@ -155,13 +157,14 @@ class Engine:
         """
         with self._transport.exclusive():
             self._equipment.unfinished.settle()
-            outside = OutsideParameters(around, self.layout.outside, self._journal)
+            outside = OutsideGradients(modules, self._journal)
         context = Context.capture(self.layout.devices_here)
         execution = Execution([])
         if self.ways is not None:
             work = self._parameters / schedule.n
             execution = self.ways.next(schedule, 1, schedule.m * schedule.n, work)
-        code = UserStep(function, schedule.m, losses, context, outside)
+        values = self._values_on_layers
+        code = UserStep(function, schedule.m, losses, context, outside, values)
         minibatch = StepMiniBatch(
             self._equipment,
             schedule,

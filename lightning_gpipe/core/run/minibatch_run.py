@@ -77,6 +77,7 @@ class MiniBatchRun:
         passes: The passes through the stages of this process.
         used_leaves: The leaves that took part.
         timeline: The record of the actions, once it has begun.
+        by_caller: Returns whether the calling code is the caller's, if it runs during the phase.
     """
 
     timeline: Timeline
@@ -94,6 +95,7 @@ class MiniBatchRun:
         self.shared = equipment.draws.shared
         self.flags: bytes = b""
         self.library: LibraryWatch | None = None
+        self.by_caller: Callable[[], bool] | None = None
         self.passes: Sequence[StagePass] = ()
         # Not a method of its own: a cycle would keep what a dropped output has of the mini-batch.
         self.session = LazyManagers(partial(_concerns, equipment.transport, execution))
@@ -153,7 +155,12 @@ class MiniBatchRun:
         layout, context, stages = self.equipment.layout, self.context, self.equipment.stages
         recomputed = [self.schedule.recomputed(stage.partition.index) for stage in stages]
         shadows = [
-            stage.shadows(grad=context.grad, recomputed=bool(indices), values=values)
+            stage.shadows(
+                grad=context.grad,
+                recomputed=bool(indices),
+                values=values,
+                by_caller=self.by_caller,
+            )
             for stage, indices in zip(stages, recomputed, strict=True)
         ]
         self.used_leaves = UsedLeaves(shadows, spread=layout.spread)
