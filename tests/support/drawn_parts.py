@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,17 +30,13 @@ LAYERS = {
 MIXING_LAYERS = {name: run for name, run in KINDS["sequence"].mixing.items() if name != "momentum"}
 
 
-class Extras(nn.Module):
+class Extras(NamedTuple):
     """Parameters, a buffer and a layer that a forward uses between its blocks."""
 
+    bias: Tensor
+    positions: Tensor
     table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.linspace(-1, 1, W))
-        self.positions = nn.Parameter(torch.linspace(-1, 1, T * W).view(1, T, W))
-        self.norm = nn.LayerNorm(W, EPS)
-        self.register_buffer("table", torch.linspace(0.5, 1, W))
+    norm: nn.Module
 
 
 Operator = Callable[[Tensor, Tensor, Extras], Tensor]  # of a value, the part's input, the extras
@@ -150,19 +146,26 @@ class Step:
 class Blocks(nn.Module):
     """Blocks that are called one after another, with operators before each."""
 
+    table: Tensor
+
     def __init__(self, steps: tuple[Step, ...]) -> None:
         super().__init__()
         self.steps = steps
         self.blocks = nn.ModuleList(
             Block((LAYERS | MIXING_LAYERS | DRAWING)[step.layers]()) for step in steps
         )
-        self.extras = Extras()
+        self.bias = nn.Parameter(torch.linspace(-1, 1, W))
+        self.positions = nn.Parameter(torch.linspace(-1, 1, T * W).view(1, T, W))
+        self.register_buffer("table", torch.linspace(0.5, 1, W))
+        # One for each: what is between two calls of a layer is not cut.
+        self.norms = nn.ModuleList(nn.LayerNorm(W, EPS) for _ in steps)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         first = x
         mask = torch.ones_like(x) if mask is None else mask
-        for step, block in zip(self.steps, self.blocks, strict=True):
-            x = (OPERATORS | MIXING)[step.operator](x, first, self.extras)
+        for step, block, norm in zip(self.steps, self.blocks, self.norms, strict=True):
+            extras = Extras(self.bias, self.positions, self.table, norm)
+            x = (OPERATORS | MIXING)[step.operator](x, first, extras)
             x = CALLS[step.call](block, x, mask)
         return x
 
