@@ -128,7 +128,9 @@ def _texts(node: ast.AST) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").split())
+    for mark in ("|", "*", "__"):
+        text = text.replace(mark, "".join(f"\\{character}" for character in mark))
+    return " ".join(text.replace("<", "&lt;").split())
 
 
 if __name__ == "__main__":

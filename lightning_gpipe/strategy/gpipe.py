@@ -78,22 +78,20 @@ class GPipeStrategy(ParallelStrategy):
     over, and of any other module, whose forward is traced, the layers run as that forward calls
     them.
 
+    Arguments that :class:`~lightning_gpipe.GPipe` has too are described in full there; here is what
+    a Trainer adds.
+
     Args:
-        balance: The number of layers in each stage, or the names of modules where stages begin;
-            stage j is on device j mod d. Or a criterion, with one stage per device:
-            ``"parameters"`` and ``"memory"`` make the largest stage as small as possible, in
-            parameters or in bytes with activations and optimizer state; ``"time"`` makes the
-            slowest stage as fast as possible. ``"time"`` and ``"memory"`` measure each layer on the
-            module's ``example_input_array`` or, in a fit, the first training batch; checkpoints
-            keep the balance, for runs that are resumed. ``"checkpoint"`` takes it from there only.
-            Several modules have a balance each, or one criterion for all.
-        chunks: The number of micro-batches of a batch; one with fewer rows makes fewer. None is 4
-            per stage, which makes the bubble small. ``"auto"`` plans it: the layers are measured,
-            and the settings that are predicted to be fastest in the devices' memory are used.
-        module: The path of the module in the LightningModule, such as ``"net.layers"``. Several
-            paths, such as ``["generator", "discriminator"]``, are a pipeline each, over the same
-            devices and threads. None takes, of each child, the nn.Sequential or nn.ModuleList with
-            nine tenths of the work, or else the whole child, if its forward can be traced.
+        balance: The number of layers in each stage, or the names of modules where stages begin, or
+            a criterion. ``"time"`` and ``"memory"`` measure each layer on the module's
+            ``example_input_array`` or, in a fit, the first training batch; checkpoints keep the
+            balance, for runs that are resumed. ``"checkpoint"`` takes it from there only. Several
+            modules have a balance each, or one criterion for all.
+        chunks: The number of micro-batches of a batch. None is 4 per stage, which makes the bubble
+            small. ``"auto"`` plans it.
+        module: The path of the module in the LightningModule, such as ``"net.layers"``, or several
+            paths. None takes, of each child, the nn.Sequential or nn.ModuleList with nine tenths of
+            the work, or else the whole child, if its forward can be traced.
         schedule: The order of forwards and backwards. ``"fill_drain"`` runs all forwards,
             training_step's loss of the whole batch, and all backwards. With ``"1f1b"``
             training_step is called for each micro-batch, so that backwards begin early and few
@@ -103,22 +101,16 @@ class GPipeStrategy(ParallelStrategy):
             devices wait less, and ``"zero_bubble_v"`` with two stages on each device, down the
             devices and back, for less still. ``"auto"`` plans it, as ``chunks``, among those that
             training_step allows, without the last.
-        activation_checkpointing: The micro-batches that drop their activations in forward and run
-            it again in backward: ``"always"`` all, ``"except_last"`` all but the last, ``"never"``
-            none, an integer k the first k. ``"auto"`` plans it, as ``chunks``. None is
-            ``"except_last"``, and ``"never"`` for schedules other than fill-drain.
-        deferred_batch_norm: Whether batch norms update their running statistics once per batch, as
-            on one device, instead of once per micro-batch.
-        microbatching: Another way to split batches than along dim 0, such as ``Rows(dim=1)`` or
-            :class:`~lightning_gpipe.PaddedSequences`.
+        activation_checkpointing: The micro-batches that are recomputed. None is ``"except_last"``,
+            and ``"never"`` for schedules other than fill-drain.
+        deferred_batch_norm: Whether batch norms update their running statistics once per batch.
+        microbatching: Another way to split batches than along dim 0.
         compile: Whether torch.compile compiles the layers, in place, each kind of layer once for
             micro-batches of any size; or a dict of torch.compile's options, such as
             ``{"fullgraph": True}``. The first training batch takes as long as that takes.
-        threads: Whether each device has a thread of its own. False runs everything on the main
-            thread, for a debugger. ``"auto"`` finds the faster way in the first batches; the
-            results are the same.
+        threads: Whether each device has a thread of its own. ``"auto"`` finds the faster way.
         split_backward: Whether the gradients of weights are computed apart from those for which the
-            stage before waits. ``"auto"`` plans it, as ``chunks``.
+            stage before waits.
         around: The stage whose device has the modules around the pipeline, the batch, the loss and
             the metrics: ``"last"`` or ``"first"``.
         verify: Whether to compare the pipeline with a plain run on the first training batch, which
@@ -135,10 +127,8 @@ class GPipeStrategy(ParallelStrategy):
             the parameters of its own stages.
         timeout: How long processes wait for a slow one, when they agree on something or save a
             checkpoint.
-        lost_after: The time after which a process that was stopped, or that no network reaches any
-            more, is lost, which ends the others with an error that names it; slow ones are not
-            lost. To start, processes have ten times as long. None is 30 seconds; only with several
-            processes.
+        lost_after: The time after which a process that was stopped, or that no network reaches, is
+            lost, which ends the others; slow ones are not lost. Only with several processes.
         process_group_backend: The backend of torch.distributed; None chooses by the devices.
         start_method: How processes are started unless torchrun or SLURM have started them:
             ``"popen"`` runs the script again in each, ``"fork"`` is for notebooks, ``"spawn"`` for

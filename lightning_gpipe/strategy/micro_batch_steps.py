@@ -90,7 +90,8 @@ class MicroBatchSteps:
         with precision.train_step_context(), logs.collecting(), metrics, changes:
             outcome = stepping.run(step, batch, modules=module.modules(), scale=scale)
         self._watching &= len(pieces) < 2
-        logs.write(outcome, self._metrics)
+        with precision.train_step_context():
+            logs.write(outcome, self._metrics)
         return result_of(outcome, [*args, *kwargs.values()])
 
     def _verify_first(

@@ -155,6 +155,28 @@ def test_same_as_a_plain_fit(build: Any, options: dict[str, Any], tmp_path: Path
             torch.testing.assert_close(found[key], expected[key].detach(), rtol=1e-9, atol=1e-9)
 
 
+def test_logs_in_the_precision_of_the_trainer(tmp_path: Path) -> None:
+    """Once they were written after the step, where the default dtype is single precision again."""
+
+    class Converted(Embedded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.float()  # until the Trainer converts it
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("third", 1 / 3)
+            return super().training_step(batch, batch_idx)
+
+    gpipe, plain = (
+        fitted(tmp_path, build=Converted, precision="64-true", **options)
+        for options in (piped(), {})
+    )
+
+    assert gpipe.callback_metrics.keys() == plain.callback_metrics.keys()
+    for name, value in plain.callback_metrics.items():
+        torch.testing.assert_close(gpipe.callback_metrics[name], value, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("threads", [True, False])
 def test_resumed(threads: bool, tmp_path: Path) -> None:
     whole = fitted(tmp_path, build=Embedded, max_epochs=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -180,13 +179,8 @@ def test_nothing_is_verified_unless_asked_for(tmp_path: Path, verifications: lis
     assert not verifications
 
 
-def test_configuration(
-    tmp_path: Path, verifications: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # LightningCLI warns when it finds arguments besides those given, here pytest's.
-    monkeypatch.setattr(sys, "argv", ["lightning_gpipe"])
-    # Lightning 2.6, cli.py, calls add_instantiator, which jsonargparse 4.49 deprecates.
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+@pytest.mark.usefixtures("lightning_cli")
+def test_configuration(tmp_path: Path, verifications: list[int]) -> None:
     config = {
         "seed_everything": False,
         "trainer": {

@@ -126,18 +126,17 @@ PYRAMID = {
     "hidden_sizes": [8, 16, 24, 32],
     "depths": [1, 1, 2, 1],
 }
-SEQUENCES = IDS | {
-    "d_model": 32,
+STACKS = {
     "encoder_layers": 4,
     "decoder_layers": 4,
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
-    "max_position_embeddings": 32,
     "decoder_start_token_id": 1,
     "use_cache": False,
 }
+SEQUENCES = IDS | STACKS | {"d_model": 32, "max_position_embeddings": 32}
 T5 = IDS | {
     "d_model": 32,
     "d_kv": 8,

@@ -206,7 +206,8 @@ class GPipe(StandIn):
         attach_all(modules, pipelines)
         super().__init__(model)
         self.piped_modules: Sequence[PipedModule] = modules
-        self.plan, self.profiles = resolved.plan, list(resolved.profiles)
+        self.plan = resolved.plan
+        self.profiles = list(resolved.profiles)
         self.balance: list[Any] = sizes if len(sizes) > 1 else sizes[0]
         self.devices = list(self.layout.devices)
 
