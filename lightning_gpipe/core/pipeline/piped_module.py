@@ -88,8 +88,7 @@ class PipedModule:
     def attach(self, pipeline: Pipeline) -> None:
         """Let calls of the model run ``pipeline``, whose stages have the partitions."""
         self.pipeline = pipeline
-        processes = pipeline.engine if pipeline.layout.spread else None
-        self.frontend.install(self._run_program, processes)
+        self.frontend.install(self._run_program, pipeline.engine)
 
     def release(self) -> None:
         """Let the model run as without a pipeline."""

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_gpipe.core.data import Division, FlatTree, Term, tree_flatten, tree_unflatten
-from lightning_gpipe.core.faithful import Context, Journal, LibraryDraws, RandomDraws
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Context,
+    Journal,
+    LibraryDraws,
+    Manager,
+    RandomDraws,
+)
 from lightning_gpipe.core.layout import Layout
 from lightning_gpipe.core.programs import Program, Route, SkipName
 from lightning_gpipe.core.run.autograd_node import attach
@@ -211,6 +218,9 @@ class Engine:
         It is a pytree. All processes call this in the same order, and raise if ``compute`` raises.
         """
         layout, transport = self.layout, self._transport
+        if not layout.spread:
+            with self.undisturbed:
+                return compute()
         label = Label(minibatch=transport.begun, phase=phase, step=self.step)
         to, route = Action(Kind.FORWARD, 0, layout.n), Route(_ANSWER, source=j, target=layout.n)
         with self.telling():
@@ -220,6 +230,11 @@ class Engine:
             result = tree_unflatten(exchange.receive(to, route))
             exchange.settle()
         return result
+
+    @property
+    def undisturbed(self) -> Manager:
+        """A ``with`` block in which no worker uses the modules, beside code that they run with."""
+        return NOTHING if self.code is None else self.code.undisturbed
 
     @property
     def serial(self) -> int:

@@ -54,6 +54,7 @@ class Block:
         self, module: nn.Module, k: int, name: str, stage: int, device: torch.device | None
     ) -> None:
         self.module, self.k, self.name, self.stage = module, k, name, stage
+        self._classes = tuple(map(type, module.modules()))
         self.parameters = _positional(module)
         self.device = device
         # torch.compile in place: `module.compile()` is called before `_call_impl` is looked up.
@@ -65,11 +66,11 @@ class Block:
     def kind(self) -> tuple[Any, ...]:
         """Equal for blocks that return the same structure for arguments of the same kind.
 
-        It is the class and the flags: an index or a size is no reason to return something else.
+        It is the classes and the flags: an index or a size is no reason to return something else.
         """
         attributes = self.module.__dict__.items()
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
-        return type(self.module), *flags
+        return type(self.module), self._classes, *flags
 
     @property
     def settings(self) -> dict[str, Any]:

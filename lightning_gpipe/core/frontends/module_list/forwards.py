@@ -53,7 +53,7 @@ class BlockCalls:
         owners: The modules from the model to the one that holds the blocks.
         title: The name of the nn.ModuleList in errors.
         run: Runs programs.
-        processes: The processes that own the stages, if this one does not own all of them.
+        processes: The processes of the stages; None if they have no workers.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BlockCalls:
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
         self._stages = blocks[-1].stage + 1
         self._histories: dict[ForwardState, History] = {}
-        self._caches = CacheRule(spread=processes is not None)
+        self._caches = CacheRule(spread=processes is not None and processes.layout.spread)
         self._session = _Session()
         self._plain = False
         self._ran = False

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from typing_extensions import override
 
 from lightning_gpipe.core.balance import parameter_costs
-from lightning_gpipe.core.faithful import Journal, is_traced
+from lightning_gpipe.core.faithful import NOTHING, Journal, Manager, is_traced
 from lightning_gpipe.core.frontends.frontend import Frontend, OwnerProcesses, RunProgram
 from lightning_gpipe.core.frontends.install import check_free, check_recordable, install
 from lightning_gpipe.core.frontends.traced.call_graph import CallGraph, UnsupportedForward, trace
@@ -91,7 +91,8 @@ class TracedForward(Frontend):
                 check_recordable(self._module)
                 return self._forward(*args, **kwargs)
             try:
-                return self._run(run, args, kwargs)
+                undisturbed = NOTHING if processes is None else processes.undisturbed
+                return self._run(run, args, kwargs, undisturbed)
             except BaseException as error:
                 if processes is not None:
                     processes.tell(error)
@@ -104,7 +105,9 @@ class TracedForward(Frontend):
         """The forward without a pipeline."""
         return self._own_forward or MethodType(type(self._module).forward, self._module)
 
-    def _run(self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, run: RunProgram, args: Sequence[Any], kwargs: dict[str, Any], undisturbed: Manager
+    ) -> Any:
         kind, tensors = CallKind.of(args, kwargs)
         program = self._programs.find(kind)
         if _has_any_global_hook():
@@ -115,7 +118,8 @@ class TracedForward(Frontend):
             )
         if program is None:
             check_constants(args, kwargs, tensors)
-            graph = self._trace(kind)
+            with undisturbed:
+                graph = self._trace(kind)
             program = lower(graph, self._stage_modules)
             assumed = AssumedAttributes(self._module, graph.whole, graph.reads)
             self._programs.add(kind, program, assumed, self._stage_modules.own.shared)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_gpipe.core.data import Division
-from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState
+from lightning_gpipe.core.faithful import Context, SharedGenerators, ThreadState, together
+from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.backward.sums import sum_gradients
-from lightning_gpipe.core.run.caller import Caller
 from lightning_gpipe.core.run.micro_batch_losses.caller_task import (
     CallerTask,
     call_missing,
@@ -136,13 +136,19 @@ class StepMiniBatch(MiniBatchRun):
                 raise call_missing(f"none for micro-batch 0, and one for micro-batch {i}")
             code.skip(i)
 
+    def _set_program(self, i: int, program: Program) -> None:
+        for stage_pass in self.passes:
+            stage_pass.set_program(i, program)
+
     def _run_pipeline(self, first: Call, generators: SharedGenerators | None) -> None:
         self.begin_work(first.program, first.inputs, self._division)
         self.begin_passes(generators)
         self.begin_backward(generators)
         exchange = self.transport.open(self.schedule.phase(0))
         tasks = self.tasks(exchange, self._context.without_autocast(), forward=self._context)
-        caller = Caller(first.program)
-        caller_task = CallerTask(self.timeline, self._code, caller, exchange, self._context, first)
+        self._code.undisturbed = together([task.using for task in tasks])
+        caller_task = CallerTask(
+            self.timeline, self._code, exchange, self._context, first, self._set_program
+        )
         self.transport.run(exchange, tasks, caller_task)
         exchange.settle()

@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_gpipe.core.data import FlatTree, map_tensors
-from lightning_gpipe.core.faithful import Context, Manager, ThreadState, add_note, together
+from lightning_gpipe.core.faithful import (
+    NOTHING,
+    Context,
+    Manager,
+    ThreadState,
+    add_note,
+    together,
+)
 from lightning_gpipe.core.programs import Program
 from lightning_gpipe.core.run.autograd_node import StepOutputs
 from lightning_gpipe.core.run.backward.roots import (
@@ -63,6 +70,7 @@ class UserStep:
         drawing: Makes the context manager in which it draws random numbers for a micro-batch.
         watched: Makes context managers around it, which record its draws.
         running: The micro-batch for which it runs now; None while it is suspended.
+        undisturbed: A ``with`` block in which no worker uses the modules.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class UserStep:
         self._coroutines: dict[int, Coroutine] = {}
         self._called: set[int] = set()
         self.running: int | None = None
+        self.undisturbed: Manager = NOTHING
         self._state = ThreadState.capture()
         self._before: dict[int, _GraphBefore] = {}
 

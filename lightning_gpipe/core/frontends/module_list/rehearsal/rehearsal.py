@@ -122,9 +122,9 @@ class Rehearsal:
         return Knowledge(result, learned_readings, trial.filled_objects), trial
 
     def _located(self, readings: Readings, result: Result) -> tuple[Any, ...] | None:
-        """Return the leaves of an operator's result with the dims of their rows.
+        """Return the leaves of a result with the dims of their rows.
 
-        Return None if it computes across rows, so that other rows beside them change its result.
+        Return None if the call computes across rows, so that other rows beside them change it.
         """
         try:
             trials = [self._run(readings, _PROBED, probe) for probe in _PROBES]
@@ -132,7 +132,8 @@ class Rehearsal:
             return None
         columns = zip(*(tree_flatten(trial.result).leaves for trial in trials), strict=True)
         leaves = tuple(map(_leaf_with_rows, result.leaves, columns))
-        return None if None in leaves else leaves
+        lost = any(x is None for x, leaf in zip(leaves, result.leaves, strict=True) if leaf)
+        return None if lost else leaves
 
     def _sizes_beside_rows(self) -> frozenset[int]:
         leaves = (leaf for leaf in self._leaves.values() if isinstance(leaf, Tensor))
@@ -163,18 +164,26 @@ class Rehearsal:
         """Return True if only the other reading of an argument is right, though these run.
 
         Raises:
-            Doubt: If both run and make a difference.
+            Doubt: If both run and make a difference, and rows may depend on others with both or
+                neither.
         """
         # A block may count the rows of all its input together, as in `x.view(rows, -1, width)`. So
         # neither reading runs by chance, the number of rows is one that divides no such count.
         few = next(k for k in count(2) if max(self._leaves[path].numel(), 1) % k)
-        other = self._attempt(self._flipped(readings, [path]), few)
+        flipped = self._flipped(readings, [path])
+        other = self._attempt(flipped, few)
         if other is None:
             return False
         first = self._attempt(readings, few)
-        if first is not None and not equal(first.result, other.result):
+        if first is None or equal(first.result, other.result):
+            return first is None
+        result = Result.of(first.result, None)
+        by_rows, other_by_rows = (
+            self._located(way, result) is not None for way in (readings, flipped)
+        )
+        if by_rows == other_by_rows:
             raise self._doubt([path])
-        return first is None
+        return other_by_rows
 
     def _attempt(self, readings: Readings, few: int | None = None) -> Trial | None:
         try:
