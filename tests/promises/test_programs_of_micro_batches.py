@@ -212,3 +212,28 @@ def test_traces_while_stages_run() -> None:
             (loss(plain, float(k)) / 5).backward()
     model.close()
     assert_same(gradients(model), gradients(plain))
+
+
+def test_blocks_that_count_while_others_are_called() -> None:
+    """Blocks run while the forward of the next micro-batch calls them, and change attributes."""
+
+    class Counting(Padded):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embedding(tokens)
+            for layer in self.layers:
+                x = layer(x)
+                time.sleep(0.001)
+            return self.head(x)
+
+    def count(block: Any, *_: Any) -> None:
+        block.calls = getattr(block, "calls", 0) + 1
+        block.latest = torch.ones(1)
+
+    plain = Counting()
+    for block in plain.layers:
+        block.register_forward_pre_hook(count)
+    model = GPipe(
+        deepcopy(plain), [2, 2], module="layers", devices=["cpu"] * 2, chunks=4, threads=True
+    )
+    check_steps(model, plain)
+    model.close()

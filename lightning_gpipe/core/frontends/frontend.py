@@ -63,6 +63,10 @@ class OwnerProcesses(Protocol):
     def undisturbed(self) -> AbstractContextManager[Any]:
         """A ``with`` block for code that looks at the modules: no worker uses them meanwhile."""
 
+    @property
+    def busy(self) -> bool:
+        """True if workers may use the modules while the calling code runs."""
+
     def everywhere(self, j: int, compute: Callable[[], Any]) -> Any:
         """Compute a pytree in the process of stage ``j``, and return it in all processes.
 

@@ -237,6 +237,11 @@ class Engine:
         return NOTHING if self.code is None else self.code.undisturbed
 
     @property
+    def busy(self) -> bool:
+        """True if workers may use the modules while the calling code runs."""
+        return self.undisturbed is not NOTHING
+
+    @property
     def serial(self) -> int:
         """A number that changes when a mini-batch begins or fails."""
         return self._transport.serial

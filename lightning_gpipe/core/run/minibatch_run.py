@@ -136,8 +136,9 @@ class MiniBatchRun:
     ) -> None:
         """Give the stages their parts of a program; with ``terms`` they collect loss terms."""
         self._works = [Work(stage, program, terms=terms) for stage in self.equipment.stages]
+        dims = tuple(leaf.dim() for leaf in inputs.leaves if isinstance(leaf, Tensor))
         self._watches = [
-            stage.watches.begin((self.flags, inputs.spec, work.signature), division)
+            stage.watches.begin((self.flags, inputs.spec, dims, work.signature), division)
             if self.schedule.m > 1
             else None
             for stage, work in zip(self.equipment.stages, self._works, strict=True)

@@ -72,23 +72,6 @@ class Block:
         flags = [(name, value) for name, value in attributes if type(value) in _FLAGS]
         return type(self.module), self._classes, *flags
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The numbers, flags and strings among its attributes."""
-        attributes = self.module.__dict__.items()
-        return {k: x for k, x in attributes if type(x) in _FLAGS or type(x) in (int, float)}
-
-    def check_settings(self, settings: dict[str, Any], line: str) -> None:
-        """Refuse settings that are others now than when the block was called."""
-        now = self.settings
-        names = [k for k, x in settings.items() if now.get(k, x) is not x and now[k] != x]
-        if names:
-            raise RuntimeError(
-                f"{self.name} must have the attributes with which it was called until the last "
-                f"block has returned, since all blocks run then: {', '.join(names)} changed after "
-                f"its call at {line}. Give it such a value as an argument."
-            )
-
     def install(self, receive: Receiver) -> None:
         self._receive = receive
         self.module.__dict__["_call_impl"] = self

@@ -64,6 +64,7 @@ class BlockCalls:
         run: RunProgram,
         processes: OwnerProcesses | None = None,
     ) -> None:
+        self._processes = processes
         self._rehearse = only_here if processes is None else processes.everywhere
         self._tell = _nobody if processes is None else processes.tell
         self._blocks, self._owners, self._title, self._run = blocks, owners, title, run
@@ -116,8 +117,7 @@ class BlockCalls:
             session.next = k + 1
             if session.next == len(self._blocks):
                 session.recording = None  # the thread may begin another forward meanwhile
-                for called, settings, line in recording.blocks:
-                    called.check_settings(settings, line)
+                recording.check_states()
                 run_recorded(recording, self._run, self._stages)
                 self._ran = True
             return result
@@ -137,7 +137,6 @@ class BlockCalls:
     ) -> Any:
         """Return what the call of a block will return; record it if it is not on the tape."""
         recording.state.check(recording.device, line)
-        recording.blocks.append((block, block.settings, line))
         collector = Collector.active()
         if collector is None:
             entry = recording.follow(block.run, (block.kind, None), line, arguments)
@@ -182,6 +181,8 @@ class BlockCalls:
         state = session.forwards[-1] if session.forwards else ForwardState.now(device)
         history = self._histories.setdefault(state, History())
         recording = LoopRecording(first, history, device, self._caches, state, self._rehearse)
+        # Beside workers, which change modules too, the first micro-batch has been compared.
+        recording.compares = self._processes is None or not self._processes.busy
         session.recording, session.depth = recording, len(session.forwards)
         return recording
 
