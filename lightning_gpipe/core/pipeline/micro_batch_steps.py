@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,12 +29,14 @@ class Outcome(NamedTuple):
         results: The values that the step returned for each micro-batch, detached.
         rows: The number of rows of each micro-batch; None if it is not known.
         weights: The weight of each micro-batch's loss: its rows, or the step's ``"loss_weight"``.
+        merge: Merges tensors or lists among the results, with an entry per row, in their order.
     """
 
     loss: Tensor | None
     results: list[Any]
     rows: tuple[int, ...] | None
     weights: list[float]
+    merge: Callable[[Sequence[Any]], Any]
 
 
 class MicroBatchStepping:
@@ -92,7 +94,8 @@ class MicroBatchStepping:
             modules,
             partial(pipeline.microbatching.division, pieces),
         )
-        return Outcome(loss, results, rows, losses.weights)
+        merge = partial(pipeline.microbatching.merge_results, batch=batch)
+        return Outcome(loss, results, rows, losses.weights, merge)
 
     @property
     def current(self) -> int:
