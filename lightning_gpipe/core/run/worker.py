@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_gpipe.core.data import FlatTree, join, parted
 from lightning_gpipe.core.faithful import Context, Manager, Streams, add_note, together
 from lightning_gpipe.core.programs import Route
+from lightning_gpipe.core.run.guards.forbidden_edits import check_late_edit
 from lightning_gpipe.core.run.observe.timeline import Timeline
 from lightning_gpipe.core.run.stage_pass import StagePass
 from lightning_gpipe.core.schedules import Action, Kind, successor
@@ -157,7 +158,11 @@ class WorkerTask(RowTask):
             run = partial(_within, self._forward.entered(), run)
         with self.using:
             start = self._now()
-            result = run(action.i, value)
+            try:
+                result = run(action.i, value)
+            except RuntimeError as error:
+                check_late_edit(error, stage_pass.stage)
+                raise
             self._record((self._w, action, start, self._now()))
         if leaving:
             result = self._send_by_routes(action, result, leaving)
