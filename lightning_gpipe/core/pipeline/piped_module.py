@@ -107,6 +107,11 @@ class PipedModule:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its inputs on the device of what is around the pipelines."""
+        if not str(type(self.root).__call__.__module__).startswith("torch."):
+            raise TypeError(
+                "a model in a GPipe must have no __call__ of its own, since its forward is called: "
+                f"got {type(self.root).__name__}. Move what its __call__ does into forward."
+            )
         if self.path:
             outside = self.pipeline.layout.outside
             args = tuple([_moved(value, outside) for value in args])

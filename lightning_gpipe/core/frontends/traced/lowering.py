@@ -146,6 +146,8 @@ class _Lowering:
         layer = self._graph.layer(node)
         owned = layer in self._modules.own.owners
         run = layer if owned else partial(run_copy, layer, layer.training)
+        if type(layer).__call__ is not nn.Module.__call__ and owned:  # which was traced through
+            run = partial(nn.Module.__call__, layer)
         of_torch = type(layer).__module__.startswith("torch.nn.")
         if of_torch or edited(self._graph, node) is not None or not self._used_later(node):
             return run
@@ -198,7 +200,7 @@ def run_copy(layer: nn.Module, training: bool, /, *args: Any, **kwargs: Any) -> 
     """
     copy = layer.__new__(type(layer))
     copy.__dict__.update(layer.__dict__, training=training)
-    return copy(*args, **kwargs)
+    return nn.Module.__call__(copy, *args, **kwargs)
 
 
 def run_unedited(run: Callable[..., Any], title: str, /, *args: Any, **kwargs: Any) -> Any:
