@@ -10,6 +10,7 @@ Here are also the tests of ``pipeline/micro_batch_steps``, ``step_minibatch`` an
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -368,6 +369,97 @@ def test_model_that_loops_over_its_layers(threads: bool) -> None:
         assert loss is not None
         loss.backward()
         plain(ids).square().mean().backward()
+    model.close()
+
+    assert_same(gradients(model), gradients(plain))
+
+
+class Then(nn.Module):
+    """Calls a function, and returns its input."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.function()
+        return x
+
+
+class Gated(nn.Module):
+    """A layer beside a parameter of its own, and a batch norm, whose forward the engine patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.gate = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.norm(self.linear(x))
+
+
+class Nested(nn.Module):
+    """Blocks, parameters between them, and functions that run in it: when traced and in layers."""
+
+    def __init__(self, *functions: Callable[[], object]) -> None:
+        super().__init__()
+        self.traced: Callable[[], object]
+        traced, first, second = functions
+        self.token = nn.Parameter(torch.tensor(0.7))
+        self.first, self.second = Gated(), Gated()
+        self.layers = nn.ModuleList([Then(first), Then(second)])
+        self.traced = traced
+
+    def forward(self, x: Tensor, scale: float = 0.0) -> Tensor:
+        if scale:
+            self.traced()
+        x = self.layers[0](self.first(x * scale) + self.token)
+        return self.second(self.layers[1](x)) + self.token
+
+
+@with_and_without_threads
+def test_traced_module_that_a_worker_runs(threads: bool) -> None:
+    """A call of a new kind is traced while no worker is within its stage.
+
+    The caller traced the call of the second micro-batch, here of another scale, while the first was
+    in a stage. It met a batch norm's patched forward, which was gone when the trace had ended:
+    "it changes BatchNorm1d.forward". Shadows that came or went meanwhile were "parameters that it
+    does not read as attributes of modules". And the shadows of a parameter around the layers, here
+    ``token``, let every step trace again, and end with "must be on the stage that first uses it".
+    """
+    inside, tracing, gone = Event(), Event(), Event()
+
+    def wait_inside() -> None:
+        inside.set()
+        tracing.wait(0.2)  # for a trace that comes too early
+
+    def trace() -> None:
+        tracing.set()
+        if inside.is_set():
+            gone.wait(0.2)
+
+    plain = Nested(int, int, int).double()
+    module = Nested(trace, wait_inside, gone.set).double()
+    module.load_state_dict(plain.state_dict())
+    model = GPipe(module, [3, 3], devices=["cpu"] * 2, chunks=3, threads=threads)
+    batch = {"x": rows(6), "scale": torch.arange(1.0, 7).repeat_interleave(2)[:6]}
+
+    def step(run: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        scale = batch["scale"][0].item()
+        if run is model and scale == 2 and threads:
+            inside.wait(5)
+        return mean_loss(run(batch["x"], scale))
+
+    for event in (inside, tracing, gone):
+        event.clear()
+    for _ in range(2):
+        loss = model.by_micro_batch(lambda batch: step(model, batch), batch, around=model).loss
+        assert loss is not None
+        loss.backward()
+        for k in range(3):
+            piece = {name: x.split(2)[k] for name, x in batch.items()}
+            (step(plain, piece) / 3).backward()
     model.close()
 
     assert_same(gradients(model), gradients(plain))

@@ -131,8 +131,6 @@ def fits(
     if chunks == 1 and not strategy["verify"]:
         layers = [*layers, *MIXING_LAYERS]
     by_rows = schedule != "fill_drain"  # each micro-batch has a loss
-    if by_rows:  # traced modules look at parameters that other micro-batches have lent
-        frontends = [each for each in frontends if each != "traced"]
     several = st.lists(
         parts(stages, operators, layers, frontends), min_size=1, max_size=1 if by_rows else 2
     )

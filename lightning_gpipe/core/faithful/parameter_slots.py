@@ -8,6 +8,7 @@ Nor can shadows be in the slots in turns with the parameters: layers run on othe
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, ValuesView
+from typing import Any
 
 from torch import nn
 
@@ -37,6 +38,9 @@ class ParameterSlots(Parameters):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         return self._slots[name] if self._by_caller() else super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._slots.get(name, default) if self._by_caller() else super().get(name, default)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # a view of a dict
         return self._slots.items() if self._by_caller() else super().items()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gpipe import GPipe, verify
-from lightning_gpipe.core.pipeline.piped_module import checked
+from lightning_gpipe.core.faithful import Attributes, Journal, Manager
 from tests.support.models import assert_same
 from tests.support.pipes import every_mode
 
@@ -265,8 +265,15 @@ def test_check_within_a_check() -> None:
     pipeline = GPipe(model, [1, 1], devices=["cpu"] * 2, chunks=2)
     runs: list[str] = []
 
-    with checked(pipeline.piped_modules, lambda *_: runs.append("outer")):
-        with checked(pipeline.piped_modules, lambda *_: runs.append("inner")):
+    def checked(name: str) -> Manager:
+        writes = [
+            (Attributes(piped), "check", lambda *_: runs.append(name))
+            for piped in pipeline.piped_modules
+        ]
+        return Journal().changed(writes)
+
+    with checked("outer"):
+        with checked("inner"):
             pipeline(torch.ones(4, 3))
         pipeline(torch.ones(4, 3))
     pipeline(torch.ones(4, 3))

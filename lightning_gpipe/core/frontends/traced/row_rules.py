@@ -224,6 +224,8 @@ _TABLE: list[tuple[str, Rule]] = [
     ("t", _t),
     ("permute", _permute),
     ("view reshape expand repeat tile", _sized),
+    ("view_as reshape_as expand_as", lambda call, _: call.of(call.at(1, "other"))),
+    ("unflatten", lambda _, dim: 0 if dim == 0 else None),
     ("flatten", _flatten),
     ("unsqueeze", _unsqueeze),
     ("squeeze", _squeeze),

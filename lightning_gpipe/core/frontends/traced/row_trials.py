@@ -42,7 +42,7 @@ def run_apart(
 def tried(run: Callable[..., Any], cut: Sequence[bool], line: str) -> Callable[..., Any]:
     """Return a function that runs another one, which it tries at its first call with two rows.
 
-    ``cut`` says which arguments have their rows in dim 0.
+    ``cut`` says which arguments have their rows in dim 0; those of one may be several for a row.
     """
     waits = True
 
@@ -51,7 +51,8 @@ def tried(run: Callable[..., Any], cut: Sequence[bool], line: str) -> Callable[.
         tensors = [x for x, rows in zip(args, cut, strict=True) if rows]
         if waits and all(isinstance(x, Tensor) and x.dim() and len(x) > 1 for x in tensors):
             waits = False
-            if _mixes(run, cut, args, kwargs):
+            equal = len(set(map(len, tensors))) == 1  # else it is not known how to take a row
+            if equal and _mixes(run, cut, args, kwargs):
                 raise across_rows(line, "gives the same rows other results beside others")
         return run(*args, **kwargs)
 
